@@ -1,0 +1,1 @@
+"""Training-free speculative decoding for Hugging Face transformers: the same text, faster."""

@@ -1,0 +1,1 @@
+"""Drafting: what proposes the next tokens, how much of it is worth verifying."""

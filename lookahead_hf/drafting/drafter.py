@@ -1,0 +1,53 @@
+"""The protocol of a drafter: what proposes the next tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from lookahead_hf.steps import DraftTree, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.rows import Rows
+
+
+class Drafter(ABC):
+    """Proposes the next tokens of every live row; the target decides which of them stand.
+
+    A drafter of your own overrides `propose`, and the others where it has something to remember. One
+    object serves one call at a time. An exception from any of them costs the call its speed, never its
+    text.
+    """
+
+    name: ClassVar[str] = "custom"
+
+    def begin(self, rows: Rows) -> None:
+        """A call begins: the prompt stands in `rows`, and each row has emitted its first token."""
+
+    @abstractmethod
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        """Guess what comes after `rows.context(row)` for each row that is live.
+
+        Args:
+            rows: The texts so far.
+            max_nodes: Most nodes that a row may have; what goes beyond is cut off.
+
+        Returns:
+            One tree per row (`DraftTree.from_chains` takes plain lists); finished rows get none.
+        """
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        """A step was decided; `rows` holds the emitted tokens already.
+
+        Args:
+            rows: The texts so far.
+            draft: What was verified.
+            verdict: What was accepted and emitted.
+            logits: The target's raw logits, [rows, 1 + max nodes, vocab]: index 0 follows the last
+                token, index 1 + i follows node i of the row. Valid during this call only.
+        """
+
+    def end(self, rows: Rows) -> None:
+        """The call is over, also when it ended with an exception."""

@@ -1,0 +1,94 @@
+"""The rows of one call: what each was given, what it has emitted, and where its next token stands."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Rows:
+    """Texts of a batch, each with a length of its own.
+
+    Three numbers belong to every token: its *slot* (place in our cache, attended tokens only), its
+    *column* (index in the padded batch that plain `generate` would hold) and its *position* (what the
+    model is told). For emitted tokens they differ by constants of the row: `pads` and `shift`.
+
+    Attributes:
+        num_rows: Rows of the batch.
+        prompt_columns: Columns of the padded prompt, the same for every row.
+        num_attended: Attended prompt tokens of each row, [rows] int64.
+        num_emitted: Tokens emitted so far, [rows] int64.
+        finished: Rows whose text has ended, [rows] bool.
+        encoder_ids: Token ids of the encoder's input per row, for models that have one.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: np.ndarray,  # [rows, columns]
+        attended: np.ndarray | None = None,  # [rows, columns] bool; None: every column
+        encoder_ids: list[np.ndarray] | None = None,
+        cached_columns: int = 0,
+    ) -> None:
+        """`cached_columns`: columns of an adopted cache that stand before `prompt_ids`."""
+        self.num_rows, width = prompt_ids.shape
+        self.cached_columns = cached_columns
+        self.prompt_columns = width + cached_columns
+        self.encoder_ids = encoder_ids
+        self.num_emitted = np.zeros(self.num_rows, np.int64)
+        self.finished = np.zeros(self.num_rows, bool)
+        self._ids = np.empty((self.num_rows, width + 64), np.int64)
+        self._ids[:, :width] = prompt_ids
+        self._width = width
+        self._context, self._prompt_length = self._without_pads(prompt_ids, attended)
+
+    def _without_pads(
+        self, prompt_ids: np.ndarray, attended: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Attended prompt ids of every row, left-aligned; the id buffer itself where nothing is padded."""
+        if attended is None or bool(attended.all()):
+            return self._ids, np.full(self.num_rows, self._width, np.int64)
+        context = np.empty_like(self._ids)
+        for row in range(self.num_rows):
+            kept = prompt_ids[row][attended[row]]
+            context[row, : len(kept)] = kept
+        return context, attended.sum(1).astype(np.int64)
+
+    @property
+    def live(self) -> np.ndarray:
+        """Rows that still generate, [rows] bool."""
+        return ~self.finished
+
+    def context(self, row: int) -> np.ndarray:
+        """Attended prompt and emitted tokens of a row, oldest first, `[length]` int64 (a view)."""
+        return self._context[row, : self._prompt_length[row] + self.num_emitted[row]]
+
+    def prompt_length(self, row: int) -> int:
+        """Attended prompt tokens at the head of `context(row)`."""
+        return int(self._prompt_length[row])
+
+    def ids(self, row: int) -> np.ndarray:
+        """The row as plain `generate` holds it, pads included, `[columns]` int64 (a view)."""
+        return self._ids[row, : self._width + self.num_emitted[row]]
+
+    def emitted(self, row: int) -> np.ndarray:
+        """Tokens that the row has emitted, `[num_emitted]` int64 (a view)."""
+        return self._ids[row, self._width : self._width + self.num_emitted[row]]
+
+    def last_token(self, row: int) -> int:
+        """The row's newest token, the only one that is not in the cache."""
+        return int(self._ids[row, self._width + self.num_emitted[row] - 1])
+
+    def emit(self, row: int, token_id: int) -> None:
+        """Append one token to a row."""
+        count = int(self.num_emitted[row])
+        if self._width + count == self._ids.shape[1]:
+            self._grow()
+        self._ids[row, self._width + count] = token_id
+        if self._context is not self._ids:
+            self._context[row, self._prompt_length[row] + count] = token_id
+        self.num_emitted[row] = count + 1
+
+    def _grow(self) -> None:
+        shared = self._context is self._ids
+        room = np.empty((self.num_rows, self._ids.shape[1]), np.int64)
+        self._ids = np.concatenate([self._ids, room], 1)
+        self._context = self._ids if shared else np.concatenate([self._context, room], 1)

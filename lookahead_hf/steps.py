@@ -1,0 +1,151 @@
+"""What one step passes from room to room: the draft tree and the verdict on it, flat arrays over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ROOT = -1
+"""Parent of the nodes that follow a row's last emitted token directly."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """Which sources proposed each node, and how sure each was: compressed rows over the nodes.
+
+    A node carries one entry per source that proposed it. `bucket` is the source's own class of
+    proposals (a match length, a rank) whose acceptance rate calibration learns.
+    """
+
+    offsets: np.ndarray  # [nodes + 1] int64
+    source: np.ndarray  # [entries] int32, index into the drafter's list of sources
+    bucket: np.ndarray  # [entries] int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """Draft tokens of all rows, row after row; within a row every parent stands before its children.
+
+    Row `r` owns the nodes `row_offsets[r]:row_offsets[r + 1]`; `parents` counts within the row.
+    """
+
+    row_offsets: np.ndarray  # [rows + 1] int64
+    token_ids: np.ndarray  # [nodes] int64
+    parents: np.ndarray  # [nodes] int32, ROOT for children of the last emitted token
+    depth: np.ndarray  # [nodes] int32, 1 for children of the last emitted token
+    score: np.ndarray  # [nodes] float32, estimated probability that the path down to here is accepted
+    evidence: Evidence | None = None
+    probs: object | None = None  # torch.Tensor [nodes, vocab]: what each node was drawn from, rejection only
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_offsets) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    def row(self, row: int) -> slice:
+        """The nodes of one row as a slice of the flat arrays."""
+        return slice(int(self.row_offsets[row]), int(self.row_offsets[row + 1]))
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of the row that has most."""
+        return int(np.diff(self.row_offsets).max(initial=0))
+
+    @staticmethod
+    def empty(num_rows: int) -> DraftTree:
+        """No draft for any row."""
+        return DraftTree(
+            np.zeros(num_rows + 1, np.int64),
+            np.empty(0, np.int64),
+            np.empty(0, np.int32),
+            np.empty(0, np.int32),
+            np.empty(0, np.float32),
+        )
+
+    @staticmethod
+    def from_rows(rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
+        """Build a tree from `(token_ids, parents)` per row, parents before children.
+
+        Raises:
+            ValueError: A parent does not stand before its child.
+        """
+        offsets, tokens, parents, depth = [0], [], [], []
+        for row_tokens, row_parents in rows:
+            row_depth: list[int] = []
+            for node, parent in enumerate(row_parents):
+                if not ROOT <= parent < node:
+                    raise ValueError(
+                        f"node {node} names parent {parent}: a parent must stand before its child "
+                        f"(or be {ROOT}, the row's last emitted token)"
+                    )
+                row_depth.append(1 if parent == ROOT else row_depth[parent] + 1)
+            tokens.extend(row_tokens)
+            parents.extend(row_parents)
+            depth.extend(row_depth)
+            offsets.append(len(tokens))
+        return DraftTree(
+            np.asarray(offsets, np.int64),
+            np.asarray(tokens, np.int64),
+            np.asarray(parents, np.int32),
+            np.asarray(depth, np.int32),
+            np.ones(len(tokens), np.float32),
+        )
+
+    @staticmethod
+    def from_chains(rows: Iterable[Iterable[Sequence[int]]]) -> DraftTree:
+        """Build a tree from any number of continuations per row; shared prefixes become shared nodes."""
+        built = []
+        for chains in rows:
+            tokens: list[int] = []
+            parents: list[int] = []
+            known: dict[tuple[int, int], int] = {}
+            for chain in chains:
+                at = ROOT
+                for token in chain:
+                    key = (at, int(token))
+                    if key not in known:
+                        known[key] = len(tokens)
+                        tokens.append(int(token))
+                        parents.append(at)
+                    at = known[key]
+            built.append((tokens, parents))
+        return DraftTree.from_rows(built)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What verification decided in one step: per row the accepted path and the emitted tokens.
+
+    A live row emits its accepted tokens and one bonus token; where the text stops inside the path, the
+    last emitted token stands for the bonus token. Rows that are not live emit nothing.
+    """
+
+    token_offsets: np.ndarray  # [rows + 1] int64
+    token_ids: np.ndarray  # [emitted] int64
+    path_offsets: np.ndarray  # [rows + 1] int64
+    path: np.ndarray  # [accepted] int32, node indices within the row, from the root down
+    live: np.ndarray  # [rows] bool, rows that took part in the step
+    finished: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # [rows] bool, after the step
+
+    def emitted(self, row: int) -> np.ndarray:
+        """Tokens that the row emitted, `[num_emitted]`."""
+        return self.token_ids[self.token_offsets[row] : self.token_offsets[row + 1]]
+
+    def accepted(self, row: int) -> np.ndarray:
+        """Accepted nodes of the row, root to leaf, `[num_accepted]`."""
+        return self.path[self.path_offsets[row] : self.path_offsets[row + 1]]
+
+    @property
+    def num_accepted(self) -> np.ndarray:
+        """Accepted nodes of each row, `[rows]`."""
+        return np.diff(self.path_offsets)
+
+    @property
+    def num_emitted(self) -> np.ndarray:
+        """Emitted tokens of each row, `[rows]`."""
+        return np.diff(self.token_offsets)
