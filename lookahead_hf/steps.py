@@ -35,9 +35,13 @@ class DraftTree:
     token_ids: np.ndarray  # [nodes] int64
     parents: np.ndarray  # [nodes] int32, ROOT for children of the last emitted token
     depth: np.ndarray  # [nodes] int32, 1 for children of the last emitted token
-    score: np.ndarray  # [nodes] float32, estimated probability that the path down to here is accepted
+    score: (
+        np.ndarray
+    )  # [nodes] float32, estimated probability that the path down to here is accepted
     evidence: Evidence | None = None
-    probs: object | None = None  # torch.Tensor [nodes, vocab]: what each node was drawn from, rejection only
+    probs: object | None = (
+        None  # torch.Tensor [nodes, vocab]: what each node was drawn from, rejection only
+    )
 
     @property
     def num_rows(self) -> int:
@@ -130,7 +134,9 @@ class Verdict:
     path_offsets: np.ndarray  # [rows + 1] int64
     path: np.ndarray  # [accepted] int32, node indices within the row, from the root down
     live: np.ndarray  # [rows] bool, rows that took part in the step
-    finished: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # [rows] bool, after the step
+    finished: np.ndarray = field(
+        default_factory=lambda: np.empty(0, bool)
+    )  # [rows] bool, after the step
 
     def emitted(self, row: int) -> np.ndarray:
         """Tokens that the row emitted, `[num_emitted]`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from lookahead_hf.steps import DraftTree, Verdict
 
 if TYPE_CHECKING:
@@ -22,6 +24,18 @@ class Drafter(ABC):
     """
 
     name: ClassVar[str] = "custom"
+    rates: (
+        np.ndarray
+    )  # [num_buckets] float32: learned acceptance rates, set and kept up to date from outside
+
+    @property
+    def num_buckets(self) -> int:
+        """Classes of proposals that this drafter tells apart; `Evidence.bucket` counts below it."""
+        return 1
+
+    def prior(self) -> np.ndarray:
+        """Acceptance rate of each bucket before anything was learned, [num_buckets] float32."""
+        return np.full(self.num_buckets, 0.3, np.float32)
 
     def begin(self, rows: Rows) -> None:
         """A call begins: the prompt stands in `rows`, and each row has emitted its first token."""
