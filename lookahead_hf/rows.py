@@ -1,4 +1,4 @@
-"""The rows of one call: what each was given, what it has emitted, and where its next token stands."""
+"""The rows of one call: what each was given, what it has emitted, where its next token stands."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class Rows:
     """Texts of a batch, each with a length of its own.
 
     Three numbers belong to every token: its *slot* (place in our cache, attended tokens only), its
-    *column* (index in the padded batch that plain `generate` would hold) and its *position* (what the
-    model is told). For emitted tokens they differ by constants of the row: `pads` and `shift`.
+    *column* (index in the padded batch that plain `generate` would hold) and its *position* (what
+    the model is told). For emitted tokens they differ by constants of the row.
 
     Attributes:
         num_rows: Rows of the batch.
@@ -43,7 +43,7 @@ class Rows:
     def _without_pads(
         self, prompt_ids: np.ndarray, attended: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Attended prompt ids of every row, left-aligned; the id buffer itself where nothing is padded."""
+        """Attended prompt ids, left-aligned; the id buffer itself where nothing is padded."""
         if attended is None or bool(attended.all()):
             return self._ids, np.full(self.num_rows, self._width, np.int64)
         context = np.empty_like(self._ids)

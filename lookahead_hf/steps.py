@@ -1,9 +1,9 @@
-"""What one step passes from room to room: the draft tree and the verdict on it, flat arrays over rows."""
+"""What a step passes from room to room: the draft tree and the verdict on it, flat over rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """Draft tokens of all rows, row after row; within a row every parent stands before its children.
+    """Draft tokens of all rows, row after row; in a row every parent stands before its children.
 
     Row `r` owns the nodes `row_offsets[r]:row_offsets[r + 1]`; `parents` counts within the row.
     """
@@ -35,13 +35,9 @@ class DraftTree:
     token_ids: np.ndarray  # [nodes] int64
     parents: np.ndarray  # [nodes] int32, ROOT for children of the last emitted token
     depth: np.ndarray  # [nodes] int32, 1 for children of the last emitted token
-    score: (
-        np.ndarray
-    )  # [nodes] float32, estimated probability that the path down to here is accepted
+    score: np.ndarray  # [nodes] float32, estimated probability that its path is accepted
     evidence: Evidence | None = None
-    probs: object | None = (
-        None  # torch.Tensor [nodes, vocab]: what each node was drawn from, rejection only
-    )
+    probs: object | None = None  # torch.Tensor [nodes, vocab], what each node was drawn from
 
     @property
     def num_rows(self) -> int:
@@ -102,7 +98,7 @@ class DraftTree:
 
     @staticmethod
     def from_chains(rows: Iterable[Iterable[Sequence[int]]]) -> DraftTree:
-        """Build a tree from any number of continuations per row; shared prefixes become shared nodes."""
+        """Build a tree from any number of continuations per row; a shared prefix is shared."""
         built = []
         for chains in rows:
             tokens: list[int] = []
@@ -125,8 +121,8 @@ class DraftTree:
 class Verdict:
     """What verification decided in one step: per row the accepted path and the emitted tokens.
 
-    A live row emits its accepted tokens and one bonus token; where the text stops inside the path, the
-    last emitted token stands for the bonus token. Rows that are not live emit nothing.
+    A live row emits its accepted tokens and one bonus token; where the text stops inside the path,
+    the last emitted token stands for the bonus token. Rows that are not live emit nothing.
     """
 
     token_offsets: np.ndarray  # [rows + 1] int64
@@ -134,9 +130,7 @@ class Verdict:
     path_offsets: np.ndarray  # [rows + 1] int64
     path: np.ndarray  # [accepted] int32, node indices within the row, from the root down
     live: np.ndarray  # [rows] bool, rows that took part in the step
-    finished: np.ndarray = field(
-        default_factory=lambda: np.empty(0, bool)
-    )  # [rows] bool, after the step
+    finished: np.ndarray  # [rows] bool, after the step
 
     def emitted(self, row: int) -> np.ndarray:
         """Tokens that the row emitted, `[num_emitted]`."""

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 class Drafter(ABC):
     """Proposes the next tokens of every live row; the target decides which of them stand.
 
-    A drafter of your own overrides `propose`, and the others where it has something to remember. One
-    object serves one call at a time. An exception from any of them costs the call its speed, never its
-    text.
+    A drafter of your own overrides `propose`, and the others where it has something to remember.
+    One object serves one call at a time. An exception from any of them costs the call its speed,
+    never its text.
     """
 
     name: ClassVar[str] = "custom"
     rates: (
         np.ndarray
-    )  # [num_buckets] float32: learned acceptance rates, set and kept up to date from outside
+    )  # [num_buckets] float32: learned acceptance rates, kept up to date from outside
 
     @property
     def num_buckets(self) -> int:
@@ -37,7 +37,7 @@ class Drafter(ABC):
         """Acceptance rate of each bucket before anything was learned, [num_buckets] float32."""
         return np.full(self.num_buckets, 0.3, np.float32)
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
         """A call begins: the prompt stands in `rows`, and each row has emitted its first token."""
 
     @abstractmethod
@@ -52,7 +52,9 @@ class Drafter(ABC):
             One tree per row (`DraftTree.from_chains` takes plain lists); finished rows get none.
         """
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+    def observe(  # noqa: B027 (an optional hook)
+        self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor
+    ) -> None:
         """A step was decided; `rows` holds the emitted tokens already.
 
         Args:
@@ -63,5 +65,5 @@ class Drafter(ABC):
                 token, index 1 + i follows node i of the row. Valid during this call only.
         """
 
-    def end(self, rows: Rows) -> None:
+    def end(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
         """The call is over, also when it ended with an exception."""
