@@ -1,0 +1,60 @@
+# make demo       build .venv, fetch a small model, show plain and speculative generation side by side
+# make test       build .venv, lint, type check, run the tests
+# make test-all   the same with the slow tests
+# make test-oldest  the tests with the oldest supported transformers, in a venv of its own
+# make bench      the end-to-end benchmark (ARGS="--families code_edit --rounds 1")
+# make clean      remove what the above built; the model stays in the user's cache folder
+#
+# On a machine without a GPU, torch's CPU wheels save some gigabytes:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+ARGS ?=
+OLDEST_TRANSFORMERS := 5.17.0
+
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+
+.PHONY: demo test test-all test-oldest lint bench clean
+
+demo: .venv/.demo
+	.venv/bin/lookahead-hf demo $(ARGS)
+
+test: lint
+	.venv/bin/python -m pytest -q -m "not gpu and not slow" $(ARGS)
+
+test-all: lint
+	.venv/bin/python -m pytest -q $(ARGS)
+
+test-oldest: .venv-oldest/.tests
+	.venv-oldest/bin/python -m pytest -q -m "not gpu and not slow" $(ARGS)
+
+lint: .venv/.tests
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench: .venv/.tests
+	.venv/bin/python benchmarks/end_to_end.py $(ARGS)
+
+clean:
+	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Each stamp is newer than what it was installed from, so a second `make` installs nothing.
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.demo: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing lookahead-hf and its demo extra into .venv (a few minutes the first time)"
+	.venv/bin/python $(PIP_INSTALL) -e ".[demo]"
+	@touch $@
+
+.venv/.tests: pyproject.toml constraints.txt | .venv/bin/python
+	.venv/bin/python $(PIP_INSTALL) -e ".[demo,bench,dev]"
+	@touch $@
+
+.venv-oldest/.tests: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	sed 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python $(subst -c constraints.txt,-c .venv-oldest/constraints.txt,$(PIP_INSTALL)) -e ".[demo,dev]"
+	@touch $@
