@@ -1,1 +1,31 @@
 """Drafting: what proposes the next tokens, how much of it is worth verifying."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "Budget": "budget",
+    "Calibration": "calibration",
+    "CostModel": "costs",
+    "Drafter": "drafter",
+    "Ensemble": "ensemble",
+    "KeptRates": "calibration",
+    "NgramDrafter": "ngram",
+    "PredictionDrafter": "prediction",
+    "RecyclingDrafter": "recycling",
+    "SourceCounts": "ensemble",
+    "build": "registry",
+}
+
+__all__ = [*sorted(_HOME), "DraftTree"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name where it is first asked for: most of them pull in numba or torch."""
+    if name == "DraftTree":
+        return importlib.import_module("lookahead_hf.steps").DraftTree
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,377 @@
+"""Compiled drafting functions; `reference` says what each of them does."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead_hf.ngram_pool.jit import jit
+
+# Rows of the scratch arrays.
+PARENT, DEPTH, FIRST_ENTRY, LAST_ENTRY, FIRST_CHILD, NEXT_SIBLING, PLACE = range(7)
+ENTRY_SOURCE, ENTRY_BUCKET, NEXT_ENTRY = range(3)
+
+
+@jit
+def merge_trees(
+    row_offsets, token_ids, parents, entry_offsets, buckets, rates, bucket_starts, max_depth,
+    vocab_size, max_nodes,
+):  # fmt: skip
+    num_rows = row_offsets.shape[1] - 1
+    room, most_entries = _largest_row(row_offsets, entry_offsets)
+    capacity = min(len(token_ids), num_rows * max_nodes)
+    offsets = np.zeros(num_rows + 1, np.int64)
+    out_tokens = np.empty(capacity, np.int64)
+    out_parents = np.empty(capacity, np.int32)
+    out_depth = np.empty(capacity, np.int32)
+    out_score = np.empty(capacity, np.float32)
+    out_entries = np.zeros(capacity + 1, np.int64)
+    out_source = np.empty(len(buckets), np.int32)
+    out_bucket = np.empty(len(buckets), np.int32)
+    out_origin = np.empty(capacity, np.int64)
+
+    slots = 16
+    while slots < 2 * room:
+        slots *= 2
+    table = np.full(slots, -1, np.int32)
+    nodes = np.empty((7, room), np.int32)
+    entries = np.empty((3, most_entries), np.int32)
+    united = np.empty(room, np.int32)
+    origin = np.empty(room, np.int64)
+    tokens = np.empty(room, np.int64)
+    reach = np.empty(room, np.float64)
+    total = np.empty(room + 1, np.float64)
+    heap = np.empty(room, np.int32)
+
+    written = 0
+    for row in range(num_rows):
+        count = _unite(
+            row, row_offsets, token_ids, parents, entry_offsets, buckets, bucket_starts,
+            max_depth[row], vocab_size, table, nodes, entries, united, origin, tokens,
+        )  # fmt: skip
+        _reach(count, nodes, entries, rates, bucket_starts, reach, total)
+        kept = _take_likeliest(count, nodes, reach, heap, max_nodes)
+        for place in range(kept):
+            node = heap[place]
+            above = nodes[PARENT, node]
+            out_tokens[written] = tokens[node]
+            out_parents[written] = nodes[PLACE, above] if above >= 0 else -1
+            out_depth[written] = nodes[DEPTH, node]
+            out_score[written] = reach[node]
+            out_origin[written] = origin[node]
+            out_entries[written + 1] = _copy_entries(
+                nodes[FIRST_ENTRY, node], entries, out_entries[written], out_source, out_bucket
+            )
+            written += 1
+        offsets[row + 1] = written
+    num_entries = out_entries[written]
+    return (
+        offsets,
+        out_tokens[:written],
+        out_parents[:written],
+        out_depth[:written],
+        out_score[:written],
+        out_entries[: written + 1],
+        out_source[:num_entries],
+        out_bucket[:num_entries],
+        out_origin[:written],
+    )
+
+
+@jit
+def _copy_entries(entry, entries, end, out_source, out_bucket):
+    """Write a node's list of entries from `end` on; returns where it ends."""
+    while entry >= 0:
+        out_source[end] = entries[ENTRY_SOURCE, entry]
+        out_bucket[end] = entries[ENTRY_BUCKET, entry]
+        end += 1
+        entry = entries[NEXT_ENTRY, entry]
+    return end
+
+
+@jit
+def _largest_row(row_offsets, entry_offsets):
+    """Most nodes and most entries that one row has over all sources."""
+    most_nodes, most_entries = 1, 1
+    for row in range(row_offsets.shape[1] - 1):
+        nodes, entries = 0, 0
+        for source in range(row_offsets.shape[0]):
+            first, last = row_offsets[source, row], row_offsets[source, row + 1]
+            nodes += last - first
+            entries += entry_offsets[last] - entry_offsets[first]
+        most_nodes, most_entries = max(most_nodes, nodes), max(most_entries, entries)
+    return most_nodes, most_entries
+
+
+@jit
+def _unite(
+    row, row_offsets, token_ids, parents, entry_offsets, buckets, bucket_starts, max_depth,
+    vocab_size, table, nodes, entries, united, origin, tokens,
+):  # fmt: skip
+    """Prefix union of one row through a hash table of (parent, token); returns the node count."""
+    count, num_entries = 0, 0
+    mask = len(table) - 1
+    table[:] = -1
+    for source in range(row_offsets.shape[0]):
+        first = row_offsets[source, row]
+        num_buckets = bucket_starts[source + 1] - bucket_starts[source]
+        for node in range(first, row_offsets[source, row + 1]):
+            local = node - first
+            united[local] = -2
+            token, parent = token_ids[node], parents[node]
+            if token < 0 or token >= vocab_size or parent < -1 or parent >= local:
+                continue
+            at = united[parent] if parent >= 0 else -1
+            depth = nodes[DEPTH, at] + 1 if at >= 0 else 1
+            if at == -2 or depth > max_depth:
+                continue
+            valid = False
+            for entry in range(entry_offsets[node], entry_offsets[node + 1]):
+                valid |= buckets[entry] >= 0 and buckets[entry] < num_buckets
+            if not valid:
+                continue
+            slot = ((token * 0x9E3779B1 + at * 0x85EBCA6B) >> 7) & mask
+            while table[slot] >= 0:
+                known = table[slot]
+                if tokens[known] == token and nodes[PARENT, known] == at:
+                    break
+                slot = (slot + 1) & mask
+            if table[slot] < 0:
+                table[slot] = count
+                tokens[count] = token
+                origin[count] = node
+                nodes[PARENT, count] = at
+                nodes[DEPTH, count] = depth
+                nodes[FIRST_ENTRY, count] = -1
+                count += 1
+            merged = table[slot]
+            united[local] = merged
+            for entry in range(entry_offsets[node], entry_offsets[node + 1]):
+                bucket = buckets[entry]
+                if bucket >= 0 and bucket < num_buckets:
+                    num_entries = _add_entry(merged, source, bucket, nodes, entries, num_entries)
+    return count
+
+
+@jit
+def _add_entry(node, source, bucket, nodes, entries, num_entries):
+    """Append (source, bucket) to a node's list unless it stands there; returns the entry count."""
+    entry = nodes[FIRST_ENTRY, node]
+    while entry >= 0:
+        if entries[ENTRY_SOURCE, entry] == source and entries[ENTRY_BUCKET, entry] == bucket:
+            return num_entries
+        entry = entries[NEXT_ENTRY, entry]
+    entries[ENTRY_SOURCE, num_entries] = source
+    entries[ENTRY_BUCKET, num_entries] = bucket
+    entries[NEXT_ENTRY, num_entries] = -1
+    if nodes[FIRST_ENTRY, node] < 0:
+        nodes[FIRST_ENTRY, node] = num_entries
+    else:
+        entries[NEXT_ENTRY, nodes[LAST_ENTRY, node]] = num_entries
+    nodes[LAST_ENTRY, node] = num_entries
+    return num_entries + 1
+
+
+@jit
+def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
+    """Fill `reach`; `total` holds the siblings' sums, the root's in its last place."""
+    root = len(total) - 1
+    total[:count] = 0.0
+    total[root] = 0.0
+    for node in range(count):
+        miss = 1.0
+        entry = nodes[FIRST_ENTRY, node]
+        while entry >= 0:
+            first = bucket_starts[entries[ENTRY_SOURCE, entry]]
+            miss *= 1.0 - np.float64(rates[first + entries[ENTRY_BUCKET, entry]])
+            entry = entries[NEXT_ENTRY, entry]
+        parent = nodes[PARENT, node]
+        reach[node] = 1.0 - miss
+        total[parent if parent >= 0 else root] += 1.0 - miss
+    for node in range(count):
+        parent = nodes[PARENT, node]
+        above = reach[parent] if parent >= 0 else 1.0
+        reach[node] = above * reach[node] / max(total[parent if parent >= 0 else root], 1.0)
+
+
+@jit
+def _take_likeliest(count, nodes, reach, heap, max_nodes):
+    """Leave the best nodes in `heap[:kept]`, likeliest first, and each one's index in PLACE.
+
+    The heap grows downwards from the end of the array while the taken nodes fill its beginning: a
+    node leaves the heap before it is written, so both fit.
+    """
+    roots = -1
+    for node in range(count - 1, -1, -1):
+        nodes[FIRST_CHILD, node] = -1
+    for node in range(count - 1, -1, -1):
+        parent = nodes[PARENT, node]
+        if parent >= 0:
+            nodes[NEXT_SIBLING, node] = nodes[FIRST_CHILD, parent]
+            nodes[FIRST_CHILD, parent] = node
+        else:
+            nodes[NEXT_SIBLING, node] = roots
+            roots = node
+    top = len(heap) - 1
+    size = _push_all(heap, top, 0, roots, nodes, reach)
+    kept = 0
+    while size > 0 and kept < max_nodes:
+        node = heap[top]
+        size -= 1
+        last = heap[top - size]
+        _sift_down(heap, top, size, last, reach)
+        nodes[PLACE, node] = kept
+        heap[kept] = node
+        kept += 1
+        size = _push_all(heap, top, size, nodes[FIRST_CHILD, node], nodes, reach)
+    return kept
+
+
+@jit
+def _before(a, b, reach):
+    return reach[a] > reach[b] or (reach[a] == reach[b] and a < b)
+
+
+@jit
+def _push_all(heap, top, size, node, nodes, reach):
+    """Push a list of siblings; element i of the heap lies at `top - i`."""
+    while node >= 0:
+        hole = size
+        while hole > 0 and _before(node, heap[top - (hole - 1) // 2], reach):
+            heap[top - hole] = heap[top - (hole - 1) // 2]
+            hole = (hole - 1) // 2
+        heap[top - hole] = node
+        size += 1
+        node = nodes[NEXT_SIBLING, node]
+    return size
+
+
+@jit
+def _sift_down(heap, top, size, node, reach):
+    hole = 0
+    while True:
+        child = 2 * hole + 1
+        if child >= size:
+            break
+        if child + 1 < size and _before(heap[top - child - 1], heap[top - child], reach):
+            child += 1
+        if _before(node, heap[top - child], reach):
+            break
+        heap[top - hole] = heap[top - child]
+        hole = child
+    if size > 0:
+        heap[top - hole] = node
+
+
+@jit
+def head_order(row_offsets, parents, num_nodes):
+    num_rows = len(row_offsets) - 1
+    capacity = min(len(parents), num_rows * num_nodes)
+    offsets = np.zeros(num_rows + 1, np.int64)
+    order = np.empty(capacity, np.int64)
+    moved_parents = np.empty(capacity, np.int32)
+    first_child = np.empty(num_nodes, np.int32)
+    next_sibling = np.empty(num_nodes, np.int32)
+    place = np.empty(num_nodes, np.int32)
+    written = 0
+    for row in range(num_rows):
+        first = row_offsets[row]
+        count = min(row_offsets[row + 1] - first, num_nodes)
+        roots = -1
+        first_child[:count] = -1
+        for node in range(count - 1, -1, -1):
+            parent = parents[first + node]
+            if parent >= 0:
+                next_sibling[node] = first_child[parent]
+                first_child[parent] = node
+            else:
+                next_sibling[node] = roots
+                roots = node
+        node, taken = roots, 0
+        while node >= 0:
+            parent = parents[first + node]
+            place[node] = taken
+            order[written] = first + node
+            moved_parents[written] = place[parent] if parent >= 0 else -1
+            written += 1
+            taken += 1
+            below = first_child[node]
+            while below < 0 and node >= 0:
+                below = next_sibling[node]
+                node = parents[first + node]
+            node = below
+        offsets[row + 1] = written
+    return offsets, order[:written], moved_parents[:written]
+
+
+@jit
+def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted, path_offsets, path):
+    outcome = np.full(len(token_ids), -1, np.int8)
+    for row in range(len(row_offsets) - 1):
+        first, last = row_offsets[row], row_offsets[row + 1]
+        start, end = token_offsets[row], token_offsets[row + 1]
+        accepted = path[path_offsets[row] : path_offsets[row + 1]]
+        for node in range(first, last):
+            parent = parents[node]
+            step = 0
+            if parent >= 0:
+                while step < len(accepted) and accepted[step] != parent:
+                    step += 1
+                if step == len(accepted):
+                    continue
+                step += 1
+            if start + step < end:
+                outcome[node] = token_ids[node] == emitted[start + step]
+    return outcome
+
+
+@jit
+def learn_rates(
+    outcome, entry_offsets, entry_source, entry_bucket, bucket_starts, prior, prior_weight, memory,
+    counts, gained, rates,
+):  # fmt: skip
+    for node in range(len(outcome)):
+        if outcome[node] < 0:
+            continue
+        for entry in range(entry_offsets[node], entry_offsets[node + 1]):
+            bucket = bucket_starts[entry_source[entry]] + entry_bucket[entry]
+            if counts[1, bucket] >= memory:
+                keep = (memory - 1.0) / counts[1, bucket]
+                counts[0, bucket] *= keep
+                counts[1, bucket] *= keep
+            counts[0, bucket] += outcome[node]
+            counts[1, bucket] += 1.0
+            gained[0, bucket] += outcome[node]
+            gained[1, bucket] += 1.0
+            weight = counts[1, bucket] + prior_weight
+            rates[bucket] = (counts[0, bucket] + prior_weight * prior[bucket]) / weight
+
+
+@jit
+def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
+    for row in range(len(row_offsets) - 1):
+        first = row_offsets[row]
+        accepted = path[path_offsets[row] : path_offsets[row + 1]]
+        for node in range(first, row_offsets[row + 1]):
+            hit = False
+            for step in range(len(accepted)):
+                hit |= accepted[step] == node - first
+            num_sources, begin, end = 0, entry_offsets[node], entry_offsets[node + 1]
+            for entry in range(begin, end):
+                num_sources += _is_first(entry_source, begin, entry)
+            for entry in range(begin, end):
+                if _is_first(entry_source, begin, entry):
+                    source = entry_source[entry]
+                    counts[0, source] += 1
+                    counts[1, source] += hit
+                    counts[2, source] += hit and num_sources == 1
+
+
+@jit
+def _is_first(entry_source, begin, entry):
+    """Whether no earlier entry of the node is of the same source."""
+    first = True
+    for other in range(begin, entry):
+        first &= entry_source[other] != entry_source[entry]
+    return first

@@ -1,0 +1,175 @@
+"""Several sources that draft together as one drafter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from lookahead_hf.drafting.calibration import Calibration, unique_names
+from lookahead_hf.drafting.compiled import functions
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.tree import ANY_TOKEN, merge
+from lookahead_hf.steps import DraftTree, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.rows import Rows
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """What one source contributed to a call.
+
+    Attributes:
+        drafted: Verified nodes that the source proposed.
+        accepted: Those of them that were accepted.
+        exclusive: Accepted nodes that no other source proposed.
+    """
+
+    drafted: int
+    accepted: int
+    exclusive: int
+
+
+class Ensemble(Drafter):
+    """Merges the trees of its sources by learned acceptance rates.
+
+    A source that raises or returns something that is no tree for these rows is dropped for the rest
+    of the call, with one warning; the others go on.
+    """
+
+    name = "ensemble"
+
+    def __init__(
+        self,
+        sources: Sequence[Drafter],
+        calibration: Calibration,
+        *,
+        vocab_size: int = ANY_TOKEN,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Draft with `sources`, in the order in which `calibration` knows them.
+
+        Args:
+            sources: The drafters; their `rates` are views of the calibration.
+            calibration: Learned rates of just these sources.
+            vocab_size: Token ids from here on are never drafted.
+            max_new_tokens: Length of the texts; nodes beyond it are not drafted.
+        """
+        self._sources = list(sources)
+        self._names = unique_names(sources)
+        self._calibration = calibration
+        self._vocab_size = vocab_size
+        self._max_new_tokens = max_new_tokens
+        self._working = [True] * len(self._sources)
+        self._counts = np.zeros((3, len(self._sources)), np.int64)
+
+    @property
+    def source_counts(self) -> dict[str, SourceCounts]:
+        """Drafted, accepted and exclusive nodes of each source so far."""
+        columns = self._counts.T.tolist()
+        return {name: SourceCounts(*c) for name, c in zip(self._names, columns, strict=True)}
+
+    @property
+    def working(self) -> bool:
+        """Whether any source is left to draft."""
+        return any(self._working)
+
+    def begin(self, rows: Rows) -> None:
+        self._working = [True] * len(self._sources)
+        for index, source in enumerate(self._sources):
+            self._guarded(index, lambda source=source: source.begin(rows))  # type: ignore[misc]
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        proposals = [self._proposal(index, rows, max_nodes) for index in range(len(self._sources))]
+        return merge(
+            proposals,
+            self._calibration,
+            max_nodes,
+            vocab_size=self._vocab_size,
+            max_depth=self._max_depth(rows),
+        )
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        self._calibration.update(draft, verdict)
+        if draft.evidence is not None:
+            functions().count_sources(
+                draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
+                verdict.path_offsets, verdict.path, self._counts,
+            )  # fmt: skip
+        for index, source in enumerate(self._sources):
+            self._guarded(index, lambda s=source: s.observe(rows, draft, verdict, logits))  # type: ignore[misc]
+
+    def end(self, rows: Rows) -> None:
+        for index, source in enumerate(self._sources):
+            self._guarded(index, lambda source=source: source.end(rows), always=True)  # type: ignore[misc]
+
+    def _proposal(self, index: int, rows: Rows, max_nodes: int) -> DraftTree:
+        source = self._sources[index]
+        tree = self._guarded(index, lambda: _checked(source.propose(rows, max_nodes), rows))
+        return DraftTree.empty(rows.num_rows) if tree is None else tree
+
+    def _guarded(
+        self, index: int, call: Callable[[], _Result], always: bool = False
+    ) -> _Result | None:
+        """Run a source's method; None where the source is out or raises."""
+        if not (self._working[index] or always):
+            return None
+        try:
+            return call()
+        except Exception as error:
+            if self._working[index]:
+                self._working[index] = False
+                warnings.warn(
+                    f"the drafter {self._names[index]!r} failed and is left out of this call: "
+                    f"{type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return None
+
+    def _max_depth(self, rows: Rows) -> np.ndarray:
+        """Deepest useful node per row: the bonus token comes after it, finished rows need none."""
+        if self._max_new_tokens is None:
+            depth = np.full(rows.num_rows, np.iinfo(np.int32).max, np.int64)
+        else:
+            depth = self._max_new_tokens - 1 - rows.num_emitted
+        depth[rows.finished] = 0
+        return depth
+
+
+def _checked(tree: DraftTree, rows: Rows) -> DraftTree:
+    """`tree`, if its arrays fit together and it has one tree per row.
+
+    The compiled functions read what stands here without looking back, so a user's tree is looked at
+    once before.
+    """
+    if not isinstance(tree, DraftTree):
+        raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")
+    num_rows, num_nodes = len(tree.row_offsets) - 1, len(tree.token_ids)
+    if num_rows != rows.num_rows:
+        raise ValueError(f"the tree has {num_rows} rows, the batch {rows.num_rows}")
+    if len(tree.parents) != num_nodes:
+        raise ValueError(f"the tree has {num_nodes} token ids and {len(tree.parents)} parents")
+    _check_offsets("row_offsets", tree.row_offsets, num_nodes)
+    integers = [tree.token_ids, tree.parents]
+    if tree.evidence is not None:
+        if len(tree.evidence.offsets) != num_nodes + 1:
+            raise ValueError(f"the evidence does not fit {num_nodes} nodes")
+        _check_offsets("evidence.offsets", tree.evidence.offsets, len(tree.evidence.bucket))
+        integers.append(tree.evidence.bucket)
+    if any(array.dtype.kind not in "iu" for array in integers):
+        raise ValueError("token ids, parents and buckets must be integers")
+    return tree
+
+
+def _check_offsets(name: str, offsets: np.ndarray, last: int) -> None:
+    if offsets[0] != 0 or offsets[-1] != last or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(f"{name} must rise from 0 to {last}, not {offsets.tolist()}")

@@ -1,0 +1,270 @@
+"""Plain twins of the compiled drafting functions: fallback, test oracle and documentation."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+import numpy as np
+
+MergedTree = tuple[np.ndarray, ...]
+"""row_offsets, token_ids, parents, depth, score, entry offsets, sources and buckets, origin."""
+
+
+def merge_trees(
+    row_offsets: np.ndarray,  # [sources, rows + 1] int64 into the flat nodes
+    token_ids: np.ndarray,  # [nodes] int64
+    parents: np.ndarray,  # [nodes] int32, within the source's row
+    entry_offsets: np.ndarray,  # [nodes + 1] int64
+    buckets: np.ndarray,  # [entries] int32, within the source
+    rates: np.ndarray,  # [buckets] float32, source after source
+    bucket_starts: np.ndarray,  # [sources + 1] int64
+    max_depth: np.ndarray,  # [rows] int64
+    vocab_size: int,
+    max_nodes: int,
+) -> MergedTree:
+    """Unite the sources' trees by prefix and keep each row's `max_nodes` likeliest nodes.
+
+    A node that several sources propose is wrong only where all of them are:
+    `p = 1 - prod(1 - rate)`. Siblings exclude each other: where their sum exceeds 1 they share it.
+    Nodes come out likeliest first, hence parents first; equal ones in the order of the proposals.
+    Token ids outside the vocabulary, unknown parents or buckets and their children are left out.
+    """
+    rows = []
+    for row in range(row_offsets.shape[1] - 1):
+        tokens, united_parents, depth, entries, origin = _unite(
+            row, row_offsets, token_ids, parents, entry_offsets, buckets, rates, bucket_starts,
+            int(max_depth[row]), vocab_size,
+        )  # fmt: skip
+        reach = _reach(united_parents, entries, rates, bucket_starts)
+        order = _likeliest(united_parents, reach, max_nodes)
+        place = {node: index for index, node in enumerate(order)}
+        rows.append(
+            [
+                (
+                    tokens[n],
+                    place.get(united_parents[n], -1),
+                    depth[n],
+                    reach[n],
+                    entries[n],
+                    origin[n],
+                )
+                for n in order
+            ]
+        )
+    return _flatten(rows)
+
+
+def _unite(
+    row: int,
+    row_offsets: np.ndarray,
+    token_ids: np.ndarray,
+    parents: np.ndarray,
+    entry_offsets: np.ndarray,
+    buckets: np.ndarray,
+    rates: np.ndarray,
+    bucket_starts: np.ndarray,
+    max_depth: int,
+    vocab_size: int,
+) -> tuple[list[int], list[int], list[int], list[list[tuple[int, int]]], list[int]]:
+    """Prefix union of one row: token, parent, depth, (source, bucket) entries, first proposer."""
+    tokens: list[int] = []
+    united_parents: list[int] = []
+    depth: list[int] = []
+    entries: list[list[tuple[int, int]]] = []
+    origin: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    for source in range(len(row_offsets)):
+        first = int(row_offsets[source, row])
+        num_buckets = int(bucket_starts[source + 1] - bucket_starts[source])
+        united: dict[int, int] = {-1: -1}
+        for node in range(first, int(row_offsets[source, row + 1])):
+            token, parent = int(token_ids[node]), int(parents[node])
+            own = buckets[entry_offsets[node] : entry_offsets[node + 1]].tolist()
+            own = [b for b in own if 0 <= b < num_buckets]
+            if parent not in united or not own or not 0 <= token < vocab_size:
+                continue
+            at = united[parent]
+            level = 1 if at < 0 else depth[at] + 1
+            if level > max_depth:
+                continue
+            if (at, token) not in known:
+                known[at, token] = len(tokens)
+                tokens.append(token)
+                united_parents.append(at)
+                depth.append(level)
+                entries.append([])
+                origin.append(node)
+            united[node - first] = known[at, token]
+            found = entries[known[at, token]]
+            found.extend((source, b) for b in own if (source, b) not in found)
+    return tokens, united_parents, depth, entries, origin
+
+
+def _reach(
+    parents: list[int],
+    entries: list[list[tuple[int, int]]],
+    rates: np.ndarray,
+    bucket_starts: np.ndarray,
+) -> list[float]:
+    """Probability of each node's whole path, from the learned rates of its entries."""
+    chance: list[float] = []
+    total: defaultdict[int, float] = defaultdict(float)
+    for parent, found in zip(parents, entries, strict=True):
+        miss = 1.0
+        for source, bucket in found:
+            miss *= 1.0 - float(rates[bucket_starts[source] + bucket])
+        chance.append(1.0 - miss)
+        total[parent] += 1.0 - miss
+    reach: list[float] = []
+    for parent, p in zip(parents, chance, strict=True):
+        above = 1.0 if parent < 0 else reach[parent]
+        reach.append(above * p / max(total[parent], 1.0))
+    return reach
+
+
+def _likeliest(parents: list[int], reach: list[float], max_nodes: int) -> list[int]:
+    """The `max_nodes` nodes of greatest reach, in that order, every parent before its children."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for node, parent in enumerate(parents):
+        children[parent].append(node)
+    heap = [(-reach[node], node) for node in children[-1]]
+    heapq.heapify(heap)
+    order: list[int] = []
+    while heap and len(order) < max_nodes:
+        _, node = heapq.heappop(heap)
+        order.append(node)
+        for child in children[node]:
+            heapq.heappush(heap, (-reach[child], child))
+    return order
+
+
+def _flatten(
+    rows: list[list[tuple[int, int, int, float, list[tuple[int, int]], int]]],
+) -> MergedTree:
+    nodes = [node for row in rows for node in row]
+    entries = [entry for node in nodes for entry in node[4]]
+    return (
+        np.cumsum([0] + [len(row) for row in rows]).astype(np.int64),
+        np.array([node[0] for node in nodes], np.int64),
+        np.array([node[1] for node in nodes], np.int32),
+        np.array([node[2] for node in nodes], np.int32),
+        np.array([node[3] for node in nodes], np.float32),
+        np.cumsum([0] + [len(node[4]) for node in nodes]).astype(np.int64),
+        np.array([source for source, _ in entries], np.int32),
+        np.array([bucket for _, bucket in entries], np.int32),
+        np.array([node[5] for node in nodes], np.int64),
+    )
+
+
+def head_order(
+    row_offsets: np.ndarray,  # [rows + 1] int64
+    parents: np.ndarray,  # [nodes] int32
+    num_nodes: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each row's first `num_nodes` nodes in depth-first order, the first child first.
+
+    Returns:
+        row_offsets: Where the rows lie after the cut, [rows + 1] int64.
+        order: Old flat index of each kept node, [kept] int64.
+        parents: Parents after the reordering, [kept] int32.
+    """
+    offsets, order, moved_parents = [0], [], []
+    for row in range(len(row_offsets) - 1):
+        first = int(row_offsets[row])
+        last = min(int(row_offsets[row + 1]), first + num_nodes)
+        children = defaultdict(list)
+        for node in range(first, last):
+            children[int(parents[node])].append(node - first)
+        place: dict[int, int] = {-1: -1}
+        stack = children[-1][::-1]
+        while stack:
+            node = stack.pop()
+            place[node] = len(place) - 1
+            order.append(first + node)
+            moved_parents.append(place[int(parents[first + node])])
+            stack.extend(children[node][::-1])
+        offsets.append(len(order))
+    return (
+        np.array(offsets, np.int64),
+        np.array(order, np.int64),
+        np.array(moved_parents, np.int32),
+    )
+
+
+def tested_nodes(
+    row_offsets: np.ndarray,  # [rows + 1] int64
+    token_ids: np.ndarray,  # [nodes] int64
+    parents: np.ndarray,  # [nodes] int32
+    token_offsets: np.ndarray,  # [rows + 1] int64
+    emitted: np.ndarray,  # [emitted] int64
+    path_offsets: np.ndarray,  # [rows + 1] int64
+    path: np.ndarray,  # [accepted] int32
+) -> np.ndarray:
+    """What verification said about each node, [nodes] int8: 1 right, 0 wrong, -1 not tested.
+
+    Tested are the children of the root and of every accepted node: the token emitted after their
+    parent says which of them was right. The others hang on something that was not emitted.
+    """
+    outcome = np.full(len(token_ids), -1, np.int8)
+    for row in range(len(row_offsets) - 1):
+        first = int(row_offsets[row])
+        truth = emitted[token_offsets[row] : token_offsets[row + 1]].tolist()
+        after = {-1: 0}
+        for step, node in enumerate(path[path_offsets[row] : path_offsets[row + 1]].tolist()):
+            after[node] = step + 1
+        for node in range(first, int(row_offsets[row + 1])):
+            step = after.get(int(parents[node]), len(truth))
+            if step < len(truth):
+                outcome[node] = int(token_ids[node]) == truth[step]
+    return outcome
+
+
+def learn_rates(
+    outcome: np.ndarray,  # [nodes] int8
+    entry_offsets: np.ndarray,  # [nodes + 1] int64
+    entry_source: np.ndarray,  # [entries] int32
+    entry_bucket: np.ndarray,  # [entries] int32
+    bucket_starts: np.ndarray,  # [sources + 1] int64
+    prior: np.ndarray,  # [buckets] float32
+    prior_weight: float,
+    memory: float,
+    counts: np.ndarray,  # [2, buckets] float64: accepted, tested, changed in place
+    gained: np.ndarray,  # [2, buckets] float64: the same without forgetting, changed in place
+    rates: np.ndarray,  # [buckets] float32, changed in place
+) -> None:
+    """Count each tested node in all its buckets and renew their rates.
+
+    A bucket that was tested `memory` times forgets as much as it learns, so it follows the text.
+    """
+    for node in np.flatnonzero(outcome >= 0):
+        for entry in range(int(entry_offsets[node]), int(entry_offsets[node + 1])):
+            bucket = int(bucket_starts[entry_source[entry]]) + int(entry_bucket[entry])
+            if counts[1, bucket] >= memory:
+                counts[:, bucket] *= (memory - 1.0) / counts[1, bucket]
+            for total in (counts, gained):
+                total[0, bucket] += outcome[node]
+                total[1, bucket] += 1.0
+            weight = counts[1, bucket] + prior_weight
+            rates[bucket] = (counts[0, bucket] + prior_weight * prior[bucket]) / weight
+
+
+def count_sources(
+    row_offsets: np.ndarray,  # [rows + 1] int64
+    entry_offsets: np.ndarray,  # [nodes + 1] int64
+    entry_source: np.ndarray,  # [entries] int32
+    path_offsets: np.ndarray,  # [rows + 1] int64
+    path: np.ndarray,  # [accepted] int32
+    counts: np.ndarray,  # [3, sources] int64: drafted, accepted, exclusive; changed in place
+) -> None:
+    """Add up what each source drafted, what was accepted, and what of that only it proposed."""
+    for row in range(len(row_offsets) - 1):
+        first = int(row_offsets[row])
+        accepted = set(path[path_offsets[row] : path_offsets[row + 1]].tolist())
+        for node in range(first, int(row_offsets[row + 1])):
+            sources = set(entry_source[entry_offsets[node] : entry_offsets[node + 1]].tolist())
+            for source in sources:
+                counts[0, source] += 1
+                if node - first in accepted:
+                    counts[1, source] += 1
+                    counts[2, source] += len(sources) == 1

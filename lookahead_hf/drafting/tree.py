@@ -1,0 +1,114 @@
+"""Draft trees of several sources become one: united by prefix, ordered by learned probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.compiled import functions
+from lookahead_hf.steps import DraftTree, Evidence
+
+ANY_TOKEN = 2**62
+"""Vocabulary size where the caller knows none."""
+
+
+def merge(
+    proposals: Sequence[DraftTree],
+    calibration: Calibration,
+    max_nodes: int,
+    *,
+    vocab_size: int = ANY_TOKEN,
+    max_depth: np.ndarray | None = None,
+) -> DraftTree:
+    """Unite the sources' trees and keep the likeliest nodes.
+
+    Args:
+        proposals: One tree per source of `calibration`, in its order; the sources' own scores are
+            not looked at. A tree without evidence counts as bucket 0 throughout.
+        calibration: Learned acceptance rates.
+        max_nodes: Most nodes that a row keeps.
+        vocab_size: Nodes with token ids from here on are left out, with all that hangs on them.
+        max_depth: Deepest node worth keeping in each row, [rows]; 0 leaves a row without a draft.
+
+    Returns:
+        Each row's nodes best first, parents before children; `score` is the calibrated probability
+        that the path down to the node is accepted, and `evidence` names every source of the node.
+        `probs` survives only where a single source drafts: what several sources agree on was not
+        drawn from one of them.
+    """
+    row_offsets, token_ids, parents = _flat_nodes(proposals)
+    entry_offsets, buckets = _flat_evidence(proposals)
+    if max_depth is None:
+        max_depth = np.full(row_offsets.shape[1] - 1, len(token_ids) + 1, np.int64)
+    offsets, tokens, parents, depth, score, entries, source, bucket, origin = (
+        functions().merge_trees(
+            row_offsets, token_ids, parents, entry_offsets, buckets,
+            calibration.rates, calibration.bucket_starts, max_depth, vocab_size, max_nodes,
+        )
+    )  # fmt: skip
+    probs = proposals[0].probs if len(proposals) == 1 else None
+    if probs is not None:
+        probs = probs[origin]  # type: ignore[index]
+    evidence = Evidence(entries, source, bucket)
+    return DraftTree(offsets, tokens, parents, depth, score, evidence, probs)
+
+
+def head(tree: DraftTree, num_nodes: int) -> DraftTree:
+    """Cut each row to its best nodes and put the likeliest chain first.
+
+    Nodes come out depth-first, the likeliest child first: an accepted path then mostly lies in
+    consecutive slots behind the last token, and committing it moves no cache data.
+
+    Args:
+        tree: As `merge` returns it, each row's nodes best first.
+        num_nodes: Nodes to keep per row.
+    """
+    offsets, order, parents = functions().head_order(tree.row_offsets, tree.parents, num_nodes)
+    return DraftTree(
+        offsets,
+        tree.token_ids[order],
+        parents,
+        tree.depth[order],
+        tree.score[order],
+        _take_evidence(tree.evidence, order),
+        None if tree.probs is None else tree.probs[order],  # type: ignore[index]
+    )
+
+
+def _flat_nodes(proposals: Sequence[DraftTree]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row offsets [sources, rows + 1], token ids and parents of all sources in one array each."""
+    row_offsets = np.array([tree.row_offsets for tree in proposals], np.int64)
+    base = 0
+    for source, tree in enumerate(proposals):
+        row_offsets[source] += base
+        base += len(tree.token_ids)
+    token_ids = np.concatenate([tree.token_ids for tree in proposals], dtype=np.int64)
+    parents = np.concatenate([tree.parents for tree in proposals], dtype=np.int32)
+    return row_offsets, token_ids, parents
+
+
+def _flat_evidence(proposals: Sequence[DraftTree]) -> tuple[np.ndarray, np.ndarray]:
+    """Entry offsets [nodes + 1] and buckets [entries] of all sources in one array each."""
+    sizes = [np.zeros(1, np.int64)]
+    buckets = []
+    for tree in proposals:
+        if tree.evidence is None:
+            sizes.append(np.ones(len(tree.token_ids), np.int64))
+            buckets.append(np.zeros(len(tree.token_ids), np.int32))
+        else:
+            sizes.append(tree.evidence.offsets[1:] - tree.evidence.offsets[:-1])
+            buckets.append(tree.evidence.bucket)
+    return np.concatenate(sizes).cumsum(), np.concatenate(buckets, dtype=np.int32)
+
+
+def _take_evidence(evidence: Evidence | None, order: np.ndarray) -> Evidence | None:
+    if evidence is None:
+        return None
+    begin = evidence.offsets[order]
+    sizes = evidence.offsets[order + 1] - begin
+    offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
+    # Entry i of the result comes from the same distance behind its node's first entry.
+    entries = np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], sizes)
+    return Evidence(offsets, evidence.source[entries], evidence.bucket[entries])

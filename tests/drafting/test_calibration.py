@@ -1,0 +1,227 @@
+"""Learning acceptance rates from verdicts."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_hf.drafting import compiled, reference
+from lookahead_hf.drafting.calibration import (
+    KEPT_WEIGHT,
+    MEMORY,
+    PRIOR_WEIGHT,
+    Calibration,
+    KeptRates,
+)
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Evidence, Verdict
+
+
+class Source(Drafter):
+    """Three buckets with one prior each."""
+
+    name = "scripted"
+    num_buckets = 3
+
+    def prior(self) -> np.ndarray:
+        return np.array([0.5, 0.5, 0.5], np.float32)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        raise NotImplementedError
+
+
+class Other(Source):
+    name = "other"
+
+
+def draft(
+    rows: list[tuple[list[int], list[int]]], entries: list[list[tuple[int, int]]]
+) -> DraftTree:
+    """A tree whose node i carries the (source, bucket) pairs `entries[i]`."""
+    tree = DraftTree.from_rows(rows)
+    flat = [entry for node in entries for entry in node]
+    evidence = Evidence(
+        np.cumsum([0, *map(len, entries)]),
+        np.array([source for source, _ in flat], np.int32),
+        np.array([bucket for _, bucket in flat], np.int32),
+    )
+    return DraftTree(
+        tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
+    )
+
+
+def verdict(*rows: tuple[list[int], list[int]]) -> Verdict:
+    """From (path, emitted tokens) per row."""
+    return Verdict(
+        np.cumsum([0] + [len(tokens) for _, tokens in rows]),
+        np.array([t for _, tokens in rows for t in tokens], np.int64),
+        np.cumsum([0] + [len(path) for path, _ in rows]),
+        np.array([n for path, _ in rows for n in path], np.int32),
+        np.array([bool(tokens) for _, tokens in rows]),
+        np.zeros(len(rows), bool),
+    )
+
+
+def gained(calibration: Calibration) -> list[tuple[float, float]]:
+    return list(zip(*calibration.gained.tolist(), strict=True))
+
+
+def test_only_children_of_accepted_nodes_are_evidence() -> None:
+    calibration = Calibration([Source()])
+    # 1 is right, 2 wrong; below 1: 3 wrong; below 2: 4 was never tested.
+    tree = draft([([1, 2, 3, 4], [-1, -1, 0, 1])], [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 2)]])
+    calibration.update(tree, verdict(([0], [1, 9])))
+    assert gained(calibration) == [(1, 1), (0, 1), (0, 1)]
+
+
+def test_the_token_that_ends_a_text_counts_for_the_node_that_proposed_it() -> None:
+    calibration = Calibration([Source()])
+    # The text stops at token 2, which node 1 proposed: it stands for the bonus token.
+    tree = draft([([1, 2, 3], [-1, 0, 1])], [[(0, 0)], [(0, 1)], [(0, 2)]])
+    calibration.update(tree, verdict(([0], [1, 2])))
+    assert gained(calibration) == [(1, 1), (1, 1), (0, 0)]
+
+
+def test_every_source_of_a_node_learns_and_rows_that_sat_out_do_not() -> None:
+    calibration = Calibration([Source(), Other()])
+    tree = draft([([5], [-1]), ([5], [-1])], [[(0, 0), (1, 2)], [(0, 1)]])
+    calibration.update(tree, verdict(([0], [5, 6]), ([], [])))
+    assert gained(calibration) == [(1, 1), (0, 0), (0, 0), (0, 0), (0, 0), (1, 1)]
+
+
+def test_rates_start_at_the_prior_and_are_seen_live_by_the_drafter() -> None:
+    source = Source()
+    calibration = Calibration([source])
+    assert source.rates.tolist() == [0.5, 0.5, 0.5]
+    tree = draft([([1], [-1])], [[(0, 1)]])
+    calibration.update(tree, verdict(([], [9])))
+    expected = 0.5 * PRIOR_WEIGHT / (PRIOR_WEIGHT + 1)
+    np.testing.assert_allclose(source.rates, [0.5, expected, 0.5], rtol=1e-6)
+
+
+def test_rates_follow_a_text_that_changes() -> None:
+    source = Source()
+    calibration = Calibration([source])
+    tree = draft([([1], [-1])], [[(0, 0)]])
+    for _ in range(3000):
+        calibration.update(tree, verdict(([0], [1, 2])))
+    assert source.rates[0] > 0.98
+    assert calibration.counts[1, 0] <= MEMORY
+    for _ in range(int(2 * MEMORY)):
+        calibration.update(tree, verdict(([], [9])))
+    assert source.rates[0] < 0.2
+
+
+def test_table_lists_what_was_tested() -> None:
+    calibration = Calibration([Source(), Other()])
+    tree = draft([([1], [-1])], [[(1, 2)]])
+    calibration.update(tree, verdict(([0], [1, 2])))
+    (row,) = calibration.table()
+    assert (row.source, row.bucket, row.tested) == ("other", 2, 1.0)
+    assert row.rate == pytest.approx((1 + 0.5 * PRIOR_WEIGHT) / (1 + PRIOR_WEIGHT))
+
+
+def test_calls_inherit_rates_but_can_outweigh_them() -> None:
+    kept = KeptRates()
+    source = Source()
+    tree = draft([([1], [-1])], [[(0, 0)]])
+    first = kept.lease([source], do_sample=False)
+    for _ in range(1000):
+        first.update(tree, verdict(([0], [1, 2])))
+    kept.merge(first, [source], do_sample=False)
+    second = kept.lease([source], do_sample=False)
+    assert second.rates[0] > 0.9
+    assert second.counts[1, 0] == pytest.approx(KEPT_WEIGHT)
+    assert second.gained.sum() == 0
+    assert kept.lease([source], do_sample=True).rates[0] == 0.5
+    assert kept.lease([source, Other()], do_sample=False).rates[0] == 0.5
+
+
+def test_parallel_calls_lose_nothing() -> None:
+    kept = KeptRates()
+    tree = draft([([1], [-1])], [[(0, 0)]])
+
+    def one_call() -> None:
+        sources = [Source()]
+        calibration = kept.lease(sources, do_sample=False)
+        for _ in range(10):
+            calibration.update(tree, verdict(([0], [1, 2])))
+        kept.merge(calibration, sources, do_sample=False)
+
+    threads = [threading.Thread(target=one_call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept.lease([Source()], do_sample=False).counts[1, 0] == 80
+
+
+def test_kept_rates_are_bounded() -> None:
+    kept = KeptRates(capacity=2)
+    tree = draft([([1], [-1])], [[(0, 0)]])
+    combinations: list[list[Drafter]] = [[Source()], [Other()], [Source(), Other()]]
+    for sources in combinations:
+        calibration = kept.lease(sources, do_sample=False)
+        calibration.update(tree, verdict(([0], [1, 2])))
+        kept.merge(calibration, sources, do_sample=False)
+    assert [kept.lease(s, do_sample=False).counts.sum() > 0 for s in combinations] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[DraftTree, Verdict]:
+    """A draft of random rows and a verdict that walks down each row's tree some way."""
+    rows, outcomes = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        size = draw(st.integers(0, 10))
+        parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
+        tokens = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+        rows.append((tokens, parents))
+        path: list[int] = []
+        while children := [n for n in range(size) if parents[n] == (path[-1] if path else -1)]:
+            if draw(st.booleans()):
+                break
+            path.append(draw(st.sampled_from(children)))
+        live = draw(st.booleans())
+        path = path if live else []
+        outcomes.append((path, [tokens[n] for n in path] + [draw(st.integers(0, 4))] * live))
+    count = sum(len(tokens) for tokens, _ in rows)
+    entry = st.tuples(st.integers(0, 1), st.integers(0, 2))
+    entries = [draw(st.lists(entry, max_size=3, unique=True)) for _ in range(count)]
+    return draft(rows, entries), verdict(*outcomes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(step=steps(), memory=st.sampled_from([2.0, 50.0]))
+def test_compiled_and_plain_functions_learn_the_same(
+    step: tuple[DraftTree, Verdict], memory: float
+) -> None:
+    pytest.importorskip("numba")
+    tree, result = step
+    evidence = tree.evidence
+    assert evidence is not None
+    learned = []
+    for functions in (compiled.functions(), reference):
+        outcome = functions.tested_nodes(
+            tree.row_offsets, tree.token_ids, tree.parents,
+            result.token_offsets, result.token_ids, result.path_offsets, result.path,
+        )  # fmt: skip
+        counts, gained = np.zeros((2, 6)), np.zeros((2, 6))
+        rates, sources = np.zeros(6, np.float32), np.zeros((3, 2), np.int64)
+        functions.learn_rates(
+            outcome, evidence.offsets, evidence.source, evidence.bucket,
+            np.array([0, 3, 6]), np.full(6, 0.3, np.float32), 6.0, memory, counts, gained, rates,
+        )  # fmt: skip
+        functions.count_sources(
+            tree.row_offsets, evidence.offsets, evidence.source,
+            result.path_offsets, result.path, sources,
+        )  # fmt: skip
+        learned.append((outcome, counts, gained, rates, sources))
+    for one, other in zip(*learned, strict=True):
+        np.testing.assert_array_equal(one, other)

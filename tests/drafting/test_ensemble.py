@@ -1,0 +1,192 @@
+"""Several sources as one drafter."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Evidence, Verdict
+
+
+class Chains(Drafter):
+    """Proposes the same chains for every row and remembers which of its methods ran."""
+
+    def __init__(self, name: str, *chains: list[int]) -> None:
+        self.name = name  # type: ignore[misc]
+        self.chains = chains
+        self.calls: list[str] = []
+
+    def begin(self, rows: Rows) -> None:
+        self.calls.append("begin")
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        self.calls.append("propose")
+        return DraftTree.from_chains([self.chains] * rows.num_rows)
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: Any) -> None:
+        self.calls.append("observe")
+
+    def end(self, rows: Rows) -> None:
+        self.calls.append("end")
+
+
+class Broken(Chains):
+    """Raises in one of its methods."""
+
+    def __init__(self, name: str, method: str) -> None:
+        super().__init__(name, [9])
+        self.method = method
+
+    def __getattribute__(self, attribute: str) -> Any:
+        if attribute == object.__getattribute__(self, "__dict__").get("method"):
+            raise ZeroDivisionError("no such luck")
+        return super().__getattribute__(attribute)
+
+
+class Returns(Drafter):
+    """Proposes whatever it was given."""
+
+    name = "returns"
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return self.value
+
+
+def rows_of(num_rows: int = 1) -> Rows:
+    rows = Rows(np.arange(4 * num_rows).reshape(num_rows, 4))
+    for row in range(num_rows):
+        rows.emit(row, 4)
+    return rows
+
+
+def ensemble_of(*sources: Drafter, **options: Any) -> Ensemble:
+    return Ensemble(sources, Calibration(sources), **options)
+
+
+def step(tree: DraftTree, path: list[int], bonus: int) -> Verdict:
+    tokens = [*tree.token_ids[path].tolist(), bonus]
+    return Verdict(
+        np.array([0, len(tokens)]), np.array(tokens), np.array([0, len(path)]),
+        np.array(path, np.int32), np.array([True]), np.array([False]),
+    )  # fmt: skip
+
+
+def test_sources_share_one_tree() -> None:
+    ensemble = ensemble_of(Chains("a", [1, 2]), Chains("b", [1, 3]))
+    tree = ensemble.propose(rows_of(), 8)
+    assert tree.token_ids.tolist() == [1, 2, 3]
+    assert tree.parents.tolist() == [-1, 0, 0]
+
+
+def test_counts_say_what_only_one_source_knew() -> None:
+    ensemble = ensemble_of(Chains("a", [1, 2], [5]), Chains("b", [1, 3]))
+    rows = rows_of()
+    tree = ensemble.propose(rows, 8)
+    path = [tree.token_ids.tolist().index(1), tree.token_ids.tolist().index(3)]
+    ensemble.observe(rows, tree, step(tree, path, 7), None)  # type: ignore[arg-type]
+    assert ensemble.source_counts == {
+        "a": SourceCounts(drafted=3, accepted=1, exclusive=0),
+        "b": SourceCounts(drafted=2, accepted=2, exclusive=1),
+    }
+
+
+def test_sources_of_one_name_are_told_apart() -> None:
+    ensemble = ensemble_of(Chains("custom", [1]), Chains("custom", [2]))
+    assert list(ensemble.source_counts) == ["custom", "custom_2"]
+
+
+@pytest.mark.parametrize("method", ["begin", "propose", "observe"])
+def test_a_source_that_raises_is_dropped_with_one_warning(method: str) -> None:
+    broken, sound = Broken("broken", method), Chains("sound", [1, 2])
+    ensemble, rows = ensemble_of(broken, sound), rows_of()
+    with pytest.warns(RuntimeWarning, match="'broken'.*ZeroDivisionError: no such luck") as caught:
+        ensemble.begin(rows)
+        tree = ensemble.propose(rows, 8)
+        ensemble.observe(rows, tree, step(tree, [], 7), None)  # type: ignore[arg-type]
+        tree = ensemble.propose(rows, 8)
+        ensemble.end(rows)
+    assert len(caught) == 1
+    assert tree.token_ids.tolist() == [1, 2]
+    assert sound.calls == ["begin", "propose", "observe", "propose", "end"]
+    assert ensemble.working
+
+
+def test_a_dropped_source_is_asked_for_nothing_but_its_end() -> None:
+    broken = Broken("broken", "propose")
+    ensemble, rows = ensemble_of(broken), rows_of()
+    ensemble.begin(rows)
+    with pytest.warns(RuntimeWarning):
+        tree = ensemble.propose(rows, 8)
+    assert tree.num_nodes == 0
+    assert not ensemble.working
+    ensemble.observe(rows, tree, step(tree, [], 7), None)  # type: ignore[arg-type]
+    ensemble.end(rows)
+    assert broken.calls == ["begin", "end"]
+
+
+def test_each_call_gives_a_dropped_source_another_chance() -> None:
+    broken = Broken("broken", "propose")
+    ensemble, rows = ensemble_of(broken), rows_of()
+    ensemble.begin(rows)
+    with pytest.warns(RuntimeWarning):
+        ensemble.propose(rows, 8)
+    broken.method = ""
+    ensemble.begin(rows)
+    assert ensemble.propose(rows, 8).token_ids.tolist() == [9]
+
+
+GOOD = DraftTree.from_chains([[[1, 2]]])
+BAD_RETURNS = {
+    "none": None,
+    "list": [[1, 2]],
+    "rows": DraftTree.from_chains([[[1]], [[2]]]),
+    "offsets": DraftTree(np.array([0, 5]), GOOD.token_ids, GOOD.parents, GOOD.depth, GOOD.score),
+    "parents": DraftTree(
+        GOOD.row_offsets, GOOD.token_ids, GOOD.parents[:1], GOOD.depth, GOOD.score
+    ),
+    "evidence": DraftTree(
+        GOOD.row_offsets, GOOD.token_ids, GOOD.parents, GOOD.depth, GOOD.score,
+        Evidence(np.array([0, 1]), np.zeros(1, np.int32), np.zeros(1, np.int32)),
+    ),
+    "floats": DraftTree(
+        GOOD.row_offsets, np.array([0.5, 1.5]), GOOD.parents, GOOD.depth, GOOD.score
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD_RETURNS.values(), ids=BAD_RETURNS.keys())
+def test_a_source_that_returns_no_fitting_tree_is_dropped(value: Any) -> None:
+    ensemble = ensemble_of(Returns(value), Chains("sound", [1, 2]))
+    with pytest.warns(RuntimeWarning, match="'returns'"):
+        tree = ensemble.propose(rows_of(), 8)
+    assert tree.token_ids.tolist() == [1, 2]
+
+
+def test_over_long_trees_duplicates_and_unknown_tokens_do_no_harm() -> None:
+    wild = DraftTree.from_rows([([1, 1, 50_000, -1, *range(2, 40)], [-1, -1, -1, 0, *range(38)])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tree = ensemble_of(Returns(wild), vocab_size=50_000).propose(rows_of(), 4)
+    assert tree.num_nodes == 4
+    assert len(set(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))) == 4
+    assert set(tree.token_ids.tolist()) <= set(range(50_000))
+
+
+def test_finished_rows_and_tokens_beyond_the_end_are_not_drafted() -> None:
+    ensemble = ensemble_of(Chains("a", [1, 2, 3]), max_new_tokens=3)
+    rows = rows_of(2)
+    rows.finished[0] = True
+    tree = ensemble.propose(rows, 8)
+    # One token is emitted and the bonus token is the third: a single draft token is of use.
+    assert tree.row_offsets.tolist() == [0, 0, 1]
+    assert tree.token_ids.tolist() == [1]

@@ -1,0 +1,194 @@
+"""Merging the sources' trees and cutting the result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_hf.drafting import compiled, reference
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.tree import head, merge
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import ROOT, DraftTree, Evidence
+
+NUM_BUCKETS = 4
+
+
+class Fixed(Drafter):
+    """A source with known acceptance rates per bucket."""
+
+    def __init__(self, *rates: float) -> None:
+        self._rates = rates
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._rates)
+
+    def prior(self) -> np.ndarray:
+        return np.array(self._rates, np.float32)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        raise NotImplementedError
+
+
+def with_buckets(tree: DraftTree, buckets: list[int]) -> DraftTree:
+    count = tree.num_nodes
+    evidence = Evidence(
+        np.arange(count + 1), np.zeros(count, np.int32), np.array(buckets, np.int32)
+    )
+    return DraftTree(
+        tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
+    )
+
+
+def test_shared_prefixes_become_shared_nodes_with_all_their_evidence() -> None:
+    calibration = Calibration([Fixed(0.5), Fixed(0.4, 0.1)])
+    first = DraftTree.from_chains([[[7, 8]]])
+    second = with_buckets(DraftTree.from_chains([[[7, 9]]]), [0, 1])
+    tree = merge([first, second], calibration, 8)
+    assert tree.token_ids.tolist() == [7, 8, 9]
+    assert tree.parents.tolist() == [ROOT, 0, 0]
+    assert tree.depth.tolist() == [1, 2, 2]
+    np.testing.assert_allclose(tree.score, [0.7, 0.35, 0.07], rtol=1e-6)
+    assert tree.evidence is not None
+    assert tree.evidence.offsets.tolist() == [0, 2, 3, 4]
+    assert tree.evidence.source.tolist() == [0, 1, 0, 1]
+    assert tree.evidence.bucket.tolist() == [0, 0, 0, 1]
+
+
+def test_siblings_share_one_where_their_chances_exceed_it() -> None:
+    calibration = Calibration([Fixed(0.9, 0.6)])
+    tree = merge([with_buckets(DraftTree.from_rows([([1, 2], [-1, -1])]), [0, 1])], calibration, 8)
+    np.testing.assert_allclose(tree.score, [0.6, 0.4], rtol=1e-6)
+
+
+def test_best_nodes_come_first_and_the_rest_is_cut() -> None:
+    calibration = Calibration([Fixed(0.5, 0.45, 0.05)])
+    proposal = with_buckets(DraftTree.from_rows([([1, 2, 3, 4], [-1, -1, -1, 0])]), [2, 0, 1, 1])
+    tree = merge([proposal], calibration, 3)
+    assert tree.token_ids.tolist() == [2, 3, 1]
+    assert merge([proposal], calibration, 0).num_nodes == 0
+
+
+def test_what_no_model_could_emit_is_left_out_with_its_children() -> None:
+    calibration = Calibration([Fixed(0.5)])
+    proposal = DraftTree.from_rows([([5, 100, 6, -3, 7], [-1, -1, 1, 0, 0])])
+    assert merge([proposal], calibration, 8, vocab_size=100).token_ids.tolist() == [5, 7]
+    unknown_bucket = with_buckets(DraftTree.from_chains([[[5, 7]]]), [9, 0])
+    assert merge([unknown_bucket], calibration, 8).num_nodes == 0
+
+
+def test_depth_ends_where_the_row_does() -> None:
+    calibration = Calibration([Fixed(0.5)])
+    proposal = DraftTree.from_chains([[[1, 2, 3]], [[4, 5]]])
+    tree = merge([proposal], calibration, 8, max_depth=np.array([2, 0]))
+    assert tree.token_ids.tolist() == [1, 2]
+    assert tree.row_offsets.tolist() == [0, 2, 2]
+
+
+def test_probs_follow_a_single_source_only() -> None:
+    torch = pytest.importorskip("torch")
+    base = with_buckets(DraftTree.from_rows([([1, 2], [-1, -1])]), [0, 1])
+    drawn = DraftTree(
+        base.row_offsets, base.token_ids, base.parents, base.depth, base.score, base.evidence,
+        torch.tensor([[0.1, 0.9], [0.8, 0.2]]),
+    )  # fmt: skip
+    tree = merge([drawn], Calibration([Fixed(0.1, 0.5)]), 8)
+    assert tree.token_ids.tolist() == [2, 1]
+    assert torch.equal(tree.probs, drawn.probs[[1, 0]])  # type: ignore[index]
+    both = merge([drawn, base], Calibration([Fixed(0.1, 0.5), Fixed(0.1, 0.5)]), 8)
+    assert both.probs is None
+
+
+def test_head_puts_the_likeliest_chain_first() -> None:
+    calibration = Calibration([Fixed(0.6, 0.3)])
+    proposal = with_buckets(
+        DraftTree.from_rows([([1, 2, 3, 4, 5], [-1, -1, 0, 2, 1])]), [0, 1, 0, 0, 0]
+    )
+    merged = merge([proposal], calibration, 8)
+    assert merged.token_ids.tolist() == [1, 3, 2, 4, 5]
+    cut = head(merged, 4)
+    assert cut.token_ids.tolist() == [1, 3, 4, 2]
+    assert cut.parents.tolist() == [ROOT, 0, 1, ROOT]
+    assert cut.depth.tolist() == [1, 2, 3, 1]
+    assert cut.evidence is not None
+    assert cut.evidence.bucket.tolist() == [0, 0, 0, 1]
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> list[DraftTree]:
+    """Trees of up to three sources for the same rows, with a few unusable tokens and buckets."""
+    num_rows = draw(st.integers(1, 3))
+    trees = []
+    for _ in range(draw(st.integers(1, 3))):
+        rows = []
+        for _ in range(num_rows):
+            size = draw(st.integers(0, 12))
+            tokens = draw(st.lists(st.integers(-1, 5), min_size=size, max_size=size))
+            parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
+            rows.append((tokens, parents))
+        tree = DraftTree.from_rows(rows)
+        sizes = [draw(st.integers(0, 2)) for _ in range(tree.num_nodes)]
+        offsets = np.cumsum([0, *sizes])
+        buckets = [draw(st.integers(-1, NUM_BUCKETS)) for _ in range(offsets[-1])]
+        evidence = Evidence(offsets, np.zeros(offsets[-1], np.int32), np.array(buckets, np.int32))
+        trees.append(
+            DraftTree(
+                tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
+            )
+        )
+    return trees
+
+
+def _assert_same_tree(one: DraftTree, other: DraftTree) -> None:
+    for name in ("row_offsets", "token_ids", "parents", "depth", "score"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    assert one.evidence is not None and other.evidence is not None
+    for name in ("offsets", "source", "bucket"):
+        left, right = getattr(one.evidence, name), getattr(other.evidence, name)
+        np.testing.assert_array_equal(left, right, err_msg=name)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees=proposals(), max_nodes=st.integers(0, 20), depth=st.integers(0, 6), seed=st.integers())
+def test_compiled_and_plain_functions_build_the_same_tree(
+    trees: list[DraftTree], max_nodes: int, depth: int, seed: int
+) -> None:
+    pytest.importorskip("numba")
+    rng = np.random.default_rng(abs(seed))
+    # Few distinct rates, so that ties occur.
+    sources = [Fixed(*rng.choice([0.0, 0.25, 0.5, 0.9, 1.0], NUM_BUCKETS)) for _ in trees]
+    calibration = Calibration(sources)
+    max_depth = np.full(trees[0].num_rows, depth)
+    built = []
+    for functions in (compiled.functions, lambda: reference):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lookahead_hf.drafting.tree.functions", functions)
+            tree = merge(trees, calibration, max_nodes, vocab_size=5, max_depth=max_depth)
+            built.append((tree, head(tree, max_nodes // 2)))
+    for one, other in zip(*built, strict=True):
+        _assert_same_tree(one, other)
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees=proposals(), max_nodes=st.integers(1, 20))
+def test_a_merged_tree_is_ordered_and_without_duplicates(
+    trees: list[DraftTree], max_nodes: int
+) -> None:
+    calibration = Calibration([Fixed(0.9, 0.5, 0.2, 0.1) for _ in trees])
+    tree = merge(trees, calibration, max_nodes, vocab_size=5)
+    for row in range(tree.num_rows):
+        nodes = tree.row(row)
+        parents, score = tree.parents[nodes], tree.score[nodes]
+        assert len(score) <= max_nodes
+        assert (np.diff(score) <= 0).all()
+        assert (parents < np.arange(len(parents))).all()
+        assert len(set(zip(parents.tolist(), tree.token_ids[nodes].tolist(), strict=True))) == len(
+            parents
+        )
+        for parent in set(parents.tolist()):
+            above = 1.0 if parent == ROOT else score[parent]
+            assert score[parents == parent].sum() <= above * 1.0001
