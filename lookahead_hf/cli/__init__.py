@@ -1,1 +1,7 @@
-"""TBD"""
+"""The command `lookahead-hf`."""
+
+from __future__ import annotations
+
+from lookahead_hf.cli.main import main
+
+__all__ = ["main"]

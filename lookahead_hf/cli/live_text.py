@@ -1,0 +1,94 @@
+"""Show a text while it is generated, with the tokens that a draft foresaw apart from the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lookahead_hf.cli.screen import Screen
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.steps import DraftTree, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.rows import Rows
+
+ACCEPTED_STYLE = "bold green"
+OPEN, CLOSE = "\u2039", "\u203a"
+
+
+class StepRecorder(Drafter):
+    """Proposes nothing and notes of each emitted token whether it was an accepted draft."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.was_drafted: list[bool] = []
+
+    def begin(self, rows: Rows) -> None:
+        self.was_drafted = [False]  # the first token comes from the prefill
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return DraftTree.empty(rows.num_rows)
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        accepted, emitted = int(verdict.num_accepted[0]), int(verdict.num_emitted[0])
+        self.was_drafted += [index < accepted for index in range(emitted)]
+
+
+class LiveText:
+    """A streamer for one text. Tokens of a step appear together, accepted ones marked.
+
+    Args:
+        tokenizer: Turns ids into text.
+        screen: Where the text goes; without colours, accepted text stands in single angle quotes.
+        recorder: Knows where each token came from; None marks nothing.
+    """
+
+    def __init__(self, tokenizer: Any, screen: Screen, recorder: StepRecorder | None = None):
+        self._tokenizer = tokenizer
+        self._screen = screen
+        self._recorder = recorder
+        self._ids: list[int] = []
+        self._num_shown = 0
+        self._shown = ""
+        self._marked = False
+        self._past_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt first, then tokens, [1] or [1, tokens]."""
+        if not self._past_prompt:
+            self._past_prompt = True
+            return
+        self._ids += value.reshape(-1).tolist()
+        known = len(self._ids) if self._recorder is None else len(self._recorder.was_drafted)
+        self._show(min(known, len(self._ids)))
+
+    def end(self) -> None:
+        """The text is over: show what was held back."""
+        self._show(len(self._ids), last=True)
+        self._mark(False)
+        self._screen.line()
+
+    def _show(self, count: int, last: bool = False) -> None:
+        """Show tokens up to `count`; bytes that are not a whole character yet wait for the next."""
+        for index in range(self._num_shown, count):
+            text = self._tokenizer.decode(self._ids[: index + 1], skip_special_tokens=True)
+            if text.endswith("\ufffd") and not (last and index + 1 == count):
+                continue
+            fresh, self._shown = text[len(self._shown) :], text
+            if fresh:
+                drafted = self._was_drafted(index)
+                self._mark(drafted)
+                self._screen.write(fresh, ACCEPTED_STYLE if drafted else "")
+        self._num_shown = max(count, self._num_shown)
+
+    def _was_drafted(self, index: int) -> bool:
+        flags = self._recorder.was_drafted if self._recorder else []
+        return index < len(flags) and flags[index]
+
+    def _mark(self, drafted: bool) -> None:
+        """Open or close the quotes that stand for colour."""
+        if drafted != self._marked and not self._screen.has_colour:
+            self._screen.write(OPEN if drafted else CLOSE)
+        self._marked = drafted

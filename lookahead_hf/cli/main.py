@@ -1,0 +1,54 @@
+"""Read the command line and run the command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lookahead_hf.cli import chat, demo, env, generate
+from lookahead_hf.cli.screen import CommandError, open_screen
+
+_EPILOG = """\
+examples:
+  lookahead-hf demo
+  lookahead-hf generate --model Qwen/Qwen3-0.6B "Write a haiku about caches"
+  lookahead-hf env > environment.txt
+
+exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `lookahead-hf` with all its commands."""
+    parser = argparse.ArgumentParser(
+        prog="lookahead-hf",
+        description="Speculative decoding for transformers: the same text, faster.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--no-colour", action="store_true", help="plain text on a terminal too")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (demo, generate, chat, env):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The words after the program's name; None takes them from the process.
+
+    Returns:
+        The exit code.
+    """
+    arguments = build_parser().parse_args(argv)
+    screen = open_screen(False if arguments.no_colour else None)
+    try:
+        return int(arguments.run(arguments, screen))
+    except CommandError as error:
+        print(f"lookahead-hf: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,116 @@
+"""What a command shows: coloured text, tables and progress with rich, plain text without it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+Report = Callable[[int], None]
+"""Told how much of a task is done, in the unit of its total."""
+
+
+class CommandError(Exception):
+    """Ends a command with one message for the user and exit code 1."""
+
+
+class Screen(Protocol):
+    """Where a command writes."""
+
+    @property
+    def has_colour(self) -> bool:
+        """Whether styles can be seen."""
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Write one line."""
+
+    def write(self, text: str, style: str = "") -> None:
+        """Write text as it is, without a line end, and show it at once."""
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Write a table, the first column to the left and the others to the right."""
+
+    @contextmanager
+    def task(self, label: str, total: int | None = None) -> Iterator[Report]:
+        """Show that something is under way; of a known `total`, how far it is."""
+
+
+class PlainScreen:
+    """Text alone: for pipes, files, and machines without rich."""
+
+    has_colour = False
+
+    def line(self, text: str = "", style: str = "") -> None:
+        print(text, flush=True)
+
+    def write(self, text: str, style: str = "") -> None:
+        print(text, end="", flush=True)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        lines = [headers, *rows]
+        widths = [max(len(cells[column]) for cells in lines) for column in range(len(headers))]
+        for cells in lines:
+            first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            self.line("  ".join([cells[0].ljust(len(first)), *others]))
+
+    @contextmanager
+    def task(self, label: str, total: int | None = None) -> Iterator[Report]:
+        print(f"{label} ...", file=sys.stderr, flush=True)
+        yield lambda done: None
+
+
+class RichScreen:
+    """Colours, tables and progress bars by rich."""
+
+    has_colour = True
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._out = Console(highlight=False)
+        self._err = Console(stderr=True, highlight=False)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        self._out.print(text, style=style or None, markup=False)
+
+    def write(self, text: str, style: str = "") -> None:
+        self._out.print(text, style=style or None, markup=False, end="", soft_wrap=True)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=SIMPLE_HEAD)
+        for column, header in enumerate(headers):
+            table.add_column(header, justify="right" if column else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._out.print(table)
+
+    @contextmanager
+    def task(self, label: str, total: int | None = None) -> Iterator[Report]:
+        from rich import progress
+
+        columns: list[Any] = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
+        if total is not None:
+            columns += [progress.BarColumn(), progress.DownloadColumn()]
+        with progress.Progress(*columns, console=self._err, transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda done: bar.update(task, completed=done)
+
+
+def open_screen(colour: bool | None = None) -> Screen:
+    """The screen for this process.
+
+    Args:
+        colour: False asks for plain text; None takes colours where stdout is a terminal and rich is
+            installed.
+    """
+    if colour is False or not sys.stdout.isatty():
+        return PlainScreen()
+    try:
+        return RichScreen()
+    except ImportError:
+        return PlainScreen()
