@@ -1,0 +1,209 @@
+"""What a call of `generate` may ask for: `SpeculativeConfig` and its presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction")
+"""Drafters that a configuration can name."""
+
+DEFAULT_DRAFTERS = ("ngram", "recycling")
+"""What drafts where a configuration names nothing."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "default": {},
+        "prompt_lookup": {"drafters": ("ngram",)},
+        "recycling": {"drafters": ("recycling",)},
+    }
+)
+"""Names that `speculative=` takes, and the fields that each of them sets."""
+
+VERIFICATIONS = ("exact",)
+ON_FALLBACK = ("warn", "error", "silent")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to speculate: which drafters, how many draft tokens, what to do where it cannot be done.
+
+    Attributes:
+        drafters: Names of built-in drafters, or Drafter objects; None is the default set.
+        max_draft_nodes: Most draft tokens per row and step.
+        budget: "auto" measures what draft tokens cost and takes what pays; an int is up to that
+            many per row in every step, whatever they cost.
+        verification: "exact": the text of plain `generate`, also the same sample for the same seed.
+        on_fallback: What to do where a call cannot be speculated: "warn" (once per model and
+            reason), "error" or "silent".
+        options: Options of single drafters, `{drafter name: {option: value}}`.
+    """
+
+    drafters: tuple[Any, ...] | None = None
+    max_draft_nodes: int = 64
+    budget: str | int = "auto"
+    verification: str = "exact"
+    on_fallback: str = "warn"
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that is not allowed."""
+        if self.drafters is not None:
+            object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
+        _check_nodes(self.max_draft_nodes, self.budget)
+        _check_choice("verification", self.verification, VERIFICATIONS)
+        _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)
+        known = {*BUILT_IN_DRAFTERS, *map(drafter_name, self.drafters or ())}
+        object.__setattr__(self, "options", _checked_options(self.options, known))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values, for a generation config or a file.
+
+        Raises:
+            ValueError: A field holds an object, which only a call can carry.
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: _as_json(value, name) for name, value in fields.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """Build a configuration from what `to_dict` returned.
+
+        Raises:
+            ValueError: An unknown field, an object where a JSON value belongs, a value not allowed.
+        """
+        allowed = [f.name for f in dataclasses.fields(cls)]
+        for name, value in values.items():
+            if name not in allowed:
+                raise ValueError(
+                    f"a speculative configuration has no field {name!r}; it has "
+                    f"{', '.join(allowed)}"
+                )
+            _as_json(value, name)
+        return cls(**values)
+
+    @classmethod
+    def resolve(cls, value: Any) -> SpeculativeConfig | None:
+        """Turn what was given as `speculative=` into a configuration; None where it says no.
+
+        Args:
+            value: True, False, None, the name of a preset, a dict of fields, or a configuration.
+
+        Raises:
+            ValueError: Anything else.
+        """
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            _check_choice("speculative", value, tuple(PRESETS))
+            return cls(**PRESETS[value])
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise ValueError(
+            f"speculative={value!r} is not understood: give True, False, one of the presets "
+            f"{', '.join(PRESETS)}, a SpeculativeConfig, or a dict of its fields"
+        )
+
+    @classmethod
+    def resolve_stored(cls, value: Any) -> SpeculativeConfig | None:
+        """Turn the `speculative` entry of a generation config into a configuration.
+
+        Raises:
+            ValueError: The entry is an object, or not understood. transformers writes an object
+                into the file as null, without a word, and copies it in every call.
+        """
+        if not isinstance(value, (bool, str, dict, type(None))):
+            raise ValueError(
+                f"a generation config holds speculative={value!r}: there it must be True, False, "
+                "a preset's name or a dict of JSON values, such as `config.to_dict()` returns; "
+                "pass an object in the call, as `generate(..., speculative=config)`"
+            )
+        return cls.resolve(value)
+
+
+def drafter_name(drafter: Any) -> str:
+    """The name of a drafter that is given by name or as an object."""
+    return drafter if isinstance(drafter, str) else str(getattr(drafter, "name", "custom"))
+
+
+def _checked_drafters(drafters: Any) -> tuple[Any, ...]:
+    if isinstance(drafters, str) or not isinstance(drafters, Iterable):
+        raise ValueError(f"drafters must be a tuple of names or Drafter objects, not {drafters!r}")
+    drafters = tuple(drafters)
+    if not drafters:
+        raise ValueError("drafters is empty: name one at least, or use speculative=False")
+    for drafter in drafters:
+        _check_drafter(drafter)
+    names = [drafter for drafter in drafters if isinstance(drafter, str)]
+    if len(names) > len(set(names)):
+        raise ValueError(f"drafters names one twice: {drafters!r}")
+    return drafters
+
+
+def _check_drafter(drafter: Any) -> None:
+    if isinstance(drafter, str):
+        if drafter not in BUILT_IN_DRAFTERS:
+            raise ValueError(
+                f"there is no drafter {drafter!r}; there are {', '.join(BUILT_IN_DRAFTERS)}, and "
+                "Drafter objects of your own"
+            )
+    elif isinstance(drafter, type) or not callable(getattr(drafter, "propose", None)):
+        raise ValueError(
+            f"drafters holds {drafter!r}, which is neither a drafter's name nor a Drafter object "
+            "(an object with a method `propose`)"
+        )
+
+
+def _check_nodes(max_draft_nodes: Any, budget: Any) -> None:
+    if not _is_int(max_draft_nodes) or max_draft_nodes < 1:
+        raise ValueError(f"max_draft_nodes must be an int from 1 on, not {max_draft_nodes!r}")
+    if budget != "auto" and not (_is_int(budget) and 0 <= budget <= max_draft_nodes):
+        raise ValueError(
+            f'budget must be "auto" or an int from 0 to max_draft_nodes={max_draft_nodes}, '
+            f"not {budget!r}"
+        )
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; known: {', '.join(allowed)}")
+
+
+def _checked_options(options: Any, known: set[str]) -> dict[str, dict[str, Any]]:
+    """A private copy of the options; the drafters themselves check what is in them."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"options must be a dict {{drafter name: dict}}, not {options!r}")
+    for name, values in options.items():
+        if name not in known:
+            raise ValueError(
+                f"options names {name!r}, but there is no such drafter; known: "
+                f"{', '.join(sorted(known))}"
+            )
+        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+            raise ValueError(f"options[{name!r}] must be a dict with names as keys, not {values!r}")
+    return {name: dict(values) for name, values in options.items()}
+
+
+def _as_json(value: Any, where: str) -> Any:
+    """`value` with tuples as lists, refused where something in it is no JSON value."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_as_json(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {key: _as_json(each, f"{where}[{key!r}]") for key, each in value.items()}
+    raise ValueError(
+        f"{where} holds an object ({type(value).__name__}), which cannot be stored; pass the "
+        "configuration in the call instead, as `generate(..., speculative=config)`"
+    )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

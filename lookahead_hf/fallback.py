@@ -1,0 +1,204 @@
+"""Why a call runs plain `generate` instead: the closed list of reasons, and how it is said."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+
+class FallbackReason(str, Enum):
+    """Every reason for which a call is not speculated, decided before its first token.
+
+    Attributes:
+        text: What stands in the way, as the rest of a sentence.
+        fix: What the caller can do about it, or nothing.
+    """
+
+    text: str
+    fix: str
+
+    def __new__(cls, value: str, text: str, fix: str = "") -> FallbackReason:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.text, member.fix = text, fix
+        return member
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    BEAMS = "beams", "beam search keeps several texts per row", "pass num_beams=1"
+    DECODING_METHOD = "decoding_method", "another decoding method was asked for"
+    CONTINUOUS_BATCHING = "continuous_batching", "the call goes to continuous batching"
+    NO_CACHE = "no_cache", "decoding without a cache was asked for", "pass use_cache=True"
+    CACHE_IMPLEMENTATION = (
+        "cache_implementation",
+        "a cache implementation was asked for by name",
+        "leave cache_implementation out",
+    )
+    CACHE = "cache", "this cache cannot be rolled back row by row"
+    MODEL = "model", "this architecture is not served"
+    OWN_GENERATE = "own_generate", "the model brings a generate of its own"
+    OWN_LOOP = "own_loop", "the model brings a decoding loop of its own"
+    STATEFUL = "stateful", "the model keeps a recurrent state, which cannot be rolled back"
+    ENCODER_DECODER = "encoder_decoder", "encoder-decoder models are not served"
+    ATTENTION = (
+        "attention",
+        "this attention implementation takes no mask of ours",
+        'load the model with attn_implementation="sdpa"',
+    )
+    ADAPTER = "adapter", "an activated LoRA counts the tokens of every forward"
+    DROPOUT = "dropout", "the model is in training mode with an active dropout", "call model.eval()"
+    CHECKPOINTING = (
+        "checkpointing",
+        "gradient checkpointing in training mode keeps no cache",
+        "call model.eval()",
+    )
+    RECORDS = (
+        "records",
+        "scores, logits, hidden states or attentions of every step were asked for",
+        "leave output_scores, output_logits, output_hidden_states and output_attentions out",
+    )
+    GUIDANCE = "guidance", "classifier-free guidance runs the model a second time per token"
+    TOKEN_HEALING = "token_healing", "token healing changes the prompt", "pass token_healing=False"
+    ARGUMENT = "argument", "this argument of the model is not served"
+    PROCESSOR = (
+        "processor",
+        "a logits processor is not known to treat rows independently",
+        "generate one row at a time",
+    )
+    STOPPING = (
+        "stopping",
+        "a stopping criterion is not known to treat rows independently",
+        "generate one row at a time",
+    )
+    ASSISTANT = "assistant", "drafting by an assistant model is not served", "drop assistant_model"
+    SYNCED_GPUS = "synced_gpus", "processes of the group must step together"
+    TENSOR_PARALLEL = "tensor_parallel", "every process would have to draft the same tokens"
+
+
+class Unserved(Exception):
+    """This call cannot be speculated; raised before its first token, never seen by users."""
+
+    def __init__(self, reason: FallbackReason, detail: str = "", fix: str = "") -> None:
+        """`detail` names what was met; `fix` replaces the reason's own."""
+        super().__init__(reason, detail, fix)
+        self.reason, self.detail, self.fix = reason, detail, fix or reason.fix
+
+    def __str__(self) -> str:
+        met = f" ({self.detail})" if self.detail else ""
+        fix = f". To speculate, {self.fix}" if self.fix else ""
+        return f"{self.reason.text}{met} [{self.reason}]{fix}"
+
+
+class SpeculationFallbackWarning(UserWarning):
+    """A call asked for speculation and ran plain `generate`."""
+
+
+class SpeculationFallbackError(ValueError):
+    """A call asked for speculation or nothing (`on_fallback="error"`), and could not have it."""
+
+
+_lock = threading.Lock()
+_reported: WeakKeyDictionary[Any, set[FallbackReason]] = WeakKeyDictionary()
+
+
+def report(model: Any, unserved: Unserved, on_fallback: str, stacklevel: int = 2) -> None:
+    """Say that a call runs plain `generate`, as its configuration asks.
+
+    Args:
+        model: The model; a warning comes once for it and the reason.
+        unserved: Why.
+        on_fallback: "warn", "error" or "silent".
+        stacklevel: As in `warnings.warn`.
+
+    Raises:
+        SpeculationFallbackError: With `on_fallback="error"`.
+    """
+    if on_fallback == "error":
+        raise SpeculationFallbackError(f"this call cannot be speculated: {unserved}") from unserved
+    if on_fallback == "warn" and _is_new(model, unserved.reason):
+        message = f"{type(model).__name__} runs plain generate: {unserved}"
+        warnings.warn(message, SpeculationFallbackWarning, stacklevel=stacklevel + 1)
+
+
+def _is_new(model: Any, reason: FallbackReason) -> bool:
+    with _lock:
+        known = _reported.setdefault(model, set())
+        is_new = reason not in known
+        known.add(reason)
+    return is_new
+
+
+def check_settings(setting: Callable[[str], Any]) -> None:
+    """Raise Unserved where a generation setting asks for what cannot be speculated.
+
+    Args:
+        setting: Gives the value of a generation setting by name, as `generate` will see it.
+    """
+    for is_met, reason, name in _SETTINGS:
+        value = setting(name)
+        if is_met(value):
+            raise Unserved(reason, f"{name}={value!r}")
+    if (setting("penalty_alpha") or 0) > 0 and not setting("do_sample"):
+        raise Unserved(FallbackReason.DECODING_METHOD, "contrastive search")
+    if setting("return_dict_in_generate"):
+        for name in ("output_scores", "output_logits"):
+            if setting(name):
+                raise Unserved(FallbackReason.RECORDS, name)
+
+
+_SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
+    (lambda value: value == "paged", FallbackReason.CONTINUOUS_BATCHING, "cache_implementation"),
+    (lambda value: value is not None, FallbackReason.DECODING_METHOD, "constraints"),
+    (lambda value: value is not None, FallbackReason.DECODING_METHOD, "force_words_ids"),
+    (lambda value: value is not None, FallbackReason.DECODING_METHOD, "dola_layers"),
+    (lambda value: value is not None and value > 1, FallbackReason.BEAMS, "num_beams"),
+    (lambda value: not value, FallbackReason.NO_CACHE, "use_cache"),
+    # "hybrid" is what old generation configs say for sliding windows; `generate` drops it.
+    (
+        lambda value: value not in (None, "dynamic", "hybrid"),
+        FallbackReason.CACHE_IMPLEMENTATION,
+        "cache_implementation",
+    ),
+    (lambda value: value not in (None, 1), FallbackReason.GUIDANCE, "guidance_scale"),
+    (bool, FallbackReason.TOKEN_HEALING, "token_healing"),
+    (bool, FallbackReason.RECORDS, "output_hidden_states"),
+    (bool, FallbackReason.RECORDS, "output_attentions"),
+)
+
+
+def check_model(model: Any) -> None:
+    """Raise Unserved where the model, as it stands now, cannot be speculated with."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise Unserved(FallbackReason.ENCODER_DECODER, name)
+    if getattr(model, "_is_stateful", False):
+        raise Unserved(FallbackReason.STATEFUL, name)
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise Unserved(FallbackReason.TENSOR_PARALLEL, f"{model._tp_size} processes")
+    for module in model.modules():
+        if module.training:
+            _check_training(module)
+        if variants := getattr(module, "lora_variant", None):
+            _check_adapter(variants)
+
+
+def _check_training(module: Any) -> None:
+    """Look at what a module does only in training mode."""
+    if getattr(module, "gradient_checkpointing", False):
+        raise Unserved(FallbackReason.CHECKPOINTING, type(module).__name__)
+    for name, value in vars(module).items():
+        is_rate = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+        if is_rate and isinstance(value, (int, float)) and value > 0:
+            raise Unserved(FallbackReason.DROPOUT, f"{type(module).__name__}.{name}={value}")
+
+
+def _check_adapter(variants: Any) -> None:
+    """Activated LoRA (PEFT's variant of a layer) masks the last tokens of each block it is fed."""
+    for variant in variants.values():
+        if type(variant).__name__.startswith("ALora"):
+            raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)

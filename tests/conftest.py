@@ -1,0 +1,46 @@
+"""What every test relies on: no network, one thread, a fixed seed, no kernel without its interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before any import that reads them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when a kernel's module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device that was asked for by `--device`."""
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> Iterator[None]:
+    """Every test begins with the same random numbers."""
+    torch.manual_seed(0)
+    yield

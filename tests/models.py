@@ -1,0 +1,91 @@
+"""Tiny random models, built in memory: the same weights for the same arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 100
+NAMES = ("llama", "qwen3", "mistral", "gemma3", "gpt2", "gpt_neox", "phi", "mixtral")
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _COMMON),
+    "qwen3": ("qwen3", {**_COMMON, "head_dim": 12}),
+    "mistral": ("mistral", {**_COMMON, "sliding_window": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_COMMON,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+        },
+    ),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt_neox": ("gpt_neox", _COMMON),
+    "phi": ("phi", {**_COMMON, "num_key_value_heads": 4}),
+    "mixtral": (
+        "mixtral",
+        {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+}
+
+_SCALE = {"llama": 5.0, "qwen3": 5.0, "gpt2": 4.0, "mixtral": 6.0}
+
+
+def tiny(name: str, attn: str = "sdpa", seed: int = 0, scale: float | None = None) -> Any:
+    """Return a tiny random model in eval mode whose texts are varied and do not end by themselves.
+
+    Args:
+        name: One of `NAMES`.
+        attn: Attention implementation.
+        seed: Seed of the weights.
+        scale: What the matrices are multiplied with; None is what makes its texts varied: some
+            loops, which drafts can foresee, and much that is new.
+    """
+    model_type, fields = _FIELDS[name]
+    config = CONFIG_MAPPING[model_type](**fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
+    factor = _SCALE.get(name, 3.0) if scale is None else scale
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompt(rows: int = 1, length: int = 12, seed: int = 0) -> torch.Tensor:
+    """Return random token ids without special ones, [rows, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (rows, length), generator=generator)
