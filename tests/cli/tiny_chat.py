@@ -1,0 +1,49 @@
+"""A tiny random model with a byte tokenizer and a chat template, saved as `save_pretrained` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PAD, END = "<pad>", "<end>"
+TEMPLATE = "{% for message in messages %}{{ message.content }}" + END + "{% endfor %}"
+
+
+def save_tiny_chat(folder: Path) -> Path:
+    """Write the model and its tokenizer into `folder` and return it."""
+    byte_tokenizer().save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(byte_tokenizer()),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)  # otherwise it repeats one token
+    model.save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([PAD, END, *symbols])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=TEMPLATE
+    )
