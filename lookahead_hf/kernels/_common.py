@@ -1,0 +1,55 @@
+"""What several kernels share: an order for scores, packed (score, index) keys, and launching."""
+
+# The bodies are Triton's language, in which pointers and blocks carry no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+FP_FUSION = True
+"""Said in every launch: Triton 3.9 warns where it is not, and 3.10 takes the other default."""
+
+LOWEST_KEY = tl.constexpr(-(2**31))
+"""Below the key of every score, minus infinity included: masked lanes carry it and never win."""
+
+LOWEST_PACKED = tl.constexpr(-(2**63))
+"""The same for packed keys."""
+
+
+@triton.jit
+def order_key(score):
+    """int32 in the order of `torch.argmax`: every NaN equal and on top, -0.0 equal to 0.0."""
+    score = score.to(tl.float32)
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) == 0, 0, bits)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(score != score, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def pack(key, index):
+    """int64 that is greatest for the greatest key and, among equal keys, for the lowest index."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def packed_index(packed):
+    """The index in a packed key."""
+    return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
+
+
+@triton.jit
+def best_of(key, index):
+    """Packed key of the greatest entry of a block, the lowest index among equals."""
+    greatest = tl.max(key, axis=0)
+    first = tl.min(tl.where(key == greatest, index, 0x7FFFFFFF), axis=0)
+    return pack(greatest, first)
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes the tensor's device current: Triton launches on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

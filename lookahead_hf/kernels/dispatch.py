@@ -1,0 +1,124 @@
+"""The one place that chooses between a Triton kernel and its torch twin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from lookahead_hf.kernels import reference
+from lookahead_hf.kernels.path_table import PathTable
+from lookahead_hf.kernels.tree_walk import TreeWalk
+
+_VARIABLE = "LOOKAHEAD_HF_BACKEND"
+
+
+def backend(device: torch.device) -> str:
+    """What runs on a device: "triton" on CUDA and ROCm, "torch" elsewhere.
+
+    Where the environment variable LOOKAHEAD_HF_BACKEND is set, "triton" or "torch", it decides.
+
+    Raises:
+        ValueError: The variable holds anything else, or names Triton where it cannot run.
+    """
+    chosen = os.environ.get(_VARIABLE)
+    if not chosen:
+        return "triton" if device.type == "cuda" and _has_triton() else "torch"
+    if chosen not in ("triton", "torch"):
+        raise ValueError(f"{_VARIABLE} is {chosen!r}: set it to 'triton' or 'torch', or unset it")
+    if chosen == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"{_VARIABLE} is 'triton', but the tensors are on the CPU: unset it, or start the "
+            "process with TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
+        )
+    return chosen
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def verify_tree(
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    num_nodes: torch.Tensor,
+    noise: torch.Tensor | None = None,
+    depth: torch.Tensor | None = None,
+) -> TreeWalk:
+    """Choose a token at every node of a draft tree; walk down while a child holds the chosen one.
+
+    Greedy without `noise`: the token at a node is `argmax(scores)`. Sampled with it: `scores` are
+    probabilities and the token is `argmax(scores / noise[depth])`, which is what
+    `torch.multinomial` computes from exponential noise. NaN and ties go as in `torch.argmax`.
+
+    Args:
+        scores: Logits or probabilities after every node, [rows, 1 + nodes, vocab].
+        tokens: Node 0 is the row's last token, then its drafted tokens, [rows, 1 + nodes] integers.
+        parents: Parent of each node in the same numbering, before its children, -1 for node 0,
+            [rows, 1 + nodes] integers.
+        num_nodes: Drafted nodes of each row, node 0 not counted, [rows] integers.
+        noise: One block of noise per depth, [rows, depths, vocab] float32.
+        depth: Depth of each node, 0 for node 0, needed with `noise`, [rows, 1 + nodes] integers.
+
+    Returns:
+        The accepted paths. The bonus token is the one chosen at the last node of the path.
+    """
+    assert (noise is None) == (depth is None), "noise and depth go together"
+    if backend(scores.device) == "triton":
+        from lookahead_hf.kernels import verify
+
+        return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
+    return reference.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
+
+
+def compact_path(
+    tensors: Sequence[torch.Tensor] | PathTable,
+    lengths: torch.Tensor,
+    path: torch.Tensor,
+    num_kept: torch.Tensor,
+) -> None:
+    """Keep one path of every row's draft tree in the cache: move its tokens together, in place.
+
+    For `i < num_kept[row]`, the token in slot `lengths[row] + path[row, i]` of every tensor moves
+    to slot `lengths[row] + i`. Tokens that stand in their place already are not touched.
+
+    Args:
+        tensors: Keys and values of the layers, [batch, slot, ...] each; a `PathTable` of them saves
+            preparing them in every step.
+        lengths: Slots of each row before node 0, [rows] integers.
+        path: Node numbers as in `TreeWalk.path`, ascending, [rows, any] integers.
+        num_kept: Entries of `path` that count, [rows] integers.
+    """
+    table = tensors if isinstance(tensors, PathTable) else PathTable(tensors)
+    for part in table.by_device:
+        local = [tensor.to(part.device, non_blocking=True) for tensor in (lengths, path, num_kept)]
+        if backend(part.device) == "triton":
+            from lookahead_hf.kernels import compact
+
+            compact.compact_path(part, *local)
+        else:
+            reference.compact_path(part, *local)
+
+
+def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` best entries of every row, best first.
+
+    Args:
+        logits: Scores, [rows, vocab].
+        k: How many, at most the size of the vocabulary.
+
+    Returns:
+        Values, [rows, k] float32, and token ids, [rows, k] int64.
+    """
+    if k > logits.shape[1]:
+        raise ValueError(f"k is {k}, but a row has {logits.shape[1]} entries: ask for fewer")
+    if backend(logits.device) == "triton" and k <= reference.MAX_FUSED_K:
+        from lookahead_hf.kernels import topk
+
+        return topk.topk_rows(logits, k)
+    return reference.topk_rows(logits, k)

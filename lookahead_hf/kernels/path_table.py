@@ -1,0 +1,95 @@
+"""The cache tensors of several layers, prepared once so that compaction is cheap in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PathTable:
+    """Tensors `[batch, slot, ...]` in whose slots `compact_path` moves tokens.
+
+    Build it once per allocation of the cache: it holds addresses, so a layer that was reallocated
+    needs a new table. Head sizes, dtypes, capacities and devices may differ from tensor to tensor.
+
+    Attributes:
+        tensors: The tensors, each with one token's values in one piece of memory.
+        by_device: One table per device, this one itself if there is only one.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        devices = list(dict.fromkeys(tensor.device for tensor in self.tensors))
+        self.by_device: list[PathTable] = (
+            [self]
+            if len(devices) < 2
+            else [
+                PathTable([tensor for tensor in self.tensors if tensor.device == device])
+                for device in devices
+            ]
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Device of a table that has one device."""
+        return self.tensors[0].device
+
+    @cached_property
+    def host_rows(self) -> list[list[np.ndarray]]:
+        """Every tensor as `[slot, ...]` integers, row by row: views of the memory, CPU only.
+
+        Moving three tokens costs 1 us in numpy and 4 to 6 us in torch, whatever the dtype.
+        """
+        words = [tensor.view(_WORD[tensor.element_size()]).numpy() for tensor in self.tensors]
+        return [[word[row] for word in words] for row in range(len(words[0]))]
+
+    @cached_property
+    def word_bytes(self) -> int:
+        """Largest size, up to 4 bytes, in which the tokens of all tensors can be moved."""
+        return next(size for size in (4, 2, 1) if self._divisible_by(size))
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every token begins at a multiple of 16 bytes and has such a length."""
+        return self._divisible_by(16)
+
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """Address, row stride, slot stride and token width of every tensor, [tensors, 4] int64.
+
+        Strides and widths count words of `word_bytes`.
+        """
+        layout = [
+            [address] + [size // self.word_bytes for size in sizes]
+            for address, *sizes in self._bytes
+        ]
+        return torch.tensor(layout, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def max_words(self) -> int:
+        """Words of the widest token."""
+        return max(width for *_, width in self._bytes) // self.word_bytes
+
+    @cached_property
+    def _bytes(self) -> list[tuple[int, int, int, int]]:
+        layout = []
+        for tensor in self.tensors:
+            size, token = tensor.element_size(), tensor[0, 0]
+            assert token.is_contiguous(), "a token's values must lie in one piece of memory"
+            layout.append(
+                (
+                    tensor.data_ptr(),
+                    tensor.stride(0) * size,
+                    tensor.stride(1) * size,
+                    token.numel() * size,
+                )
+            )
+        return layout
+
+    def _divisible_by(self, size: int) -> bool:
+        return all(number % size == 0 for sizes in self._bytes for number in sizes)

@@ -1,0 +1,97 @@
+"""compact_path: one path of every row is kept, in all tensors."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+PATHS = [[0, 2, 3, 9, 15], [0], [0, 1, 2, 3], [0, 5]]
+LENGTHS = [5, 0, 20, 8]
+
+
+def arguments(device: torch.device, width: int = 16) -> tuple[torch.Tensor, ...]:
+    path = torch.full((len(PATHS), width), -1)
+    for row, nodes in enumerate(PATHS):
+        path[row, : len(nodes)] = torch.tensor(nodes)
+    kept = torch.tensor([len(nodes) for nodes in PATHS])
+    return torch.tensor(LENGTHS).to(device), path.to(device), kept.to(device)
+
+
+def expected(tensor: torch.Tensor) -> torch.Tensor:
+    moved = tensor.clone()
+    for row, (length, nodes) in enumerate(zip(LENGTHS, PATHS, strict=True)):
+        for i, node in enumerate(nodes):
+            moved[row, length + i] = tensor[row, length + node]
+    return moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_paths(impl: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
+    """Head sizes, head counts and capacities differ; storage may be a slice of a larger one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 250, shape, generator=generator).to(dtype).to(device)
+
+    tensors = [
+        random(4, 40, 2, 16),
+        random(4, 40, 2, 24),
+        random(4, 64, 1, 8)[:, :40],
+        random(4, 50, 144),
+        random(4, 40, 3, 32)[:, :, :2],
+    ]
+    want = [expected(tensor) for tensor in tensors]
+    assert not torch.equal(want[0], tensors[0])
+    impl.compact_path(tensors, *arguments(device))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+
+
+@pytest.mark.parametrize("width", [3, 5, 6], ids="W{}".format)
+def test_odd_widths(impl: ModuleType, device: torch.device, width: int) -> None:
+    """Tokens whose size is no multiple of 16 bytes, or of 4."""
+    tensor = torch.arange(4 * 40 * width).view(4, 40, width).to(torch.int16).to(device)
+    want = expected(tensor)
+    impl.compact_path([tensor], *arguments(device))
+    assert torch.equal(tensor, want)
+
+
+def test_table_is_reused(impl: ModuleType, device: torch.device) -> None:
+    """A table stays valid while the tensors stay where they are."""
+    tensors = [torch.randn(4, 40, 2, 8, device=device) for _ in range(3)]
+    table = impl.PathTable(tensors)
+    for _ in range(2):
+        want = [expected(tensor) for tensor in tensors]
+        impl.compact_path(table, *arguments(device))
+        assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+
+
+def test_follows_verification(impl: ModuleType, device: torch.device) -> None:
+    """The path of a TreeWalk goes in as it is."""
+    scores = torch.nn.functional.one_hot(torch.tensor([[3, 4, 5, 6]]), 8).float().to(device)
+    tokens = torch.tensor([[9, 2, 3, 5]], device=device)
+    parents = torch.tensor([[-1, 0, 0, 2]], device=device)
+    walk = impl.verify_tree(scores, tokens, parents, torch.tensor([3], device=device))
+    cache = torch.arange(10.0, device=device).view(1, 10, 1, 1).repeat(1, 1, 1, 4)
+    impl.compact_path([cache], torch.tensor([4], device=device), walk.path, walk.num_accepted + 1)
+    assert cache[0, :, 0, 0].tolist() == [0, 1, 2, 3, 4, 6, 7, 7, 8, 9]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices() -> None:
+    from lookahead_hf import kernels
+
+    tensors = [torch.randn(4, 40, 2, 8, device=f"cuda:{index}") for index in (0, 1)]
+    want = [expected(tensor) for tensor in tensors]
+    kernels.compact_path(tensors, *arguments(torch.device("cuda:0")))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+
+
+def test_other_device_types() -> None:
+    """Tensors of two devices get a table each."""
+    from lookahead_hf.kernels import PathTable
+
+    table = PathTable([torch.zeros(1, 4, 2), torch.zeros(1, 4, 2, device="meta")])
+    assert [part.device.type for part in table.by_device] == ["cpu", "meta"]

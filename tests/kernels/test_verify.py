@@ -1,0 +1,150 @@
+"""verify_tree: the best token of every node and the walk down the tree."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.kernels.trees import plant, random_tree, walk
+
+SHAPES = [
+    (3, 0, 17),
+    (1, 1, 1009),
+    (3, 5, 1009),
+    (2, 17, 8193),
+    (2, 63, 17),
+    (1, 64, 1009),
+    (1, 1, 151936),
+]
+IDS = [f"B{rows}-N{nodes}-V{vocab}" for rows, nodes, vocab in SHAPES]
+
+
+def check(impl: ModuleType, scores: torch.Tensor, case: tuple, best: torch.Tensor, **noise) -> int:
+    """Compare with a plain walk over `best`; return how many nodes were accepted."""
+    tokens, parents, counts = case
+    device = scores.device
+    got = impl.verify_tree(
+        scores, tokens.to(device), parents.to(device), counts.to(device), **noise
+    )
+    paths, bonus = walk(best, tokens, parents, counts)
+    width = tokens.shape[1]
+    live = torch.arange(width) <= counts[:, None]
+    assert torch.equal(got.best.cpu(), torch.where(live, best, -1))
+    assert got.num_accepted.tolist() == [len(path) - 1 for path in paths]
+    assert got.bonus.tolist() == bonus
+    assert got.path.tolist() == [path + [-1] * (width - len(path)) for path in paths]
+    return sum(map(len, paths)) - len(paths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "nodes", "vocab"), SHAPES, ids=IDS)
+def test_greedy(
+    impl: ModuleType, device: torch.device, rows: int, nodes: int, vocab: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(rows + nodes + vocab)
+    scores = torch.randn(rows, 1 + nodes, vocab, generator=generator).to(dtype)
+    parents, _, counts = random_tree(rows, nodes, generator)
+    best = scores.argmax(-1)
+    tokens = torch.randint(0, vocab, parents.shape, generator=generator)
+    tokens = plant(tokens, parents, best, generator)
+    accepted = check(impl, scores.to(device), (tokens, parents, counts), best)
+    assert accepted > 0 or nodes < 5
+
+
+@pytest.mark.parametrize(("rows", "nodes", "vocab"), SHAPES, ids=IDS)
+def test_sampled(impl: ModuleType, device: torch.device, rows: int, nodes: int, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(rows + nodes + vocab)
+    probs = torch.randn(rows, 1 + nodes, vocab, generator=generator).softmax(-1)
+    parents, depth, counts = random_tree(rows, nodes, generator)
+    depths = int(depth.max()) + 1
+    noise = torch.empty(rows, depths, vocab).exponential_(generator=generator)
+    best = torch.stack(
+        [
+            torch.stack(
+                [(p / noise[row, d]).argmax() for p, d in zip(probs[row], depth[row], strict=True)]
+            )
+            for row in range(rows)
+        ]
+    )
+    tokens = torch.randint(0, vocab, parents.shape, generator=generator)
+    tokens = plant(tokens, parents, best, generator)
+    case = tokens, parents, counts
+    accepted = check(
+        impl, probs.to(device), case, best, noise=noise.to(device), depth=depth.to(device)
+    )
+    assert accepted > 0 or nodes < 5
+
+
+def test_sampled_is_multinomial(impl: ModuleType, device: torch.device) -> None:
+    """With the noise that torch.multinomial draws, the token is torch.multinomial's."""
+    probs = torch.randn(4, 1, 1009, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    expected = torch.multinomial(probs[:, 0], 1, generator=torch.Generator().manual_seed(2))
+    noise = torch.empty(4, 1009).exponential_(generator=torch.Generator().manual_seed(2))
+    zeros = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    got = impl.verify_tree(
+        probs.to(device), zeros, zeros - 1, zeros[:, 0], noise[:, None].to(device), zeros
+    )
+    assert got.bonus.tolist() == expected[:, 0].tolist()
+
+
+@pytest.mark.parametrize("vocab", [17, 8193, 10000])
+@pytest.mark.parametrize("scores", ["tied", "nan", "two nan", "minus infinity", "signed zero"])
+def test_corner_scores(impl: ModuleType, device: torch.device, scores: str, vocab: int) -> None:
+    """Ties and NaN go as in torch.argmax, and no id beyond the vocabulary comes back."""
+    row = torch.zeros(vocab)
+    if scores == "nan":
+        row[5], row[vocab - 3] = float("inf"), float("nan")
+    elif scores == "two nan":
+        row[vocab - 3], row[7] = float("nan"), -float("nan")
+    elif scores == "minus infinity":
+        row.fill_(-float("inf"))
+    elif scores == "signed zero":
+        row[0] = -0.0
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    got = impl.verify_tree(row[None, None].to(device), one, one - 1, one[0])
+    assert got.bonus.tolist() == [int(row.argmax())]
+
+
+def test_mass_before_last_tile(impl: ModuleType, device: torch.device) -> None:
+    """Entries that are masked off in the last tile lose against a vocabulary of very low scores."""
+    scores = torch.full((1, 1, 8193), -3e38)
+    scores[0, 0, 11] = -2e38
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    got = impl.verify_tree(scores.to(device), one, one - 1, one[0])
+    assert got.bonus.tolist() == [11]
+
+
+def test_siblings_and_bonus(impl: ModuleType, device: torch.device) -> None:
+    """The second child is taken where it holds the chosen token; its leaf gives the bonus token."""
+    best = [3, 4, 5, 6]
+    scores = torch.nn.functional.one_hot(torch.tensor(best), 8).float()[None]
+    tokens = torch.tensor([[9, 2, 3, 5]], device=device)
+    parents = torch.tensor([[-1, 0, 0, 2]], device=device)
+    got = impl.verify_tree(scores.to(device), tokens, parents, torch.tensor([3], device=device))
+    assert got.packed.tolist() == [[2, 6, 0, 2, 3, -1]]
+
+
+def test_strided(impl: ModuleType, device: torch.device) -> None:
+    """Logits may be a slice of a longer block, in any layout."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 9, 1009, generator=generator)
+    layouts = [whole[:, -4:], whole.transpose(0, 1).contiguous().transpose(0, 1)[:, 2:6]]
+    layouts.append(whole.transpose(1, 2).contiguous().transpose(1, 2)[:, :4])
+    parents = torch.tensor([[-1, 0, 1, 1]]).expand(2, 4)
+    counts = torch.tensor([3, 2])
+    for scores in layouts:
+        best = scores.argmax(-1)
+        tokens = plant(torch.zeros(2, 4, dtype=torch.int64), parents, best, generator)
+        check(impl, scores.to(device), (tokens, parents, counts), best)
+
+
+def test_integer_types(impl: ModuleType, device: torch.device) -> None:
+    """Trees may come as int32 or int64."""
+    scores = torch.eye(5)[None, :3].to(device)
+    for dtype in (torch.int32, torch.int64):
+        tree = torch.tensor([[7, 0, 1], [-1, 0, 1]], dtype=dtype, device=device)
+        count = torch.tensor([2], dtype=dtype, device=device)
+        got = impl.verify_tree(scores, tree[:1], tree[1:], count)
+        assert got.packed.tolist() == [[2, 2, 0, 1, 2]]

@@ -1,0 +1,54 @@
+"""Random draft trees and a plain walk over them, shared by the tests of the kernels."""
+
+from __future__ import annotations
+
+import torch
+
+
+def random_tree(
+    rows: int, nodes: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parents, depth, [rows, 1 + nodes], and counts, [rows]; row 0 is full, the last one empty."""
+    parents = torch.full((rows, 1 + nodes), -1)
+    depth = torch.zeros(rows, 1 + nodes, dtype=torch.int64)
+    for row in range(rows):
+        for node in range(1, 1 + nodes):
+            chained = torch.rand((), generator=generator) < 0.5
+            parent = node - 1 if chained else int(torch.randint(0, node, (), generator=generator))
+            parents[row, node] = parent
+            depth[row, node] = depth[row, parent] + 1
+    counts = torch.randint(0, nodes + 1, (rows,), generator=generator)
+    counts[0] = nodes
+    if rows > 1:
+        counts[-1] = 0
+    return parents, depth, counts
+
+
+def plant(
+    tokens: torch.Tensor, parents: torch.Tensor, best: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Let most nodes hold the token that is best at their parent."""
+    hit = torch.rand(tokens.shape, generator=generator) < 0.7
+    hit[:, 0] = False
+    return torch.where(hit, best.gather(1, parents.clamp(min=0)), tokens)
+
+
+def walk(
+    best: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, counts: torch.Tensor
+) -> tuple[list[list[int]], list[int]]:
+    """Accepted path, node 0 first, and bonus token of every row, by following children."""
+    paths, bonus = [], []
+    for row in range(len(counts)):
+        path = [0]
+        while True:
+            fits = [
+                node
+                for node in range(1, int(counts[row]) + 1)
+                if parents[row, node] == path[-1] and tokens[row, node] == best[row, path[-1]]
+            ]
+            if not fits:
+                break
+            path.append(fits[0])
+        paths.append(path)
+        bonus.append(int(best[row, path[-1]]))
+    return paths, bonus
