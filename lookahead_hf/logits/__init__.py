@@ -1,1 +1,1 @@
-"""TBD"""
+"""What plain `generate` does to a row's logits before it chooses a token."""

@@ -1,0 +1,201 @@
+"""Logits processors asked row by row: which of them can be, and each row's own binding of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as hf
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(ids [1, columns], scores [1, vocab]) -> scores [1, vocab]`."""
+
+SCORES_ONLY = frozenset(
+    {
+        hf.BarkEosPrioritizerLogitsProcessor,
+        hf.EpsilonLogitsWarper,
+        hf.EtaLogitsWarper,
+        hf.InfNanRemoveLogitsProcessor,
+        hf.LogitNormalization,
+        hf.MinPLogitsWarper,
+        hf.SuppressTokensLogitsProcessor,
+        hf.TemperatureLogitsWarper,
+        hf.TopHLogitsWarper,
+        hf.TopKLogitsWarper,
+        hf.TopPLogitsWarper,
+        hf.TypicalLogitsWarper,
+    }
+)
+"""Processors, by exact type, that look at nothing but the scores."""
+
+_BY_PREFIX = frozenset(
+    {
+        hf.AlternatingCodebooksLogitsProcessor,
+        hf.ExponentialDecayLengthPenalty,
+        hf.ForcedBOSTokenLogitsProcessor,
+        hf.ForcedEOSTokenLogitsProcessor,
+        hf.MinLengthLogitsProcessor,
+        hf.MinNewTokensLengthLogitsProcessor,
+        hf.NoBadWordsLogitsProcessor,
+        hf.NoRepeatNGramLogitsProcessor,
+        hf.SequenceBiasLogitsProcessor,
+        hf.SuppressTokensAtBeginLogitsProcessor,
+        hf.WatermarkLogitsProcessor,
+        hf.WhisperTimeStampLogitsProcessor,
+    }
+)
+"""Processors, by exact type, that look at the row's own prefix too."""
+
+_SUM_OVER_VOCAB = frozenset({hf.EtaLogitsWarper, hf.TypicalLogitsWarper})
+"""Of these a CPU sums one row in pieces, one per thread, but a row of several in one go."""
+
+
+class RowProcessors:
+    """One call's logits processors, for rows that advance by different counts.
+
+    A batch of one row calls the list itself where it holds anything unknown. In a larger batch each
+    row has processors of its own: the given ones where a row's result depends on that row alone,
+    else copies bound to what the batch holds for the row.
+    """
+
+    def __init__(
+        self, processors: hf.LogitsProcessorList, num_rows: int, prompt_columns: int
+    ) -> None:
+        """`prompt_columns`: columns of the prompt that the processors were made for."""
+        self._processors = processors
+        self._num_rows = num_rows
+        self._unknown = _first_unknown(processors, num_rows)
+        self._bound: list[list[Processor]] = []
+        if self._unknown is None:
+            self._bound = [[_bind(p, row, num_rows) for p in processors] for row in range(num_rows)]
+
+    @property
+    def empty(self) -> bool:
+        """Whether the scores are the logits."""
+        return len(self._processors) == 0 and self._unknown is None
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether no processor looks at the prefix."""
+        known = self._unknown is None
+        return known and all(type(p) in SCORES_ONLY for p in self._processors)
+
+    def unserved(self) -> str | None:
+        """Name of the class that keeps this call from being asked row by row; None if none does.
+
+        One that runs the model itself keeps a cache that must not see rows out of step; in a batch
+        any class that is not known, by exact type, to be row-independent may mix rows.
+        """
+        for processor in self._processors:
+            if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                return type(processor).__name__
+        return self._unknown if self._num_rows > 1 else None
+
+    def __call__(
+        self,
+        row: int,
+        ids: torch.Tensor,  # [1, columns]
+        scores: torch.Tensor,  # [1, vocab] float32
+    ) -> torch.Tensor:
+        """What plain's batched call gives the row after this prefix, [1, vocab]."""
+        if self._unknown is not None:
+            return self._processors(ids, scores)
+        for processor in self._bound[row]:
+            scores = processor(ids, scores)
+        return scores
+
+
+def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | None:
+    if type(processors) is not hf.LogitsProcessorList:
+        return type(processors).__name__
+    for processor in processors:
+        kind = type(processor)
+        if kind in SCORES_ONLY or kind in _BY_PREFIX:
+            continue
+        if kind not in _BINDERS or not _BINDERS[kind][0](processor, num_rows):
+            return kind.__name__
+    return None
+
+
+def _bind(processor: Any, row: int, num_rows: int) -> Processor:
+    """The processor as `row` of the batch meets it."""
+    kind = type(processor)
+    if kind in _BINDERS:
+        return _BINDERS[kind][1](processor, row, num_rows)
+    if kind in SCORES_ONLY:
+        return functools.partial(_in_shape, processor, num_rows)
+    return processor
+
+
+def _in_shape(
+    processor: Any, num_rows: int, ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Call a scores-only processor on so many rows that it rounds as in plain's batch.
+
+    Accelerators choose how to reduce by the shape; a CPU only tells one row from several.
+    """
+    rows = num_rows
+    if scores.device.type == "cpu":
+        rows = min(num_rows, 2) if type(processor) in _SUM_OVER_VOCAB else 1
+    if rows == 1:
+        return processor(ids, scores)
+    return processor(ids, scores.repeat(rows, 1))[:1]
+
+
+def _repetition_serves(processor: Any, num_rows: int) -> bool:
+    ignored = processor.prompt_ignore_length
+    return not isinstance(ignored, torch.Tensor) or len(ignored) == num_rows
+
+
+def _bind_repetition(processor: Any, row: int, num_rows: int) -> Processor:
+    if not isinstance(processor.prompt_ignore_length, torch.Tensor):
+        return processor
+    bound = copy.copy(processor)
+    bound.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+    return bound
+
+
+def _encoder_repetition_serves(processor: Any, num_rows: int) -> bool:
+    return num_rows % len(processor.encoder_input_ids) == 0
+
+
+def _bind_encoder_repetition(processor: Any, row: int, num_rows: int) -> Processor:
+    bound = copy.copy(processor)
+    source = row // (num_rows // len(processor.encoder_input_ids))
+    bound.encoder_input_ids = processor.encoder_input_ids[source : source + 1]
+    return bound
+
+
+def _encoder_ngrams_serve(processor: Any, num_rows: int) -> bool:
+    return num_rows % processor.batch_size == 0
+
+
+def _bind_encoder_ngrams(processor: Any, row: int, num_rows: int) -> Processor:
+    bound = copy.copy(processor)
+    bound.batch_size = 1
+    bound.generated_ngrams = [processor.generated_ngrams[row // (num_rows // processor.batch_size)]]
+    return bound
+
+
+def _prefix_constraint_serves(processor: Any, num_rows: int) -> bool:
+    return processor._num_beams == 1
+
+
+def _bind_prefix_constraint(processor: Any, row: int, num_rows: int) -> Processor:
+    allowed = processor._prefix_allowed_tokens_fn
+    return hf.PrefixConstrainedLogitsProcessor(lambda _, prefix: allowed(row, prefix), 1)
+
+
+_BINDERS: dict[type, tuple[Callable[[Any, int], bool], Callable[[Any, int, int], Processor]]] = {
+    hf.EncoderNoRepeatNGramLogitsProcessor: (_encoder_ngrams_serve, _bind_encoder_ngrams),
+    hf.EncoderRepetitionPenaltyLogitsProcessor: (
+        _encoder_repetition_serves,
+        _bind_encoder_repetition,
+    ),
+    hf.PrefixConstrainedLogitsProcessor: (_prefix_constraint_serves, _bind_prefix_constraint),
+    hf.RepetitionPenaltyLogitsProcessor: (_repetition_serves, _bind_repetition),
+}
+"""What the batch holds per row: whether that fits the rows, and the copy for one row."""

@@ -1,0 +1,125 @@
+"""Stopping criteria asked row by row after every token, answered as plain `generate` answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+_KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+"""Criteria, by exact type, whose answer for a row depends on that row alone."""
+
+
+class RowStopping:
+    """One call's stopping criteria, for rows that advance by different counts.
+
+    Lengths, times and eos ids are compared as plain numbers; stop strings are matched only after a
+    token that can end one. Criteria of any other class are called as plain calls them, with the
+    whole list, which is the same thing for a batch of one row only.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
+        self._criteria = criteria
+        self._num_rows = num_rows
+        self._foreign = [c for c in criteria if type(c) not in _KNOWN]
+        if type(criteria) is not StoppingCriteriaList:
+            self._foreign.append(criteria)
+        self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
+        self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
+        self._strings = [_StopStrings(c) for c in criteria if type(c) is StopStringCriteria]
+        self._eos = frozenset(
+            token
+            for c in criteria
+            if type(c) is EosTokenCriteria
+            for token in c.eos_token_id.reshape(-1).tolist()
+        )
+        self._max_length = min((c.max_length for c in self._lengths), default=None)
+        self._warn_above = [
+            c for c in self._lengths if c.max_position_embeddings is not None
+        ]  # emptied as each has had its say
+
+    @property
+    def has_eos(self) -> bool:
+        """Whether plain gives finished rows pads, rather than going on with real tokens."""
+        return any(hasattr(c, "eos_token_id") for c in self._criteria)
+
+    @property
+    def by_token_and_length(self) -> bool:
+        """Whether the newest token and the row's length alone decide."""
+        return not (self._foreign or self._times or self._strings)
+
+    def unserved(self) -> str | None:
+        """Name of the class that keeps this batch from being asked row by row; None if none does.
+
+        Without an eos criterion plain goes on with a finished row until all have finished, so then
+        only criteria that end all rows at one length are served.
+        """
+        if self._num_rows == 1:
+            return None
+        if self._foreign:
+            return type(self._foreign[0]).__name__
+        uneven = [c for c in self._criteria if type(c) in (MaxTimeCriteria, StopStringCriteria)]
+        return type(uneven[0]).__name__ if uneven and not self.has_eos else None
+
+    def stops(
+        self,
+        row: int,
+        token_id: int,
+        num_columns: int,
+        ids: Callable[[], torch.Tensor],
+        scores: Any,
+    ) -> bool:
+        """Whether the row's text ends with the token it has just emitted.
+
+        Args:
+            row: The row.
+            token_id: Its newest token.
+            num_columns: Its columns in plain's batch, prompt pads and the newest token included.
+            ids: Makes the row as plain holds it, [1, columns]; called only where it is needed.
+            scores: What plain hands its criteria as `scores`.
+        """
+        if self._foreign:
+            prefix = ids()
+            unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
+            return bool((unfinished & ~self._criteria(prefix, scores)).max() == 0)
+        ended = self._max_length is not None and num_columns >= self._max_length
+        if self._warn_above:
+            self._warn(num_columns, ids, scores)
+        if self._times:
+            ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
+        ended |= token_id in self._eos
+        return ended or any(c.end_with(token_id, ids) for c in self._strings)
+
+    def _warn(self, num_columns: int, ids: Callable[[], torch.Tensor], scores: Any) -> None:
+        """Let a length criterion say that the text has outgrown the model, once."""
+        for criterion in self._warn_above:
+            if criterion.max_position_embeddings < num_columns < criterion.max_length:
+                criterion(ids(), scores)
+                self._warn_above = [c for c in self._warn_above if c is not criterion]
+
+
+class _StopStrings:
+    """A stop string criterion that is asked only after tokens that overlap a stop string's end."""
+
+    def __init__(self, criterion: StopStringCriteria) -> None:
+        self._criterion = criterion
+        first = criterion.max_valid_positions * criterion.num_stop_strings
+        ends = criterion.embedding_vec[:, first:-1]  # [vocab + 1, strings * ends]
+        self._can_end = (ends > 0).any(1).cpu().numpy()
+        self._always = bool((criterion.target_lens <= 0).any())
+
+    def end_with(self, token_id: int, ids: Callable[[], torch.Tensor]) -> bool:
+        """Whether the row's text ends in one of the strings."""
+        token = min(token_id, len(self._can_end) - 1)
+        if not self._can_end[token] and not self._always:
+            return False
+        return bool(self._criterion(ids(), None)[0])

@@ -1,0 +1,176 @@
+"""The seed guarantee: noise in any order is the noise that plain draws."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+
+from lookahead_hf.verification import noise as noise_module
+from lookahead_hf.verification.noise import Noise, NoiseInOrder, same_as_multinomial
+
+SHAPES = [
+    pytest.param(rows, vocab, id=f"B{rows}-V{vocab}")
+    for rows in (1, 2, 3, 5)
+    for vocab in (1, 17, 1009, 8193, 49152)
+]
+
+
+def plain_draws(probs: list[torch.Tensor]) -> list[list[int]]:
+    """Tokens that plain sampling picks step by step from `[rows, vocab]` probabilities."""
+    return [torch.multinomial(p, 1).squeeze(1).tolist() for p in probs]
+
+
+def random_probs(steps: int, rows: int, vocab: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * vocab)
+    return [(3 * torch.randn(rows, vocab, generator=generator)).softmax(-1) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(("rows", "vocab"), SHAPES)
+def test_picks_are_those_of_multinomial_in_any_order(rows: int, vocab: int):
+    steps = 6
+    probs = random_probs(steps, rows, vocab)
+    torch.manual_seed(3)
+    expected = plain_draws(probs)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    asked = [(step, row) for step in range(steps) for row in range(rows)]
+    random.Random(vocab).shuffle(asked)
+    with Noise(rows, vocab, "cpu") as noise:
+        for step, row in asked:
+            assert noise.pick(probs[step][row : row + 1], row, step) == expected[step][row]
+        assert noise.pick_rows(probs[2], 2).tolist() == expected[2]
+        noise.finish(steps)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_the_generator_stands_where_plain_leaves_it_after_fewer_or_more_steps_than_asked():
+    for steps in (0, 1, 4, 9):
+        torch.manual_seed(5)
+        plain_draws(random_probs(steps, 2, 31))
+        after = torch.get_rng_state()
+        torch.manual_seed(5)
+        with Noise(2, 31, "cpu") as noise:
+            noise.block(3)
+            noise.finish(steps)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1 << 20])
+def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
+    max_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(noise_module, "_RECENT", 5)
+    monkeypatch.setattr(noise_module, "_CHECKPOINT", 8)
+    torch.manual_seed(1)
+    expected = [torch.empty(2, 50).exponential_() for _ in range(60)]
+    torch.manual_seed(1)
+    order = [*range(60), 3, 4, 5, 40, 59, 0, 16, 17, 31, *range(59, -1, -1)]
+    with Noise(2, 50, "cpu", max_bytes=max_bytes) as noise:
+        for step in order:
+            assert torch.equal(noise.block(step), expected[step])
+            assert len(noise._recent) <= 5
+            assert len(noise._blocks) <= max(2, max_bytes // 400)
+        assert len(noise._checkpoints) == 60 // 8 + 1
+
+
+def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(noise_module, "_RECENT", 16)
+    draws = []
+    draw = Noise._draw
+    monkeypatch.setattr(Noise, "_draw", lambda self: draws.append(self._at) or draw(self))
+    with Noise(2, 50, "cpu", max_bytes=0) as noise:
+        noise.block(500)
+        draws.clear()
+        for step in range(70, 100):
+            noise.block(step)
+    assert len(draws) <= 30 + 6 + 1
+
+
+def test_while_a_call_is_open_nothing_else_sees_its_noise():
+    torch.manual_seed(2)
+    expected = torch.empty(1, 64).exponential_()
+    torch.manual_seed(2)
+    with Noise(1, 64, "cpu") as first, Noise(1, 64, "cpu") as second:
+        others = [second.block(0), torch.empty(1, 64).exponential_()]
+        assert torch.equal(first.block(0), expected)
+        assert not any(torch.equal(other, expected) for other in others)
+        assert not torch.equal(*others)
+
+
+def test_whoever_moved_the_generator_meanwhile_keeps_what_they_set():
+    torch.manual_seed(2)
+    with Noise(1, 64, "cpu") as noise:
+        torch.manual_seed(77)
+        state = torch.get_rng_state()
+        noise.finish(3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_call_that_fails_early_leaves_the_generator_as_it_found_it():
+    torch.manual_seed(4)
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError), Noise(2, 64, "cpu") as noise:
+        noise.block(5)
+        raise KeyError
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_call_that_was_dropped_without_closing_does_not_block_the_next():
+    dropped = Noise(1, 64, "cpu")
+    block = dropped.block(0)
+    del dropped
+    with Noise(1, 64, "cpu") as noise:
+        assert not torch.equal(noise.block(0), block)
+        noise.finish(1)
+
+
+def test_threads_never_share_noise():
+    torch.manual_seed(0)
+    blocks: list[torch.Tensor] = []
+    barrier = threading.Barrier(4)
+
+    def call() -> None:
+        barrier.wait()
+        with Noise(1, 128, "cpu") as noise:
+            blocks.extend([noise.block(0), noise.block(1)])
+            barrier.wait()
+            noise.finish(2)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({tuple(block.flatten().tolist()) for block in blocks}) == 8
+
+
+def test_probabilities_that_are_not_finite_raise_what_plain_raises():
+    probs = torch.full((1, 10), torch.nan)
+    with pytest.raises(RuntimeError) as plain:
+        torch.multinomial(probs, 1)
+    with Noise(1, 10, "cpu") as noise, pytest.raises(RuntimeError) as ours:
+        noise.pick(probs, 0, 0)
+    assert str(ours.value) == str(plain.value)
+
+
+def test_in_order_noise_interleaves_with_other_draws_as_plain_does():
+    probs = random_probs(4, 1, 1009)
+    torch.manual_seed(9)
+    expected = [(torch.rand(()).item(), int(torch.multinomial(p, 1))) for p in probs]
+    after = torch.get_rng_state()
+    torch.manual_seed(9)
+    with NoiseInOrder() as noise:
+        found = [(torch.rand(()).item(), noise.pick(p, 0, t)) for t, p in enumerate(probs)]
+        noise.finish(4)
+    assert found == expected
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_the_device_is_tried_before_it_is_trusted():
+    assert same_as_multinomial(torch.device("cpu"))
+    assert not same_as_multinomial(torch.device("meta"))
