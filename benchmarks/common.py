@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +141,11 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 def machine(model: Any) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
-    import lookahead_hf
+    from lookahead_hf.cli.env import cpu_name
 
     gpu = torch.cuda.get_device_name() if model.device.type == "cuda" else None
     return {
-        "device": gpu or platform.processor() or platform.machine(),
+        "device": gpu or cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
@@ -154,5 +154,5 @@ def machine(model: Any) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "lookahead_hf": lookahead_hf.__version__,
+        "lookahead_hf": metadata.version("lookahead-hf"),
     }

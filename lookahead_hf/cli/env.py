@@ -88,12 +88,22 @@ def _devices() -> dict[str, Any]:
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "gpus": ", ".join(names) or "none",
         "cuda or hip": torch.version.cuda or torch.version.hip or "none",
     }
+
+
+def cpu_name() -> str:
+    """The processor's name, on Linux as the kernel knows it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _caches() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A tiny random model with a byte tokenizer and a chat template, saved as `save_pretrained` does."""
+"""A tiny random model with a byte tokenizer and a chat template, saved in a folder."""
 
 from __future__ import annotations
 
