@@ -1,1 +1,76 @@
 """Training-free speculative decoding for Hugging Face transformers: the same text, faster."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lookahead_hf.config import SpeculativeConfig
+    from lookahead_hf.drafting.drafter import Drafter
+    from lookahead_hf.fallback import (
+        FallbackReason,
+        SpeculationFallbackError,
+        SpeculationFallbackWarning,
+    )
+    from lookahead_hf.hook import (
+        SpeculativeMixin,
+        disable,
+        disable_everywhere,
+        enable,
+        enable_everywhere,
+        enabled,
+        generate,
+        last_stats,
+        set_default,
+    )
+    from lookahead_hf.pipelines import pipeline
+    from lookahead_hf.stats import SpeculativeStats
+    from lookahead_hf.steps import DraftTree
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DraftTree",
+    "Drafter",
+    "FallbackReason",
+    "SpeculationFallbackError",
+    "SpeculationFallbackWarning",
+    "SpeculativeConfig",
+    "SpeculativeMixin",
+    "SpeculativeStats",
+    "disable",
+    "disable_everywhere",
+    "enable",
+    "enable_everywhere",
+    "enabled",
+    "generate",
+    "last_stats",
+    "pipeline",
+    "set_default",
+]
+
+_HOME = {
+    "DraftTree": "steps",
+    "Drafter": "drafting.drafter",
+    "FallbackReason": "fallback",
+    "SpeculationFallbackError": "fallback",
+    "SpeculationFallbackWarning": "fallback",
+    "SpeculativeConfig": "config",
+    "SpeculativeStats": "stats",
+    "pipeline": "pipelines",
+}
+"""The module of each public name; the others live in `hook`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name where it is first asked for: most of them need torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'hook')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

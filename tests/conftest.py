@@ -1,4 +1,4 @@
-"""What every test relies on: no network, one thread, a fixed seed, no kernel without its interpreter."""
+"""What every test relies on: no network, one thread, a fixed seed, kernels in the interpreter."""
 
 from __future__ import annotations
 

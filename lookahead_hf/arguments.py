@@ -1,0 +1,260 @@
+"""The arguments of one call of `generate`: by name, as settings, and those that are ours."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.fallback import FallbackReason, Unserved
+
+CONFLICTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "custom_generate")
+"""Settings of transformers that choose a decoding strategy of their own."""
+
+
+class Arguments:
+    """What a call was given, under the names that transformers gives them.
+
+    Attributes:
+        given: Everything but `speculative` and `prediction`, by name.
+    """
+
+    def __init__(
+        self, model: Any, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """`original` is the `generate` that the call would reach without us."""
+        self._model, self._original = model, original
+        self.given = _by_name(original, args, kwargs)
+        self._asked = self.given.pop("speculative", None)
+        self._prediction = self.given.pop("prediction", None)
+
+    def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
+        """What decides about speculation: the value, and the configuration that it stands for.
+
+        The call's own argument comes first, then the generation config that was passed, then the
+        model's; None asks the next. (None, None) means that nobody has decided.
+        """
+        if self._asked is not None:
+            return self._asked, SpeculativeConfig.resolve(self._asked)
+        for config in self._generation_configs():
+            value = getattr(config, "speculative", None)
+            if value is not None:
+                return value, SpeculativeConfig.resolve_stored(value)
+        return default, SpeculativeConfig.resolve(default)
+
+    def setting(self, name: str) -> Any:
+        """A generation setting as `generate` will see it."""
+        if name in self.given:
+            return self.given[name]
+        for config in self._generation_configs():
+            value = getattr(config, name, None)
+            if value is not None:
+                return value
+        return True if name == "use_cache" else None
+
+    def _generation_configs(self) -> tuple[Any, Any]:
+        passed = self.given.get("generation_config")
+        return passed, getattr(self._model, "generation_config", None)
+
+    def check_conflicts(self, speculative: Any) -> None:
+        """Raise ValueError where another decoding strategy was asked for too."""
+        for name in CONFLICTS:
+            value = self.setting(name)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"speculative={speculative!r} and {name}={value!r} both choose how to decode: "
+                    f"leave one of them out (speculative=False switches speculation off for a call)"
+                )
+
+    def check_original(self) -> None:
+        """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
+        if isinstance(self._original, functools.partial):
+            raise Unserved(FallbackReason.OWN_GENERATE, "loaded from its repository")
+        parameters = _signature(self._original).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_any and "custom_generate" not in parameters:
+            raise Unserved(FallbackReason.OWN_GENERATE, f"{type(self._model).__name__}.generate")
+
+    def synced_gpus(self) -> bool:
+        """Whether processes must step together, as `generate` itself works it out."""
+        given = self.given.get("synced_gpus")
+        # `generate` computes it in here and then drops it for strategies that it is given.
+        return bool(
+            self._model._extract_generation_mode_kwargs(None, {}, given, None, None)["synced_gpus"]
+        )
+
+    def prediction(self) -> list[np.ndarray] | None:
+        """The caller's guess as token ids per row; one row where it was given once for all."""
+        if self._prediction is None:
+            return None
+        return read_prediction(self._prediction, self.given.get("tokenizer"))
+
+    def forwarded(self, strategy: Callable[..., Any], streamer: Any) -> dict[str, Any]:
+        """The call to make: every argument by name, decoding left to `strategy`."""
+        passed = {**self.given, "custom_generate": strategy}
+        # With an assistant, `generate` refuses calls that a strategy of our own could serve.
+        for name in ("assistant_model", "assistant_tokenizer"):
+            passed.pop(name, None)
+        if streamer is not None:
+            passed["streamer"] = streamer
+        self._move_stop_strings(passed)
+        return passed
+
+    def _move_stop_strings(self, passed: dict[str, Any]) -> None:
+        """Give stop strings as a criterion: strategies that are given lose the tokenizer."""
+        strings, tokenizer = self.setting("stop_strings"), self.given.get("tokenizer")
+        if strings is None or tokenizer is None:
+            return  # without a tokenizer `generate` raises its own error
+        criteria = list(passed.get("stopping_criteria") or ())
+        if not any(type(each) is StopStringCriteria for each in criteria):
+            # An instance that the caller gave replaces the one that `generate` would build.
+            criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+        passed["stopping_criteria"] = StoppingCriteriaList(criteria)
+        passed.pop("stop_strings", None)
+        config, of_model = self._generation_configs()
+        if getattr(config, "stop_strings", None) is not None:
+            passed["generation_config"] = config = copy.deepcopy(config)
+            config.stop_strings = None
+        if getattr(of_model, "stop_strings", None) is not None:
+            passed["stop_strings"] = None
+
+
+def _by_name(
+    original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments by parameter name; those of a bare `*args` wrapper by transformers' own names."""
+    signature = _signature(original)
+    bound = signature.bind(*args, **kwargs).arguments
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            first = len(named)
+            named |= zip(_stock_names()[first : first + len(value)], value, strict=True)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        else:
+            named[name] = value
+    return named
+
+
+def _signature(original: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(original)
+
+
+def _stock_names() -> list[str]:
+    parameters = inspect.signature(GenerationMixin.generate).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return names[1:]  # without self
+
+
+def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
+    """Turn what was given as `prediction=` into token ids.
+
+    Args:
+        prediction: Token ids `[length]`, or a list of them per row (also as `[rows, length]`); or a
+            text or one text per row, with a tokenizer.
+        tokenizer: Turns texts into ids.
+
+    Returns:
+        Per row its ids, `[length]` int64; one entry where the same was given for every row.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    if isinstance(prediction, str):
+        return [_tokenize(prediction, tokenizer)]
+    if isinstance(prediction, (torch.Tensor, np.ndarray)):
+        array = _as_array(prediction)
+        if array.ndim > 2:
+            raise _not_a_prediction(f"an array of {array.ndim} dimensions")
+        return [_checked_ids(row) for row in (array if array.ndim == 2 else [array])]
+    if not isinstance(prediction, (list, tuple)):
+        raise _not_a_prediction(repr(prediction))
+    if all(isinstance(each, str) for each in prediction) and prediction:
+        return [_tokenize(text, tokenizer) for text in prediction]
+    if any(isinstance(each, (list, tuple, np.ndarray)) or _has_ids(each) for each in prediction):
+        return [_checked_ids(_as_array(each)) for each in prediction]
+    return [_checked_ids(_as_array(prediction))]
+
+
+def _has_ids(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _as_array(value: Any) -> np.ndarray:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise _not_a_prediction(repr(value)) from error
+
+
+def _checked_ids(ids: np.ndarray) -> np.ndarray:
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise _not_a_prediction(f"a row of type {ids.dtype} and shape {list(ids.shape)}")
+    if ids.min() < 0:
+        raise _not_a_prediction(f"the id {int(ids.min())}")
+    return ids.astype(np.int64)
+
+
+def _tokenize(text: str, tokenizer: Any) -> np.ndarray:
+    if tokenizer is None:
+        raise ValueError(
+            "prediction is a text, and without a tokenizer it cannot become token ids: pass "
+            "`tokenizer=` in the call, or give the ids"
+        )
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
+    return _checked_ids(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+def _not_a_prediction(what: str) -> ValueError:
+    return ValueError(
+        f"prediction holds {what}; it must be token ids [length], a list of them per row, or text "
+        "(one or one per row) together with `tokenizer=`"
+    )
+
+
+class HeldStreamer:
+    """Keeps back what transformers puts before our decoding takes over.
+
+    `generate` puts the prompt before it calls a strategy, and leaves the rest to nobody. Decoding
+    puts the prompt itself, once it is sure to serve the call; where a `generate` never gets there,
+    everything is passed on.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._held: list[Any] = []
+        self._is_open = False
+
+    def put(self, value: Any) -> None:
+        """Hold the first value; a second means that nobody takes over."""
+        self._held.append(value)
+        if len(self._held) > 1 or self._is_open:
+            self._pass_on()
+
+    def end(self) -> None:
+        """Pass on the end of a text that was decoded elsewhere."""
+        self._pass_on()
+        self._streamer.end()
+
+    def take(self) -> Any:
+        """The streamer itself, for decoding of our own; what was held is forgotten."""
+        self._held.clear()
+        return self._streamer
+
+    def _pass_on(self) -> None:
+        self._is_open = True
+        while self._held:
+            self._streamer.put(self._held.pop(0))

@@ -1,0 +1,250 @@
+"""Puts speculation behind `generate`: of a model, of a class, or of every model at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import GenerationMixin
+
+from lookahead_hf import stats
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.strategy import run
+
+_Model = TypeVar("_Model")
+
+
+class SpeculativeMixin(GenerationMixin):
+    """Gives a model class speculation: `class Mine(SpeculativeMixin, LlamaForCausalLM)`."""
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return run(self, super().generate, args, kwargs)
+
+
+class Hook:
+    """Stands as `generate` on a model object and knows what it replaced.
+
+    It travels with the model: a copy of the model, also a pickled one, has a hook of its own, which
+    belongs to the copy.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._found = vars(model).get("generate")  # None: the class's method
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The model's `generate` as it is without the hook; `inspect` follows it."""
+        if self._found is not None:
+            return self._found
+        return type(self._model).generate.__get__(self._model)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.__wrapped__, "__name__", "generate")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run(self._model, self.__wrapped__, args, kwargs)
+
+    def remove(self) -> None:
+        """Put back what the hook replaced."""
+        _put(self._model, self._found)
+
+    def __getstate__(self) -> tuple[Any, Any, bool]:
+        # A method is pickled by its name, which would find this hook or the class's method again.
+        is_method = isinstance(self._found, MethodType) and self._found.__self__ is self._model
+        return self._model, self._found.__func__ if is_method else self._found, is_method
+
+    def __setstate__(self, state: tuple[Any, Any, bool]) -> None:
+        self._model, found, is_method = state
+        self._found = MethodType(found, self._model) if is_method else found
+
+
+def _put(model: Any, generate: Any) -> None:
+    """Set a model object's own `generate`; None leaves the class's."""
+    if generate is None:
+        vars(model).pop("generate", None)
+    else:
+        vars(model)["generate"] = generate
+
+
+def enable(model: _Model) -> _Model:
+    """Let `model.generate` take `speculative=`; without it, it stays what it is.
+
+    Args:
+        model: A transformers model that generates, also inside `torch.compile`,
+            DistributedDataParallel, PEFT or a quantiser's wrapper.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: There is no such model in it.
+    """
+    target = unwrap(model)
+    if not isinstance(vars(target).get("generate"), Hook):
+        _put(target, Hook(target))
+    return model
+
+
+def disable(model: _Model) -> _Model:
+    """Undo `enable`: `model.generate` is again exactly what it was.
+
+    Args:
+        model: What was enabled; a model that is not stays as it is.
+
+    Returns:
+        The same object.
+    """
+    hook = vars(unwrap(model)).get("generate")
+    if isinstance(hook, Hook):
+        hook.remove()
+    return model
+
+
+@contextmanager
+def enabled(model: _Model) -> Iterator[_Model]:
+    """Enable a model inside a `with` block; afterwards it is as it was found."""
+    target = unwrap(model)
+    found = vars(target).get("generate")
+    enable(target)
+    try:
+        yield model
+    finally:
+        _put(target, found)
+
+
+_everywhere: Callable[..., Any] | None = None
+"""What `enable_everywhere` put into `GenerationMixin`, None while it is off."""
+
+
+def enable_everywhere() -> None:
+    """Let every model of the process take `speculative=` in `generate`, also future ones."""
+    global _everywhere
+    if _everywhere is None:
+        _everywhere = _class_hook(GenerationMixin.generate)
+        GenerationMixin.generate = _everywhere
+
+
+def disable_everywhere() -> None:
+    """Undo `enable_everywhere`; models that were enabled one by one stay enabled."""
+    global _everywhere
+    hook, _everywhere = _everywhere, None
+    # Where somebody else has wrapped ours since, it stays below theirs and only passes calls on.
+    if hook is not None and GenerationMixin.generate is hook:
+        GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
+
+
+def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _everywhere is not generate:
+            return original(self, *args, **kwargs)
+        return run(self, MethodType(original, self), args, kwargs)
+
+    return generate
+
+
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate speculatively without patching anything: `model.generate` with speculation on.
+
+    Args:
+        model: As for `enable`.
+        *args: Arguments of `model.generate`.
+        **kwargs: Arguments of `model.generate`, and `speculative` and `prediction`; where neither
+            the call nor a generation config says anything about `speculative`, it is True.
+
+    Returns:
+        What `model.generate` returns.
+    """
+    target = unwrap(model)
+    # A wrapper's own generate may do something for the call, as PEFT's does.
+    original = model.generate if hasattr(model, "generate") else target.generate
+    return run(target, original, args, kwargs, default=True)
+
+
+def set_default(model: Any, value: Any) -> None:
+    """Set what decides where a call of `generate` does not say `speculative=`.
+
+    It is kept as `model.generation_config.speculative`, and so by `save_pretrained`. The model must
+    be enabled for it to have an effect.
+
+    Args:
+        model: As for `enable`.
+        value: True, False, a preset's name, a configuration without objects in it or its dict; None
+            removes the default.
+
+    Raises:
+        ValueError: The value is not understood, or cannot be stored.
+    """
+    config = unwrap(model).generation_config
+    if value is None:
+        vars(config).pop("speculative", None)
+        return
+    if isinstance(value, SpeculativeConfig):
+        value = value.to_dict()
+    SpeculativeConfig.resolve_stored(value)
+    config.speculative = value
+    # With this mark transformers drops attributes that it does not know when it loads the file.
+    config._from_model_config = False
+
+
+def last_stats(model: Any) -> stats.SpeculativeStats | None:
+    """Return what the latest call on a model did.
+
+    Args:
+        model: As for `enable`.
+
+    Returns:
+        The record of this thread's latest call if it made one, else of any thread's; None before
+        the first call and after a plain one.
+    """
+    return stats.last_stats(unwrap(model))
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside wrappers.
+
+    Raises:
+        ValueError: There is none.
+    """
+    inner = model
+    while not isinstance(inner, GenerationMixin):
+        found = _inside(inner)
+        if found is None:
+            raise _not_a_model(model)
+        inner = found
+    return inner
+
+
+def _inside(wrapper: Any) -> Any:
+    """The next object inside a wrapper, None where nothing is known to be."""
+    if isinstance(wrapper, type):
+        return None
+    if callable(base := getattr(wrapper, "get_base_model", None)):
+        return base()  # PEFT
+    # torch.compile; DistributedDataParallel and FSDP; quantisers' wrappers and pipelines.
+    for name in ("_orig_mod", "module", "model"):
+        inner = getattr(wrapper, name, None)
+        if isinstance(inner, nn.Module) and inner is not wrapper:
+            return inner
+    return None
+
+
+def _not_a_model(model: Any) -> ValueError:
+    if model is None:
+        return ValueError("None is no model; enable_everywhere() is for every model of the process")
+    if isinstance(model, type):
+        return ValueError(
+            f"{model.__name__} is a class: give a model object, derive a class of your own from "
+            "SpeculativeMixin and it, or use enable_everywhere()"
+        )
+    return ValueError(
+        f"{type(model).__name__} is no transformers model that generates (no GenerationMixin), and "
+        "none was found inside it"
+    )

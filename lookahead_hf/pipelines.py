@@ -1,0 +1,79 @@
+"""transformers' `pipeline` with speculation on by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import AnyToAnyPipeline, ImageTextToTextPipeline
+
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.hook import enable
+
+
+def pipeline(
+    task: str | None = None, model: Any = None, *args: Any, speculative: Any = True, **kwargs: Any
+) -> Any:
+    """Build a pipeline whose texts are generated speculatively.
+
+    A single call decides otherwise by `pipe(..., speculative=False)`. The default belongs to the
+    pipeline: a model object that is given keeps its own for other callers.
+
+    Args:
+        task: As in `transformers.pipeline`.
+        model: As in `transformers.pipeline`.
+        *args: As in `transformers.pipeline`.
+        speculative: What `generate` takes as `speculative=`.
+        **kwargs: As in `transformers.pipeline`.
+
+    Returns:
+        The pipeline.
+
+    Raises:
+        ValueError: The pipeline does not generate, or `speculative` is not understood.
+    """
+    SpeculativeConfig.resolve(speculative)
+    pipe = transformers.pipeline(task, model, *args, **kwargs)
+    if not (pipe.model is not None and pipe.model.can_generate()):
+        raise ValueError(
+            f"a {pipe.task} pipeline of {type(pipe.model).__name__} does not generate text: build "
+            "it with transformers.pipeline"
+        )
+    enable(pipe.model)
+    pipe.__class__ = _NESTING.get(type(pipe), type(pipe))
+    pipe._forward_params["speculative"] = speculative
+    return pipe
+
+
+class _TakesSpeculative:
+    """For pipelines that take arguments of `generate` as `generate_kwargs` only.
+
+    They give what else a call names to the processor, which ignores it, and a call's
+    `generate_kwargs` replace those of the pipeline.
+    """
+
+    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> tuple[Any, Any, Any]:
+        preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)  # type: ignore[misc]
+        if speculative is not None:
+            forward["speculative"] = speculative
+        return preprocess, forward, postprocess
+
+    def _forward(
+        self, model_inputs: Any, speculative: Any = None, generate_kwargs: Any = None
+    ) -> Any:
+        arguments = {"speculative": speculative, **(generate_kwargs or {})}
+        return super()._forward(model_inputs, generate_kwargs=arguments)  # type: ignore[misc]
+
+
+class SpeculativeImageTextToTextPipeline(_TakesSpeculative, ImageTextToTextPipeline):
+    """An image-text-to-text pipeline whose calls take `speculative=`."""
+
+
+class SpeculativeAnyToAnyPipeline(_TakesSpeculative, AnyToAnyPipeline):
+    """An any-to-any pipeline whose calls take `speculative=`."""
+
+
+_NESTING = {
+    ImageTextToTextPipeline: SpeculativeImageTextToTextPipeline,
+    AnyToAnyPipeline: SpeculativeAnyToAnyPipeline,
+}

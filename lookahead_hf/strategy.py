@@ -1,0 +1,160 @@
+"""One call of `generate`: whether it is speculated, and how it is handed to our decoding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from lookahead_hf import fallback, stats
+from lookahead_hf.arguments import Arguments, HeldStreamer
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.decoding import Request, decode
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.stats import SpeculativeStats
+
+_decided: ContextVar[bool] = ContextVar("lookahead_hf_decided", default=False)
+"""Whether this is inside a call for which was decided already: a model whose `generate` calls
+`generate` again, an assistant's, our own fallback."""
+
+
+def run(
+    model: Any,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    default: Any = None,
+) -> Any:
+    """Generate speculatively where that was asked for, else call `original` with what was given.
+
+    Args:
+        model: The model that generates.
+        original: Its `generate` as it would be without us, bound.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        default: What decides where neither the call nor a generation config does.
+    """
+    is_inner = _decided.get() and "speculative" not in kwargs
+    if is_inner or isinstance(kwargs.get("custom_generate"), Strategy):
+        return original(*args, **kwargs)
+    plain = {name: given for name, given in kwargs.items() if name != "speculative"}
+    try:
+        arguments = Arguments(model, original, args, kwargs)
+    except TypeError:
+        return original(*args, **plain)  # which says what is wrong with the call
+    value, config = arguments.wanted(default)
+    if value is None:
+        return _plainly(model, original, args, plain)
+    plain.pop("prediction", None)
+    token = _decided.set(True)
+    try:
+        if config is None:
+            return _plainly(model, original, args, plain)
+        arguments.check_conflicts(value)
+        try:
+            return _speculate(model, original, arguments, config)
+        except Unserved as unserved:
+            return _fall_back(model, config, unserved, functools.partial(original, *args, **plain))
+    finally:
+        _decided.reset(token)
+
+
+def _plainly(
+    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    output = original(*args, **kwargs)
+    stats.publish(model, None)
+    return output
+
+
+def _speculate(
+    model: Any, original: Callable[..., Any], arguments: Arguments, config: SpeculativeConfig
+) -> Any:
+    """Let the original prepare the call and decode it ourselves.
+
+    Raises:
+        Unserved: The call cannot be speculated; nothing was emitted.
+    """
+    given = arguments.given
+    prediction = arguments.prediction()
+    fallback.check_settings(arguments.setting)
+    fallback.check_model(model)
+    arguments.check_original()
+    if given.get("assistant_model") is not None:
+        raise Unserved(FallbackReason.ASSISTANT)
+    request = Request(
+        config=config,
+        streamer=given.get("streamer"),
+        tokenizer=given.get("tokenizer"),
+        assistant_model=given.get("assistant_model"),
+        assistant_tokenizer=given.get("assistant_tokenizer"),
+        synced_gpus=arguments.synced_gpus(),
+        prediction=prediction,
+    )
+    strategy = Strategy(model, request)
+    output = original(**arguments.forwarded(strategy, strategy.held))
+    if strategy.decoded is None:
+        # The original decoded by itself: with the streamer and all, but plainly.
+        unserved = Unserved(FallbackReason.OWN_GENERATE, f"{type(model).__name__}.generate")
+        return _fall_back(model, config, unserved, lambda: output)
+    if strategy.decoded is not model:
+        stats.publish(model, stats.last_stats(strategy.decoded))
+    return output
+
+
+def _fall_back(
+    model: Any, config: SpeculativeConfig, unserved: Unserved, plain: Callable[[], Any]
+) -> Any:
+    # Frames between the caller of generate and the warning: run, the hook.
+    fallback.report(model, unserved, config.on_fallback, stacklevel=4)
+    output = plain()
+    record = SpeculativeStats(fallback_reason=unserved.reason)
+    stats.publish(model, record)
+    if isinstance(output, ModelOutput):
+        output.speculative_stats = record
+    return output
+
+
+class Strategy:
+    """What `generate` gets as `custom_generate`: decodes the call that it prepared.
+
+    Attributes:
+        held: What stands in for the caller's streamer until decoding takes over, None without one.
+        decoded: The model that was decoded, None before.
+    """
+
+    def __init__(self, model: Any, request: Request) -> None:
+        self._model = model
+        self._request = request
+        self.held = None if request.streamer is None else HeldStreamer(request.streamer)
+        self.decoded: Any = None
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,  # [rows, columns]
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        fallback.check_settings(lambda name: getattr(generation_config, name, None))
+        if model is not self._model:
+            fallback.check_model(model)
+        if self.held is not None:
+            self.held.take()
+        output = decode(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_kwargs,
+            self._request,
+        )
+        self.decoded = model
+        return output
