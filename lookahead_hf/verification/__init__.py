@@ -1,1 +1,1 @@
-"""TBD"""
+"""Verification: which draft tokens stand, decided as plain `generate` would decide."""

@@ -1,0 +1,170 @@
+"""Every line that depends on how transformers is built inside."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.generation import utils as generation_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+"""Layer types, by exact type, whose content our own layers can take over and hand back."""
+
+PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) | {
+    "input_ids",
+    "inputs_embeds",
+}
+"""Arguments of the forward that plain `generate` passes with the prompt and never again."""
+
+PREPARED = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+)
+"""Arguments that `generate` prepares itself and that a step sets anew."""
+
+
+def prefill(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> Any:
+    """Run the prompt through the model exactly as plain `generate` does."""
+    return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+
+
+def known_mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Columns of the attention mask, where `generate` dropped it because it was all ones too."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[1])
+    return getattr(generation_config, "_mask_length", None)
+
+
+def pad_token(generation_config: Any) -> int | None:
+    """The pad token id that `generate` settled on, if any."""
+    tensor = getattr(generation_config, "_pad_token_tensor", None)
+    return None if tensor is None else int(tensor)
+
+
+def is_users_cache(cache: Any) -> bool:
+    """Whether the caller of `generate` passed this cache, and so sees it afterwards."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def forward_arguments(model: nn.Module) -> frozenset[str]:
+    """Names that the model's forward accepts."""
+    return _signature(type(model))
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(model_class: type) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)  # type: ignore[attr-defined]
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the part that decodes text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Every configuration object that the model's modules read their attention's name from."""
+    found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
+    return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
+
+
+def attention_name(config: Any) -> str | None:
+    """Name of the attention implementation that a configuration asks for."""
+    return config._attn_implementation_internal
+
+
+def set_attention_name(config: Any, name: str | None) -> None:
+    """Name another implementation, for this object only: the property sets those below it too."""
+    config._attn_implementation_internal = name
+
+
+def attention_function(name: str) -> Any:
+    """The registered attention function of that name; None for one that is not registered."""
+    return ALL_ATTENTION_FUNCTIONS.get(name)
+
+
+def register_attention(name: str, function: Any, like: str) -> None:
+    """Register an attention function whose masks are built as those of `like`."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[like])
+
+
+def mask_kinds(model: nn.Module) -> tuple[str, ...]:
+    """Names of the masks that the decoder takes as a dict; one name where it takes a single mask.
+
+    Models that mix layer types read `attention_mask[layer_type]` when handed a dict. Models of one
+    type build a sliding mask where their configuration has a window, a plain causal one otherwise.
+    """
+    config = text_config(model)
+    sources = _decoder_sources(model)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and any("attention_mask, dict)" in s for s in sources):
+        return tuple(sorted(set(layer_types)))
+    sliding = any("create_sliding_window_causal_mask" in source for source in sources)
+    windowed = getattr(config, "sliding_window", None) is not None
+    return ("sliding_attention",) if sliding and windowed else ("full_attention",)
+
+
+def takes_mask_dict(model: nn.Module) -> bool:
+    """Whether the decoder accepts a dict of masks by layer type."""
+    has_types = bool(getattr(text_config(model), "layer_types", None))
+    return has_types and any("attention_mask, dict)" in s for s in _decoder_sources(model))
+
+
+def _decoder_sources(model: nn.Module) -> list[str]:
+    return [s for kind in {type(m) for m in model.modules()} if (s := _forward_source(kind))]
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward_source(module_class: type) -> str:
+    """Source of a forward that deals with masks, else nothing."""
+    try:
+        source = inspect.getsource(inspect.unwrap(module_class.forward))  # type: ignore[attr-defined]
+    except (OSError, TypeError, AttributeError):
+        return ""
+    return source if "attention_mask" in source else ""
+
+
+def cache_layers(cache: Cache) -> Iterator[tuple[int, Any]]:
+    """Index and layer of a cache."""
+    yield from enumerate(cache.layers)
+
+
+__all__ = [
+    "CACHE_LAYERS",
+    "PREPARED",
+    "PROMPT_ONLY",
+    "Cache",
+    "DummyLayer",
+    "DynamicCache",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "attention_configs",
+    "attention_function",
+    "attention_name",
+    "cache_layers",
+    "forward_arguments",
+    "is_users_cache",
+    "known_mask_length",
+    "mask_kinds",
+    "pad_token",
+    "prefill",
+    "register_attention",
+    "set_attention_name",
+    "takes_mask_dict",
+    "text_config",
+]

@@ -1,0 +1,68 @@
+"""The loop: draft, lay out, forward, verify, commit, observe."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lookahead_hf.call import Call, Request
+from lookahead_hf.target import attention
+from lookahead_hf.verification.engine import Engine
+
+__all__ = ["Request", "decode"]
+
+
+def decode(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    request: Request,
+) -> Any:
+    """Generate as plain `generate` would from what it prepared, with drafts.
+
+    Args:
+        model: The target.
+        input_ids: Prompt tokens, [rows, columns].
+        logits_processor: As prepared by `generate`.
+        stopping_criteria: As prepared by `generate`.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`.
+        request: What the caller asked for.
+
+    Returns:
+        What `generate` returns.
+
+    Raises:
+        Unserved: This call cannot be speculated; nothing was emitted.
+    """
+    engine = Engine(logits_processor, stopping_criteria, generation_config, input_ids)
+    call = Call(model, input_ids, generation_config, model_kwargs, request)
+    rows, target, drafts, phase = call.rows, call.target, call.drafts, call.record.phase
+    with ExitStack() as stack:
+        stack.enter_context(attention.laid_under(model))
+        stack.enter_context(call)
+        logits = call.prefill()
+        stack.enter_context(engine.sampling(rows, logits))
+        call.emit(engine.verify(rows, call.no_draft, logits))
+        drafts.begin(rows)
+        while rows.live.any():
+            with phase("draft"):
+                draft = drafts.propose(rows)
+            with phase("commit"):
+                inputs = target.layout(rows, draft)
+            with phase("forward"):
+                logits = target.forward(inputs)
+            with phase("verify"):
+                verdict = engine.verify(rows, draft, logits)
+            with phase("commit"):
+                moved = target.commit(verdict)
+            call.record.observe(draft, verdict, moved)
+            call.emit(verdict)
+            with phase("draft"):
+                drafts.observe(rows, draft, verdict, logits, call.record.step_seconds)
+        return call.output(engine.name)

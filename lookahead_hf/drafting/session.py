@@ -1,0 +1,149 @@
+"""Drafting during one call: the sources, what they have learned, and how much to draft."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from lookahead_hf import ngram_pool
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.drafting.budget import Budget
+from lookahead_hf.drafting.calibration import KeptRates
+from lookahead_hf.drafting.costs import CostModel
+from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
+from lookahead_hf.drafting.registry import build
+from lookahead_hf.drafting.tree import head
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelMemory:
+    """What drafting keeps of a model between calls: rates and costs, never a token."""
+
+    def __init__(self) -> None:
+        self.rates = KeptRates()
+        self.costs = CostModel()
+
+
+_memories: WeakKeyDictionary[Any, ModelMemory] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def memory_of(model: Any) -> ModelMemory:
+    """The model's memory, made at its first call."""
+    with _lock:
+        return _memories.setdefault(model, ModelMemory())
+
+
+class DraftSession:
+    """Proposes drafts of the size that pays, and never costs the call its text."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: SpeculativeConfig,
+        rows: Rows,
+        *,
+        do_sample: bool,
+        vocab_size: int,
+        max_new_tokens: int,
+        predictions: Sequence[np.ndarray] | None,
+    ) -> None:
+        """Build the sources that `config` names, and go on from what earlier calls learned."""
+        self._memory = memory_of(model)
+        self._do_sample = do_sample
+        self._sources = build(config.drafters, config.options, predictions)
+        self._calibration = self._memory.rates.lease(self._sources, do_sample)
+        self._ensemble = Ensemble(
+            self._sources,
+            self._calibration,
+            vocab_size=vocab_size,
+            max_new_tokens=max_new_tokens,
+        )
+        self._budget = Budget(config.budget, config.max_draft_nodes, self._memory.costs, rows)
+        self._seconds = 0.0
+        self._failed = False
+        self._begun = False
+
+    @property
+    def source_counts(self) -> dict[str, SourceCounts]:
+        """Drafted, accepted and exclusive nodes of each source."""
+        return self._ensemble.source_counts
+
+    def begin(self, rows: Rows) -> None:
+        """Show the prompt to the sources; until numba has compiled, the call goes on plainly."""
+        if ngram_pool.available() and not ngram_pool.compiled():
+            ngram_pool.compile_in_background()
+            return
+        self._begun = True
+        self._guarded(lambda: self._ensemble.begin(rows))
+
+    def propose(self, rows: Rows) -> DraftTree:
+        """The draft that is worth its cost, nothing where none is."""
+        start = time.perf_counter()
+        draft = self._guarded(lambda: self._propose(rows)) if self._begun else None
+        self._seconds = time.perf_counter() - start
+        return DraftTree.empty(rows.num_rows) if draft is None else draft
+
+    def _propose(self, rows: Rows) -> DraftTree | None:
+        wanted = self._budget.wanted()
+        if not wanted:
+            return None
+        tree = self._ensemble.propose(rows, wanted)
+        return head(tree, self._budget.choose(tree))
+
+    def observe(
+        self,
+        rows: Rows,
+        draft: DraftTree,
+        verdict: Verdict,
+        logits: torch.Tensor,  # [rows, 1 + most nodes, vocab]
+        step_seconds: float,
+    ) -> None:
+        """Learn from a step that took `step_seconds` beside the drafting."""
+        if self._begun:
+            self._guarded(lambda: self._observe(rows, draft, verdict, logits, step_seconds))
+
+    def _observe(
+        self,
+        rows: Rows,
+        draft: DraftTree,
+        verdict: Verdict,
+        logits: torch.Tensor,
+        step_seconds: float,
+    ) -> None:
+        start = time.perf_counter()
+        self._ensemble.observe(rows, draft, verdict, logits)
+        self._seconds += time.perf_counter() - start
+        self._budget.observe(draft, verdict, step_seconds, self._seconds)
+
+    def end(self, rows: Rows) -> None:
+        """Hand what was learned to the model's later calls."""
+        if self._begun:
+            self._guarded(lambda: self._ensemble.end(rows))
+            self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Run a part of drafting; where it raises, the call goes on without drafts."""
+        if self._failed:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self._failed = True
+            warnings.warn(
+                f"drafting failed and is given up for this call, whose text is not affected: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None

@@ -1,0 +1,218 @@
+"""The target of one call: prompt in, then blocks of draft tokens, each kept or rolled back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.kernels import compact_path
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.target import attention, masks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInputs:
+    """One forward's worth: the last token of every row and the draft behind it."""
+
+    width: int  # tokens per row, padding included
+    model_inputs: dict[str, Any]
+
+
+class Target:
+    """A model whose cache has been taken over for the length of a call.
+
+    Attributes:
+        cache: The cache, after `prefill`.
+    """
+
+    def __init__(self, model: Any, num_rows: int) -> None:
+        self.model = model
+        self.num_rows = num_rows
+        self.cache: AdoptedCache | None = None
+        self._extras: dict[str, Any] = {}
+        self._kinds = mask_kinds(model)
+        self._mask_dict = compat.takes_mask_dict(model)
+        self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
+
+    def prefill(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Run the prompt as plain `generate` does and take its cache over.
+
+        Args:
+            input_ids: Prompt tokens, [rows, columns].
+            generation_config: As prepared by `generate`.
+            model_kwargs: As prepared by `generate`.
+
+        Returns:
+            Logits after the prompt, [rows, 1, vocab].
+        """
+        outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
+        mask = model_kwargs.get("attention_mask")
+        attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
+        self._extras = _passed_on(model_kwargs)
+        self._take_over(outputs.past_key_values, attended, model_kwargs["position_ids"])
+        return outputs.logits[:, -1:]
+
+    def start(self, input_ids: torch.Tensor, cache: compat.Cache) -> None:
+        """Run a prompt without padding, [rows, columns], outside of `generate`."""
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        position_ids = columns[None].repeat(self.num_rows, 1)
+        outputs = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        self._take_over(outputs.past_key_values, None, position_ids)
+
+    def _take_over(
+        self, cache: compat.Cache, attended: np.ndarray | None, position_ids: torch.Tensor
+    ) -> None:
+        self.cache = AdoptedCache(cache, attended, self.num_rows)
+        self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
+
+    def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
+        """Give every token of the block its slot, column, position and mask."""
+        assert self.cache is not None
+        width = 1 + draft.max_nodes
+        tokens = np.zeros((self.num_rows, width), np.int64)
+        for row in range(self.num_rows):
+            nodes = draft.token_ids[draft.row(row)]
+            tokens[row, 0] = rows.last_token(row)
+            tokens[row, 1 : 1 + len(nodes)] = nodes
+        return self._block(tokens, draft, rows.num_emitted - 1)
+
+    def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
+        """`ahead`: tokens of every row that were fed since the prompt, [rows]."""
+        assert self.cache is not None
+        width = tokens.shape[1]
+        depths = masks.block_depths(draft, self.num_rows, width)
+        self.cache.slots.place(width)
+        offsets = torch.from_numpy(ahead[:, None] + depths).to(self._next_position.device)
+        inputs: dict[str, Any] = {
+            **self._extras,
+            "input_ids": torch.from_numpy(tokens).to(self._next_position.device),
+            "position_ids": self._next_position + offsets,
+            "attention_mask": self._masks(draft, depths, ahead),
+            "past_key_values": self.cache.slots,
+            "use_cache": True,
+        }
+        return BlockInputs(width, inputs)
+
+    def _masks(self, draft: DraftTree, depths: np.ndarray, ahead: np.ndarray) -> Any:
+        """The masks in the form that the model takes; None where every slot is seen by all."""
+        assert self.cache is not None
+        slots, width = self.cache.slots, depths.shape[1]
+        uniform = bool((slots.lengths == slots.lengths[0]).all())
+        if width == 1 and uniform and not self._windowed:
+            return None
+        seen = np.stack([masks.ancestors(draft, row, width) for row in range(self.num_rows)])
+        visible = slots.longest + width
+        columns = self._columns(depths, ahead, visible) if self._windowed else None
+        built = {
+            kind.name: masks.additive(
+                masks.allowed(kind, seen, slots.lengths, visible, columns, self.cache.pads),
+                self.model.dtype,
+                self._next_position.device,
+            )
+            for kind in self._kinds
+        }
+        return built if self._mask_dict else next(iter(built.values()))
+
+    def _columns(
+        self, depths: np.ndarray, ahead: np.ndarray, visible: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Columns of the block, [rows, width], and of the visible slots, [rows, visible]."""
+        assert self.cache is not None
+        query = self.cache.num_columns + ahead[:, None] + depths
+        key = np.arange(visible)[None] + self.cache.pads[:, None]
+        if self.cache.columns is not None:
+            for row, prompt in enumerate(self.cache.columns):
+                key[row, : len(prompt)] = prompt
+        for row, length in enumerate(self.cache.slots.lengths.tolist()):
+            key[row, length : length + depths.shape[1]] = query[row]
+        return query, key
+
+    def forward(self, inputs: BlockInputs) -> torch.Tensor:
+        """Logits of the block, [rows, width, vocab], in the model's dtype."""
+        with attention.step():
+            return self.model(**inputs.model_inputs, return_dict=True).logits
+
+    def commit(self, verdict: Verdict) -> int:
+        """Keep each live row's last token and accepted path in the cache, and nothing else.
+
+        Returns:
+            Accepted tokens whose K and V had to be moved.
+        """
+        assert self.cache is not None
+        slots = self.cache.slots
+        accepted = verdict.num_accepted
+        moved = self._close_gaps(verdict, accepted) if len(verdict.path) else 0
+        slots.lengths += np.where(verdict.live, accepted + 1, 0)
+        return moved
+
+    def _close_gaps(self, verdict: Verdict, accepted: np.ndarray) -> int:
+        """Move the accepted paths together; nothing is touched where they are chains already."""
+        assert self.cache is not None
+        identity = np.arange(1 + int(accepted.max()))
+        path = np.tile(identity, (self.num_rows, 1))
+        for row, count in enumerate(accepted.tolist()):
+            path[row, 1 : 1 + count] = verdict.accepted(row) + 1
+        moved = int((path != identity).sum())
+        if moved:
+            compact_path(
+                self.cache.slots.path_table,
+                torch.from_numpy(self.cache.slots.lengths),
+                torch.from_numpy(path),
+                torch.from_numpy(accepted + 1),
+            )
+        return moved
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens behind the prompt that every row keeps in the cache."""
+        assert self.cache is not None
+        prompt = self.cache.num_columns - self.cache.pads
+        return int((self.cache.slots.lengths - prompt).min())
+
+    def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> None:
+        """Put further tokens of every row into the cache, in one forward.
+
+        Args:
+            tokens: Tokens per row, the last token of the row first; rows may have none.
+            ahead: Tokens of every row that were fed since the prompt, [rows].
+        """
+        assert self.cache is not None
+        width = max(map(len, tokens))
+        block = np.zeros((self.num_rows, width), np.int64)
+        for row, fed in enumerate(tokens):
+            block[row, : len(fed)] = fed
+        draft = DraftTree.from_chains([[row[1:]] for row in tokens])
+        self.forward(self._block(block, draft, ahead))
+        self.cache.slots.lengths += np.array([len(row) for row in tokens])
+
+
+def mask_kinds(model: Any) -> list[masks.MaskKind]:
+    """The masks that the model's layers need."""
+    config = compat.text_config(model)
+    limits = {
+        "full_attention": {},
+        "sliding_attention": {"window": getattr(config, "sliding_window", None)},
+        "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
+    }
+    names = [name for name in compat.mask_kinds(model) if name in limits]
+    return [masks.MaskKind(name, **limits[name]) for name in names]
+
+
+def _passed_on(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What plain passes with every forward and we do not set ourselves."""
+    ours = compat.PREPARED | compat.PROMPT_ONLY
+    return {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}

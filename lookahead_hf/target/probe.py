@@ -1,0 +1,99 @@
+"""A trial on a model that nobody tried: does a ragged draft tree give plain's logits?"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.target import attention
+from lookahead_hf.target.forward import Target
+
+TRIED = frozenset(
+    {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
+    | {"llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3"}
+    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+)
+"""Text model types whose texts the sweep over all architectures has shown to be equal."""
+
+PROMPT, TEXT = 6, 12
+TOLERANCE = {torch.float32: 0.01}
+TOLERANCE_HALF = 0.15
+"""Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
+
+_lock = threading.Lock()
+_verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def serves(model: Any) -> bool:
+    """Whether blocks of draft trees over ragged rows give the model's own logits.
+
+    Types that the sweep covers are taken at its word; any other model is tried once, with four
+    forwards over a dozen tokens.
+    """
+    if compat.text_config(model).model_type in TRIED:
+        return True
+    with _lock:
+        known = _verdicts.get(model)
+    if known is None:
+        known = _try(model)
+        with _lock:
+            _verdicts[model] = known
+    return known
+
+
+def _try(model: Any) -> bool:
+    """Any exception counts as no: what goes wrong here would go wrong in a call."""
+    try:
+        return _differs_by(model) < TOLERANCE.get(model.dtype, TOLERANCE_HALF)
+    except Exception:
+        return False
+
+
+@torch.no_grad()
+def _differs_by(model: Any) -> float:
+    """Largest difference to plain's logits, in standard deviations of these."""
+    vocab = compat.text_config(model).vocab_size
+    text = np.random.default_rng(0).integers(vocab // 8, vocab, TEXT)
+    ids = torch.from_numpy(text)[None].to(model.device)
+    expected = model(input_ids=ids, use_cache=False, return_dict=True).logits[0].float()
+    got = _ragged(model, text, ids[:, :PROMPT].repeat(2, 1))
+    worst = max(float((logits.float() - expected[at]).abs().max()) for at, logits in got)
+    return worst / float(expected.std())
+
+
+def _ragged(model: Any, text: np.ndarray, prompt: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Logits of two rows that advance by different counts, each with its place in the text."""
+    target, rows = Target(model, 2), Rows(prompt.to("cpu").numpy())
+    decoy = int(text[0])
+    with attention.laid_under(model):
+        target.start(prompt, compat.DynamicCache(config=model.config))
+        for row in range(2):
+            rows.emit(row, int(text[PROMPT]))
+        after = text[PROMPT + 1 : PROMPT + 4].tolist()
+        draft = DraftTree.from_rows([(after, [-1, 0, 1]), ([decoy, after[0]], [-1, -1])])
+        first = target.forward(target.layout(rows, draft))
+        got = [(PROMPT + i, first[0, i]) for i in range(4)]
+        got += [(PROMPT, first[1, 0]), (PROMPT + 1, first[1, 2])]
+        paths = [[0, 1, 2], [1]]
+        target.commit(_verdict(rows, text, paths))
+        ends = rows.num_emitted + PROMPT - 1
+        second = target.forward(target.layout(rows, DraftTree.empty(2)))
+    return got + [(int(ends[row]), second[row, 0]) for row in range(2)]
+
+
+def _verdict(rows: Rows, text: np.ndarray, paths: list[list[int]]) -> Verdict:
+    """Accept the paths and emit the text behind them."""
+    for row, path in enumerate(paths):
+        for token in text[PROMPT + 1 : PROMPT + 2 + len(path)]:
+            rows.emit(row, int(token))
+    offsets = np.cumsum([0, *map(len, paths)])
+    nodes = np.array(sum(paths, []), np.int32)
+    live = np.ones(len(paths), bool)
+    return Verdict(offsets, nodes.astype(np.int64), offsets, nodes, live, ~live)
