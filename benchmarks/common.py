@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +140,16 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 def machine(model: Any) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
-    from lookahead_hf.cli.env import cpu_name
+    from lookahead_hf.cli import env
 
     gpu = torch.cuda.get_device_name() if model.device.type == "cuda" else None
     return {
-        "device": gpu or cpu_name(),
+        "device": gpu or env.cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "dtype": str(model.dtype).removeprefix("torch."),
         "model": model.config.name_or_path,
         "parameters": model.num_parameters(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "lookahead_hf": metadata.version("lookahead-hf"),
+        **{name: env.versions()[name] for name in ("torch", "transformers", "lookahead-hf")},
     }

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 def collect() -> dict[str, dict[str, Any]]:
     """The report by section."""
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "devices": _devices(),
         "caches": _caches(),
         "environment variables": {
@@ -73,7 +73,7 @@ def collect() -> dict[str, dict[str, Any]]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:

@@ -68,14 +68,15 @@ class RichScreen:
     def __init__(self) -> None:
         from rich.console import Console
 
-        self._out = Console(highlight=False)
+        # Models write square brackets and colons too; they mean nothing here.
+        self._out = Console(highlight=False, markup=False, emoji=False)
         self._err = Console(stderr=True, highlight=False)
 
     def line(self, text: str = "", style: str = "") -> None:
-        self._out.print(text, style=style or None, markup=False)
+        self._out.print(text, style=style or None)
 
     def write(self, text: str, style: str = "") -> None:
-        self._out.print(text, style=style or None, markup=False, end="", soft_wrap=True)
+        self._out.print(text, style=style or None, end="", soft_wrap=True)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.box import SIMPLE_HEAD

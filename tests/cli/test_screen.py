@@ -54,9 +54,9 @@ def test_rich_screen_takes_text_literally(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     screen = RichScreen()
     screen.write("orders[month]", "bold")
-    screen.line(" [red]x[/red]")
+    screen.line(" [red]x[/red] :smile:")
     screen.table(["a", "b"], [["[x]", "1"]])
     with screen.task("measuring", 10) as report:
         report(10)
     shown = terminal.getvalue()
-    assert "orders[month]" in shown and "[red]x[/red]" in shown and "[x]" in shown
+    assert "orders[month]" in shown and "[red]x[/red] :smile:" in shown and "[x]" in shown

@@ -1,0 +1,87 @@
+"""The generating commands on a tiny model, from the command line to the table."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lookahead_hf
+from lookahead_hf.cli import main
+from lookahead_hf.cli.comparison import Stage, Timed, explain_parting, first_difference
+from lookahead_hf.cli.live_text import CLOSE, OPEN
+from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.screen import PlainScreen
+from tests.cli.tiny_chat import save_tiny_chat
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def stage(folder: str) -> Stage:
+    model = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
+    generation = {"max_new_tokens": 12, "do_sample": False}
+    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, PlainScreen())
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_demo_shows_identical_texts_and_what_was_drafted(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["demo", "--model", folder, "--dtypes", "float32", "--new-tokens", "80"]
+    assert main([*words, "--prompt", "abc abc abc"]) == 0
+    shown = capsys.readouterr().out
+    assert "identical: all 80 tokens" in shown
+    assert OPEN in shown and CLOSE in shown
+    steps = float(shown.splitlines()[-2].split()[-2])
+    assert steps > 1.0
+
+
+def test_generate_prints_the_statistics(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "--model", folder, "--new-tokens", "40", "--sample", "0.5,0.9"]
+    assert main([*words, "--stats", "abc abc"]) == 0
+    assert "tokens per step" in capsys.readouterr().out
+
+
+def test_chat_answers_until_an_empty_line(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["abc", "abcd", ""])
+    monkeypatch.setattr(builtins, "input", lambda: next(lines))
+    assert main(["chat", "--model", folder, "--new-tokens", "16"]) == 0
+    assert capsys.readouterr().out.count("tokens per step") == 2
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "index"),
+    [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 4, 3), 1), ((1, 2), (1, 2, 3), 2)],
+)
+def test_first_difference(left: Any, right: Any, index: int | None) -> None:
+    assert first_difference(left, right) == index
+
+
+def test_a_parting_shows_the_logits_of_plain(stage: Stage) -> None:
+    inputs = encode_chat(stage.model, stage.tokenizer, said("abc abc"))
+    output = stage.model.generate(
+        **inputs, **stage.generation, return_dict_in_generate=True, output_logits=True
+    )
+    plain = tuple(output.sequences[0, inputs["input_ids"].shape[1] :].tolist())
+    best, second = output.logits[7][0].topk(2).indices.tolist()
+    assert plain[7] == best
+    other = (*plain[:7], second, *plain[8:])
+    found = explain_parting(stage, inputs, Timed(plain, 1.0), Timed(other, 1.0), 7)
+    expected = output.logits[7][0][best] - output.logits[7][0][second]
+    assert found.gap == pytest.approx(expected.item(), abs=1e-5)
+    assert found.block_shift == pytest.approx(0.0, abs=1e-4)
+    assert found.plain == repr(stage.tokenizer.decode([best]))
+    spacing = torch.nextafter(output.logits[7][0][best], torch.tensor(torch.inf))
+    assert found.spacing == pytest.approx((spacing - output.logits[7][0][best]).abs().item())

@@ -1,0 +1,60 @@
+"""The end-to-end benchmark runs all its systems and adds them up as it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.cli.tiny_chat import save_tiny_chat
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("end_to_end")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_all_systems_are_compared(
+    benchmark: ModuleType, folder: str, tmp_path: Path, batch: int
+) -> None:
+    words = ["--model", folder, "--families", "qa,translation", "--prompts-per-family", "2"]
+    words += ["--rounds", "1", "--new-tokens", "40", "--batch", str(batch)]
+    benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    by_name = {(line["family"], line["system"]): line for line in lines}
+    systems = {system for _, system in by_name}
+    assert systems == {"plain", "speculative", "budget 0"} | (
+        {"HF prompt lookup"} if batch == 1 else set()
+    )
+    assert by_name["all", "plain"]["texts"] == 4
+    assert by_name["all", "plain"]["ratio"] == 1.0
+    assert by_name["all", "speculative"]["identical"] == 1.0
+    assert by_name["all", "speculative"]["tokens_per_step"] > 1.0
+    assert by_name["all", "budget 0"]["tokens_per_step"] == 1.0
+
+
+def test_a_familys_speed_is_all_its_tokens_by_all_its_seconds(benchmark: ModuleType) -> None:
+    def run(system: str, seconds: list[float], num_tokens: int) -> object:
+        calls = [benchmark.common.Call(s, (tuple(range(num_tokens)),), num_tokens) for s in seconds]
+        return benchmark.Run("qa", system, calls)
+
+    runs = [run("plain", [9.0, 1.0, 1.0], 10), run("plain", [3.0, 3.0, 3.0], 30)]
+    runs += [run("other", [0.5, 0.5, 0.5], 10), run("other", [0.5, 0.5, 0.5], 30)]
+    plain, other = (line for line in benchmark.summarize(runs) if line.family == "qa")
+    assert (plain.tokens, plain.tokens_per_second) == (40, 10.0)
+    assert (other.tokens_per_second, other.ratio, other.identical) == (40.0, 4.0, 1.0)
+
+
+def test_an_unknown_family_names_the_known_ones(benchmark: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"no family named poetry; there are: chat, code"):
+        benchmark.common.read_prompts(["poetry"], 1, 0)
