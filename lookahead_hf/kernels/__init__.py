@@ -5,6 +5,7 @@ from __future__ import annotations
 from lookahead_hf.kernels.dispatch import (
     backend,
     compact_path,
+    reject_tree,
     topk_rows,
     verify_tree,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "TreeWalk",
     "backend",
     "compact_path",
+    "reject_tree",
     "topk_rows",
     "verify_tree",
 ]

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lookahead_hf.kernels import compact, tiles, topk, verify
+from lookahead_hf.kernels import compact, reject, tiles, topk, verify
 from lookahead_hf.kernels._common import FP_FUSION
 
 
@@ -150,6 +150,14 @@ def variants() -> Iterator[Variant]:
             {"NODES": nodes, "TILES": 128},
             {"num_warps": 8},
         )
+    floats = ["left_ptr", "probs_ptr", "draft_ptr", "uniforms_ptr", "noise_ptr"]
+    yield Variant(
+        "reject nodes=64",
+        reject._reject_kernel,
+        {"packed_ptr": "i64", **tree, **dict.fromkeys(floats, "fp32")},
+        {"NODES": 64, "BLOCK": 4096},
+        {"num_warps": 8},
+    )
     for k, block, num_tiles, warps in ((8, 1024, 256, 8), (64, 256, 1024, 16)):
         yield Variant(
             f"topk k={k}",

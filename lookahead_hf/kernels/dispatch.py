@@ -76,6 +76,42 @@ def verify_tree(
     return reference.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
 
 
+def reject_tree(
+    probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    num_nodes: torch.Tensor,
+    uniforms: torch.Tensor,
+    noise: torch.Tensor,
+) -> TreeWalk:
+    """Walk down a draft tree by rejection sampling: what is emitted is distributed as `probs`.
+
+    A child is accepted with probability `min(1, p / q)`. Where it is rejected, the next sibling is
+    tried on the residual `max(p - q, 0)`; where none is left, the recovered token is drawn from it.
+    Where the path ends in a leaf, the bonus token is drawn from the target's distribution there.
+
+    Args:
+        probs: The target's distribution after every node, [rows, 1 + nodes, vocab] float32.
+        draft_probs: What each drafted node was drawn from, node `1 + i` at index `i`; one token at
+            1.0 for a draft without probabilities, [rows, nodes, vocab] float32.
+        tokens: Node 0 is the row's last token, then its drafted tokens, [rows, 1 + nodes] integers.
+        parents: Parent of each node in the same numbering, before its children, -1 for node 0,
+            [rows, 1 + nodes] integers.
+        num_nodes: Drafted nodes of each row, node 0 not counted, [rows] integers.
+        uniforms: Random numbers of [0, 1), one for each drafted node, [rows, nodes] float32.
+        noise: Exponential noise, which decides the last token of each row, [rows, vocab] float32.
+
+    Returns:
+        The accepted paths, without `best`; `bonus` holds the bonus or the recovered token.
+    """
+    if backend(probs.device) == "triton":
+        from lookahead_hf.kernels import reject
+
+        return reject.reject_tree(probs, draft_probs, tokens, parents, num_nodes, uniforms, noise)
+    return reference.reject_tree(probs, draft_probs, tokens, parents, num_nodes, uniforms, noise)
+
+
 def compact_path(
     tensors: Sequence[torch.Tensor] | PathTable,
     lengths: torch.Tensor,

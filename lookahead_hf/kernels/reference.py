@@ -45,6 +45,38 @@ def verify_tree(
     return TreeWalk(_packed(paths, bonus, width, scores.device), best)
 
 
+def reject_tree(
+    probs: torch.Tensor,  # [rows, 1 + nodes, vocab]
+    draft_probs: torch.Tensor,  # [rows, nodes, vocab]
+    tokens: torch.Tensor,  # [rows, 1 + nodes]
+    parents: torch.Tensor,  # [rows, 1 + nodes]
+    num_nodes: torch.Tensor,  # [rows]
+    uniforms: torch.Tensor,  # [rows, nodes]
+    noise: torch.Tensor,  # [rows, vocab]
+) -> TreeWalk:
+    """See `dispatch.reject_tree`."""
+    paths, bonus = [], []
+    for row, (row_tokens, row_parents, count) in enumerate(
+        zip(tokens.tolist(), parents.tolist(), num_nodes.tolist(), strict=True)
+    ):
+        path, left, total = [0], probs[row, 0], torch.ones((), device=probs.device)
+        for node in range(1, count + 1):
+            if row_parents[node] != path[-1]:
+                continue
+            token, draft = row_tokens[node], draft_probs[row, node - 1]
+            if bool(uniforms[row, node - 1] * draft[token] * total < left[token]):
+                path.append(node)
+                left, total = probs[row, node], torch.ones_like(total)
+            else:
+                left = (left / total.where(total > 0, 1.0) - draft).clamp_(min=0)
+                total = left.sum()
+        # Nothing is left only where rounding made it so: the target's own distribution stands in.
+        left = left.where(total > 0, probs[row, path[-1]])
+        paths.append(path)
+        bonus.append(int((left / noise[row]).argmax()))
+    return TreeWalk(_packed(paths, bonus, tokens.shape[1], probs.device))
+
+
 def _packed(
     paths: list[list[int]], bonus: list[int], width: int, device: torch.device
 ) -> torch.Tensor:

@@ -1,0 +1,163 @@
+"""Rejection sampling over a draft tree whose nodes were drawn from known distributions.
+
+    for row:
+        path, left = [0], probs[row, 0]
+        for node in range(1, 1 + num_nodes[row]):
+            if parents[row, node] != path[-1]:
+                continue
+            token, drawn_from = tokens[row, node], draft_probs[row, node - 1]
+            if uniforms[row, node - 1] * drawn_from[token] < left[token] / sum(left):
+                path, left = path + [node], probs[row, node]
+            else:
+                left = max(left / sum(left) - drawn_from, 0)
+        num_accepted, bonus = len(path) - 1, argmax(left / noise[row])
+
+The rule for one draft token is that of Leviathan et al. (arXiv:2211.17192); trying siblings one
+after the other on what the rejected ones left over is multi-step speculative sampling (SpecInfer,
+arXiv:2305.09781). A child's distribution is the one it was drawn from, its earlier siblings given:
+draws with and without replacement both come out right.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead_hf.kernels._common import (
+    FP_FUSION,
+    LOWEST_KEY,
+    LOWEST_PACKED,
+    best_of,
+    on_device,
+    order_key,
+    packed_index,
+)
+from lookahead_hf.kernels.tree_walk import TreeWalk
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _reject_sibling(left, draft, rest, scale, vocab, BLOCK: tl.constexpr):
+    """Write `max(left / scale - draft, 0)` to `rest`, which may be `left`; return its sum."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.full([], 0.0, tl.float32)
+    # Every thread reads the probability of one token before and after: not while others write.
+    tl.debug_barrier()
+    for start in range(0, vocab, BLOCK):
+        inside = start + lane < vocab
+        of_target = tl.load(left + start + lane, mask=inside, other=0.0)
+        of_draft = tl.load(draft + start + lane, mask=inside, other=0.0)
+        over = tl.maximum(tl.div_rn(of_target, scale) - of_draft, 0.0)
+        tl.store(rest + start + lane, over, mask=inside)
+        total += tl.sum(over, axis=0)
+    tl.debug_barrier()
+    return total
+
+
+@triton.jit
+def _draw(left, noise, vocab, BLOCK: tl.constexpr):
+    """Token with the greatest `left / noise`."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([], LOWEST_PACKED, tl.int64)
+    for start in range(0, vocab, BLOCK):
+        index = start + lane
+        inside = index < vocab
+        chance = tl.load(left + index, mask=inside, other=0.0)
+        score = tl.div_rn(chance, tl.load(noise + index, mask=inside, other=1.0))
+        best = tl.maximum(best, best_of(tl.where(inside, order_key(score), LOWEST_KEY), index))
+    return packed_index(best)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _reject_kernel(
+    packed_ptr,  # [rows, 2 + width]
+    left_ptr,  # [rows, vocab]
+    probs_ptr,  # [rows, width, vocab]
+    draft_ptr,  # [rows, width - 1, vocab]
+    tokens_ptr,  # [rows, width]
+    parents_ptr,  # [rows, width]
+    num_nodes_ptr,  # [rows]
+    uniforms_ptr,  # [rows, width - 1]
+    noise_ptr,  # [rows, vocab]
+    probs_stride_row,
+    probs_stride_node,
+    draft_stride_row,
+    draft_stride_node,
+    vocab,
+    width,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = probs_ptr + row * probs_stride_row
+    rest = left_ptr + row * vocab
+    nodes = tl.arange(0, NODES)
+    path = tl.where(nodes == 0, 0, -1)
+    accepted = tl.min(nodes, axis=0)
+    at = row * 0
+    left, total = target, tl.full([], 1.0, tl.float32)
+    node = at + 1
+    while node <= tl.load(num_nodes_ptr + row):
+        if tl.load(parents_ptr + row * width + node) == at:
+            token = tl.load(tokens_ptr + row * width + node)
+            draft = draft_ptr + row * draft_stride_row + (node - 1) * draft_stride_node
+            uniform = tl.load(uniforms_ptr + row * (width - 1) + node - 1)
+            if uniform * tl.load(draft + token) * total < tl.load(left + token):
+                accepted += 1
+                path = tl.where(nodes == accepted, node.to(tl.int32), path)
+                at = node
+                left, total = target + at * probs_stride_node, tl.full([], 1.0, tl.float32)
+            else:
+                scale = tl.where(total > 0, total, 1.0)
+                total = _reject_sibling(left, draft, rest, scale, vocab, BLOCK)
+                left = rest
+        node += 1
+    # Nothing is left only where rounding made it so: the target's own distribution stands in.
+    left = tl.where(total > 0, left, target + at * probs_stride_node)
+    out = packed_ptr + row * (2 + width)
+    tl.store(out, accepted)
+    tl.store(out + 1, _draw(left, noise_ptr + row * vocab, vocab, BLOCK))
+    tl.store(out + 2 + nodes, path, mask=nodes < width)
+
+
+def reject_tree(
+    probs: torch.Tensor,  # [rows, 1 + nodes, vocab]
+    draft_probs: torch.Tensor,  # [rows, nodes, vocab]
+    tokens: torch.Tensor,  # [rows, 1 + nodes]
+    parents: torch.Tensor,  # [rows, 1 + nodes]
+    num_nodes: torch.Tensor,  # [rows]
+    uniforms: torch.Tensor,  # [rows, nodes]
+    noise: torch.Tensor,  # [rows, vocab]
+) -> TreeWalk:
+    """See `dispatch.reject_tree`."""
+    rows, width, vocab = probs.shape
+    probs = probs if probs.stride(2) == 1 else probs.contiguous()
+    draft_probs = draft_probs if draft_probs.stride(2) == 1 else draft_probs.contiguous()
+    left = torch.empty(rows, vocab, dtype=torch.float32, device=probs.device)
+    packed = torch.empty(rows, 2 + width, dtype=torch.int64, device=probs.device)
+    with on_device(probs):
+        _reject_kernel[(rows,)](
+            packed_ptr=packed,
+            left_ptr=left,
+            probs_ptr=probs,
+            draft_ptr=draft_probs,
+            tokens_ptr=tokens.contiguous(),
+            parents_ptr=parents.contiguous(),
+            num_nodes_ptr=num_nodes.contiguous(),
+            uniforms_ptr=uniforms.contiguous(),
+            noise_ptr=noise.contiguous(),
+            probs_stride_row=probs.stride(0),
+            probs_stride_node=probs.stride(1),
+            draft_stride_row=draft_probs.stride(0),
+            draft_stride_node=draft_probs.stride(1),
+            vocab=vocab,
+            width=width,
+            NODES=triton.next_power_of_2(width),
+            BLOCK=_BLOCK,
+            num_warps=8,
+            enable_fp_fusion=FP_FUSION,
+        )
+    return TreeWalk(packed)

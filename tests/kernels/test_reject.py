@@ -1,0 +1,163 @@
+"""reject_tree: what is emitted is distributed as the target's probabilities."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.kernels.trees import random_tree
+
+SHAPES = [(3, 0, 17), (2, 1, 1009), (8, 5, 17), (4, 63, 1009), (2, 5, 8193)]
+
+
+def random_case(rows: int, nodes: int, vocab: int) -> dict[str, torch.Tensor]:
+    """Random trees whose drafts resemble the target's distributions, so that some are accepted."""
+    generator = torch.Generator().manual_seed(rows + nodes + vocab)
+    parents, _, counts = random_tree(rows, nodes, generator)
+    target = torch.randn(rows, 1 + nodes, vocab, generator=generator)
+    at_parent = target.gather(1, parents[:, 1:, None].clamp(min=0).expand(-1, -1, vocab))
+    draft = (at_parent + torch.randn(at_parent.shape, generator=generator)).softmax(-1)
+    tokens = torch.zeros(rows, 1 + nodes, dtype=torch.int64)
+    if nodes:
+        drawn = torch.multinomial(draft.flatten(0, 1), 1, generator=generator)
+        tokens[:, 1:] = drawn.view(rows, nodes)
+    return {
+        "probs": target.softmax(-1),
+        "draft_probs": draft,
+        "tokens": tokens,
+        "parents": parents,
+        "num_nodes": counts,
+        "uniforms": torch.rand(rows, nodes, generator=generator),
+        "noise": torch.empty(rows, vocab).exponential_(generator=generator),
+    }
+
+
+def on(device: torch.device, case: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in case.items()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes", "vocab"), SHAPES, ids=[f"B{b}-N{n}-V{v}" for b, n, v in SHAPES]
+)
+def test_kernel_is_twin(device: torch.device, rows: int, nodes: int, vocab: int) -> None:
+    from lookahead_hf.kernels import reference, reject
+
+    case = random_case(rows, nodes, vocab)
+    got = reject.reject_tree(**on(device, case)).packed.cpu()
+    assert torch.equal(got, reference.reject_tree(**case).packed)
+    assert got[:, 0].sum() > 0 or nodes < 5
+
+
+def two_level_case(
+    rows: int, siblings: str, generator: torch.Generator
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Two children of node 0, one child under each, drawn anew in every row; and the joint law."""
+    vocab = 6
+    first = torch.randn(vocab, generator=generator).mul(0.7).softmax(-1)
+    second = torch.randn(vocab, vocab, generator=generator).mul(1.5).softmax(-1)
+    q = torch.randn(vocab, generator=generator).mul(0.3).softmax(-1)
+    q_below = torch.randn(vocab, vocab, generator=generator).softmax(-1)
+
+    left = torch.multinomial(q.expand(rows, -1), 1, generator=generator)
+    q_right = q.expand(rows, -1)
+    if siblings == "without replacement":
+        q_right = q_right.scatter(1, left, 0.0)
+        q_right = q_right / q_right.sum(1, keepdim=True)
+    right = torch.multinomial(q_right, 1, generator=generator)
+    under_left, under_right = q_below[left[:, 0]], q_below[right[:, 0]]
+    below = [torch.multinomial(law, 1, generator=generator) for law in (under_left, under_right)]
+
+    tokens = torch.cat([torch.zeros_like(left), left, right, *below], 1)
+    parents = torch.tensor([-1, 0, 0, 1, 2]).expand(rows, -1)
+    probs = torch.stack(
+        [first.expand(rows, -1), second[left[:, 0]], second[right[:, 0]]]
+        + [torch.full((rows, vocab), 1 / vocab)] * 2,
+        1,
+    )
+    case = {
+        "probs": probs,
+        "draft_probs": torch.stack([q.expand(rows, -1), q_right, under_left, under_right], 1),
+        "tokens": tokens,
+        "parents": parents,
+        "num_nodes": torch.full((rows,), 4),
+        "uniforms": torch.rand(rows, 4, generator=generator),
+        "noise": torch.empty(rows, vocab).exponential_(generator=generator),
+    }
+    return case, first[:, None] * second
+
+
+@pytest.mark.parametrize("siblings", ["with replacement", "without replacement"])
+def test_distribution(impl: ModuleType, device: torch.device, siblings: str) -> None:
+    """First token, and first two tokens where two were decided, follow the target's law.
+
+    The second token is decided by the same step only where the first was accepted, which depends on
+    the draft alone once the first token is known. Statistics beyond the 0.1 % quantile fail.
+    """
+    interpreted = device.type == "cpu" and impl.backend(device) == "triton"
+    rows = 600 if interpreted else 20000
+    case, law = two_level_case(rows, siblings, torch.Generator().manual_seed(5))
+    walk = impl.reject_tree(**on(device, case))
+    path, bonus = walk.path.cpu(), walk.bonus.cpu()
+    accepted = walk.num_accepted.cpu()
+    node = path[:, 1].clamp(min=0)
+    first = torch.where(accepted > 0, case["tokens"].gather(1, node[:, None])[:, 0], bonus)
+    below = path[:, 2].clamp(min=0)
+    second = torch.where(accepted > 1, case["tokens"].gather(1, below[:, None])[:, 0], bonus)
+    assert 0.2 < float((accepted > 0).float().mean()) < 0.98
+
+    assert chi_square(first.bincount(minlength=6), law.sum(1) * rows) < 20.5
+    for token in range(6):
+        decided = second[(first == token) & (accepted > 0)].bincount(minlength=6)
+        expected = law[token] / law[token].sum() * decided.sum()
+        assert chi_square(decided, expected) < 20.5
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum())
+
+
+def test_same_distribution_accepts_all(impl: ModuleType, device: torch.device) -> None:
+    """A draft from the target's own distributions is kept whole, the bonus token is its own."""
+    case = random_case(4, 5, 17)
+    case["parents"] = torch.arange(-1, 5).expand(4, -1)
+    case["num_nodes"] = torch.full((4,), 5)
+    case["draft_probs"] = case["probs"][:, :-1]
+    walk = impl.reject_tree(**on(device, case))
+    assert walk.path.tolist() == [[0, 1, 2, 3, 4, 5]] * 4
+    bonus = (case["probs"][:, -1] / case["noise"]).argmax(-1)
+    assert walk.bonus.tolist() == bonus.tolist()
+
+
+def test_impossible_token_is_rejected(impl: ModuleType, device: torch.device) -> None:
+    """A token that the target excludes is never emitted, neither accepted nor recovered."""
+    case = random_case(64, 1, 17)
+    case["num_nodes"] = torch.ones(64, dtype=torch.int64)
+    case["probs"][:, 0, 3] = 0.0
+    case["probs"] /= case["probs"].sum(-1, keepdim=True)
+    case["tokens"][:, 1] = 3
+    walk = impl.reject_tree(**on(device, case))
+    assert walk.num_accepted.tolist() == [0] * 64
+    assert 3 not in walk.bonus.tolist()
+
+
+def test_one_hot_draft(impl: ModuleType, device: torch.device) -> None:
+    """A draft without probabilities is accepted as often as the target would draw it."""
+    rows = 400
+    generator = torch.Generator().manual_seed(3)
+    case = {
+        "probs": torch.tensor([0.3, 0.2, 0.5]).expand(rows, 2, 3).contiguous(),
+        "draft_probs": torch.tensor([1.0, 0.0, 0.0]).expand(rows, 1, 3).contiguous(),
+        "tokens": torch.zeros(rows, 2, dtype=torch.int64),
+        "parents": torch.tensor([-1, 0]).expand(rows, 2),
+        "num_nodes": torch.ones(rows, dtype=torch.int64),
+        "uniforms": torch.rand(rows, 1, generator=generator),
+        "noise": torch.empty(rows, 3).exponential_(generator=generator),
+    }
+    walk = impl.reject_tree(**on(device, case))
+    accepted = walk.num_accepted == 1
+    assert torch.equal(accepted.cpu(), case["uniforms"][:, 0] < 0.3)
+    recovered = walk.bonus[~accepted].cpu().bincount(minlength=3)
+    assert recovered[0] == 0
+    assert chi_square(recovered[1:], torch.tensor([2 / 7, 5 / 7]) * recovered.sum()) < 10.8
