@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_env_names_versions_and_every_reason(capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["transformers"].startswith("5.")
     assert set(found["reasons for plain generation"]) == {reason.value for reason in FallbackReason}
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    script = "import sys; from lookahead_hf.cli import main; sys.exit(main(['env']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None and command.stderr is not None
+        command.stdout.close()
+        assert command.stderr.read().decode() == ""
+    assert command.returncode == 0
 
 
 def test_env_is_readable(capsys: pytest.CaptureFixture[str]) -> None:
