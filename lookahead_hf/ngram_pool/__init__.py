@@ -1,1 +1,22 @@
-"""TBD"""
+"""What followed this context? Indexes of token ids, compiled by numba, free of torch."""
+
+from __future__ import annotations
+
+from lookahead_hf.ngram_pool.compilation import (
+    NumbaMissingError,
+    available,
+    compile_in_background,
+    compile_now,
+    compiled,
+)
+from lookahead_hf.ngram_pool.suffix_index import Continuations, SuffixIndex
+
+__all__ = [
+    "Continuations",
+    "NumbaMissingError",
+    "SuffixIndex",
+    "available",
+    "compile_in_background",
+    "compile_now",
+    "compiled",
+]

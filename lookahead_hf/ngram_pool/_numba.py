@@ -1,0 +1,288 @@
+"""Compiled functions of the suffix index; `reference` says what they find.
+
+Three arrays make an index (`suffix_index` owns and enlarges them):
+
+* `text`: the tokens; a negative id is a border between two texts.
+* `links[p, k]`: the occurrence before `p` of key k, the `2**k` tokens that stand before `p`.
+* `heads`: a hash table from a context to its newest occurrence; an entry is `place * 4 + k`.
+
+An *occurrence* of a context is the place of the token that follows it. Only contexts of 1, 2, 4
+and 8 tokens are keys; comparing the tokens before their occurrences tells the lengths between and
+above. So an insertion writes four entries, and a look-up visits at most 60 occurrences in any text.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead_hf.ngram_pool import suffix_index
+from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.suffix_index import BORDER, NUM_KEYS, NUM_SHARES, NUM_TOTALS
+
+FREE = -1
+LONGEST_KEY = 1 << (NUM_KEYS - 1)
+NUM_LEVELS = len(suffix_index.LEVELS)
+MOST_VISITS = sum(suffix_index.VISITS)
+
+# Arrays, because numba reads constant ones in place but copies a tuple at each look into it.
+VISITS = np.array(suffix_index.VISITS)
+# Class of each match length, and the key that finds the matches of each class.
+LEVEL_OF = np.array([suffix_index.level_of(n) for n in range(suffix_index.LONGEST_MATCH + 1)])
+KEY_OF_LEVEL = np.array([min(n, LONGEST_KEY).bit_length() - 1 for n in suffix_index.LEVELS])
+
+# Columns of `nodes` and of `found`.
+TOKEN, PARENT, DEPTH, MATCH, COUNT, TOTAL, BUCKET, LEVEL = range(8)
+NUM_FIELDS = 8
+
+
+@jit
+def insert(text, links, heads, length, num_entries, most_entries, token_ids):
+    """Append `token_ids` while `heads` has room; returns how many, and the table's entries."""
+    context = np.empty(LONGEST_KEY, np.int32)
+    for done in range(len(token_ids)):
+        if num_entries + NUM_KEYS > most_entries:
+            return done, num_entries
+        place = length + done
+        text[place] = token_ids[done]
+        links[place, :] = FREE
+        if token_ids[done] <= BORDER:
+            continue
+        known = _gather(text, place, context)
+        key = np.uint64(0)
+        for k in range(NUM_KEYS):
+            if known < 1 << k:
+                break
+            key = _longer_key(key, context, k)
+            slot = _find(text, heads, context, k, key)
+            if heads[slot] == FREE:
+                num_entries += 1
+            else:
+                links[place, k] = heads[slot] >> 2
+            heads[slot] = place << 2 | k
+    return len(token_ids), num_entries
+
+
+@jit
+def rehash(text, heads, larger):
+    """Copy every entry of `heads` to the empty table `larger`."""
+    context = np.empty(LONGEST_KEY, np.int32)
+    for entry in heads:
+        if entry == FREE:
+            continue
+        _gather(text, entry >> 2, context)
+        key = np.uint64(0)
+        for k in range((entry & 3) + 1):
+            key = _longer_key(key, context, k)
+        slot = _first_slot(key, len(larger))
+        while larger[slot] != FREE:
+            slot = (slot + 1) % len(larger)
+        larger[slot] = entry
+
+
+@jit
+def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
+    """Fill `nodes` [max_nodes, 8] and `scores` [max_nodes] best-first; returns how many.
+
+    The nodes so far and, behind them, the best candidates by score share the two arrays: the first
+    candidate becomes the next node where it stands.
+    """
+    min_ngram, max_ngram = limits
+    max_nodes = len(scores)
+    buffer = np.empty(max_nodes + max_ngram, np.int32)
+    behind = _gather(text, length, buffer[max_nodes:])
+    found = np.empty((MOST_VISITS, NUM_FIELDS), np.int32)
+    scratch = np.empty(NUM_KEYS, np.int64), np.empty(NUM_LEVELS, np.int32), found
+    best_rates = _best_rate_of_keys(rates)
+    node, depth, score, num_ranked = -1, 0, 1.0, 0
+    while node + 1 < max_nodes:
+        shortest = _shortest_key(best_rates, score, min_score, scores, num_ranked)
+        if shortest < NUM_KEYS:
+            context = buffer[max_nodes - depth :][: min(depth + behind, max_ngram)]
+            _write_path(nodes, node, context[:depth])
+            num_found = _look_up(text, links, heads, context, min_ngram, shortest, scratch)
+            for i in range(num_found):
+                reach = score * rates[found[i, BUCKET]]
+                if reach >= min_score:
+                    found[i, PARENT] = node
+                    found[i, DEPTH] = depth + 1
+                    num_ranked = _rank(nodes, scores, node + 1, num_ranked, found[i], reach)
+        node += 1
+        if node == num_ranked:
+            return node
+        depth, score = nodes[node, DEPTH], scores[node]
+    return max_nodes
+
+
+@jit
+def bucket_of(level, count, total):
+    share = (NUM_SHARES * count + total - 1) // total - 1
+    return (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
+
+
+@jit
+def _gather(text, place, context):
+    """Fill `context`, newest first, with the tokens before `place`; returns how many there are."""
+    known = 0
+    while known < len(context) and place > known and text[place - 1 - known] > BORDER:
+        context[known] = text[place - 1 - known]
+        known += 1
+    return known
+
+
+@jit
+def _write_path(nodes, node, context):
+    """Fill `context`, newest first, with the newest tokens of a node's path."""
+    for i in range(len(context)):
+        context[i] = nodes[node, TOKEN]
+        node = nodes[node, PARENT]
+
+
+@jit
+def _longer_key(key, context, k):
+    """Hash of the context's last `2**k` tokens, from that of the next shorter key."""
+    for i in range((1 << k) >> 1, 1 << k):
+        key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
+    return key
+
+
+@jit
+def _first_slot(key, num_slots):
+    return np.int64(((key >> np.uint64(32)) * np.uint64(num_slots)) >> np.uint64(32))
+
+
+@jit
+def _find(text, heads, context, k, key):
+    """Slot of the context's last `2**k` tokens: their entry, or where it belongs."""
+    slot = _first_slot(key, len(heads))
+    while True:
+        entry = heads[slot]
+        if entry == FREE:
+            return slot
+        place = entry >> 2
+        if entry & 3 == k and _match_len(text, place, context, 0, min(place, 1 << k)) == 1 << k:
+            return slot
+        slot += 1
+        if slot == len(heads):
+            slot = 0
+
+
+@jit
+def _match_len(text, place, context, equal, most):
+    """Length of the match before `place`, at most `most`; its newest `equal` tokens are known."""
+    while equal < most and text[place - 1 - equal] == context[equal]:
+        equal += 1
+    return equal
+
+
+@jit
+def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
+    """Fill `found` with the tokens that followed the context; returns how many there are.
+
+    Occurrences are visited from the longest key down to `shortest`; those that a longer key finds
+    are passed over.
+    """
+    newest, occurrences, found = scratch
+    occurrences[:] = 0
+    longest = _newest_places(text, heads, context, newest)
+    num_found = 0
+    for k in range(longest, shortest - 1, -1):
+        most = len(context) if k == longest else 2 << k
+        place = newest[k]
+        for _ in range(VISITS[k]):
+            match_len = _match_len(text, place, context, 1 << k, min(place, most))
+            if match_len >= min_ngram and (match_len < most or k == longest):
+                occurrences[LEVEL_OF[match_len]] += 1
+                num_found = _note(found, num_found, text[place], match_len)
+            place = links[place, k]
+            if place == FREE:
+                break
+    for level in range(NUM_LEVELS - 1, 0, -1):
+        occurrences[level - 1] += occurrences[level]
+    for i in range(num_found):
+        found[i, TOTAL] = occurrences[found[i, LEVEL]]
+        found[i, BUCKET] = bucket_of(found[i, LEVEL], found[i, COUNT], found[i, TOTAL])
+    return num_found
+
+
+@jit
+def _newest_places(text, heads, context, newest):
+    """Fill `newest[k]` with each key's newest occurrence; returns the longest `k`, or -1."""
+    key = np.uint64(0)
+    for k in range(NUM_KEYS):
+        if len(context) < 1 << k:
+            return k - 1
+        key = _longer_key(key, context, k)
+        entry = heads[_find(text, heads, context, k, key)]
+        if entry == FREE:
+            return k - 1
+        newest[k] = entry >> 2
+    return NUM_KEYS - 1
+
+
+@jit
+def _note(found, num_found, token, match_len):
+    """Count an occurrence for the token after it, if none of a higher level speaks for that."""
+    level = LEVEL_OF[match_len]
+    for i in range(num_found):
+        if found[i, TOKEN] == token:
+            if level > found[i, LEVEL]:
+                _start(found[i], token, level, match_len)
+            elif level == found[i, LEVEL]:
+                found[i, COUNT] += 1
+                found[i, MATCH] = max(found[i, MATCH], match_len)
+            return num_found
+    _start(found[num_found], token, level, match_len)
+    return num_found + 1
+
+
+@jit
+def _start(row, token, level, match_len):
+    row[TOKEN] = token
+    row[LEVEL] = level
+    row[COUNT] = 1
+    row[MATCH] = match_len
+
+
+@jit
+def _best_rate_of_keys(rates):
+    """Highest rate among the matches that each key finds, [keys]."""
+    best = np.zeros(NUM_KEYS)
+    for bucket in range(len(rates)):
+        k = KEY_OF_LEVEL[bucket // (NUM_SHARES * NUM_TOTALS)]
+        best[k] = max(best[k], rates[bucket])
+    return best
+
+
+@jit
+def _shortest_key(best_rates, score, min_score, scores, num_ranked):
+    """First key that may find a child good enough for the tree; `NUM_KEYS` if none may."""
+    for k in range(NUM_KEYS):
+        reach = score * best_rates[k]
+        if reach >= min_score and (num_ranked < len(scores) or reach > scores[-1]):
+            return k
+    return NUM_KEYS
+
+
+@jit
+def _rank(nodes, scores, first, num_ranked, row, score):
+    """Sort a candidate into `nodes[first:num_ranked]`, dropping the last one if they are full."""
+    place = num_ranked
+    if place == len(scores):
+        place -= 1
+        if scores[place] >= score:
+            return num_ranked
+    while place > first and scores[place - 1] < score:
+        scores[place] = scores[place - 1]
+        _copy(nodes[place - 1], nodes[place])
+        place -= 1
+    scores[place] = score
+    _copy(row, nodes[place])
+    return min(num_ranked + 1, len(scores))
+
+
+@jit
+def _copy(source, target):
+    for i in range(NUM_FIELDS):
+        target[i] = source[i]

@@ -1,0 +1,224 @@
+"""The suffix index: hand cases, the plain twin as oracle, borders, growth, compilation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_hf.ngram_pool import Continuations, SuffixIndex, reference
+from lookahead_hf.ngram_pool.suffix_index import LEVELS, NUM_BUCKETS, level_of
+
+EVEN = np.full(NUM_BUCKETS, 0.5, np.float32)
+FIELDS = ("token_ids", "parents", "depth", "match_len", "count", "total", "bucket", "score")
+
+
+def build(text: list[int], references: tuple[list[int], ...] = (), **options: int) -> SuffixIndex:
+    index = SuffixIndex(**options)
+    for other in references:
+        index.add_reference(other)
+    index.extend(text)
+    return index
+
+
+def paths(tree: Continuations) -> list[list[int]]:
+    """Path of every node, in the tree's order."""
+    found: list[list[int]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        found.append([*(found[parent] if parent >= 0 else []), token])
+    return found
+
+
+def rates_by_length() -> np.ndarray:
+    """Rates that rise with the match length and the share."""
+    rates = np.empty((len(LEVELS), 4, 3), np.float32)
+    rates[:] = np.linspace(0.2, 0.9, len(LEVELS))[:, None, None]
+    return (rates * np.array([0.1, 0.3, 0.6, 1.0])[:, None]).ravel()
+
+
+def test_a_text_without_repetition_has_no_continuation() -> None:
+    assert len(build(list(range(20))).grow(EVEN, 8).token_ids) == 0
+    assert len(build([]).grow(EVEN, 8).token_ids) == 0
+
+
+def test_no_node_is_allowed() -> None:
+    assert len(build([1, 1, 1]).grow(EVEN, 0).token_ids) == 0
+
+
+def test_a_copy_is_followed_past_its_own_beginning() -> None:
+    tree = build([5, 6, 7, 8, 5, 6]).grow(rates_by_length(), 6, min_score=0.0)
+    assert paths(tree)[0] == [7]
+    assert [7, 8, 5, 6, 7, 8] in paths(tree)
+    assert tree.match_len[0] == 2
+    assert tree.depth.tolist() == [len(path) for path in paths(tree)]
+
+
+def test_the_longest_match_speaks_for_a_token() -> None:
+    # "1 2" was followed by 3 once and by 4 twice, "9 1 2" by 3.
+    text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 9, 1, 2]
+    tree = build(text).grow(EVEN, 64)
+    roots = {
+        token: (match_len, count, total)
+        for token, parent, match_len, count, total in zip(
+            tree.token_ids.tolist(),
+            tree.parents.tolist(),
+            tree.match_len.tolist(),
+            tree.count.tolist(),
+            tree.total.tolist(),
+            strict=True,
+        )  # fmt: skip
+        if parent == -1
+    }
+    assert roots == {3: (3, 1, 1), 4: (2, 2, 3)}
+
+
+def test_branches_share_their_prefix() -> None:
+    text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 1, 2]
+    tree = build(text, min_ngram=2).grow(rates_by_length(), 5)
+    short = [path for path in paths(tree) if len(path) <= 2]
+    assert sorted(short) == [[3], [3, 4], [3, 5]]
+
+
+def test_equal_tokens_are_counted_up_to_the_visits() -> None:
+    tree = build([3] * 500).grow(rates_by_length(), 64, min_score=0.0)
+    assert tree.parents.tolist() == list(range(-1, 63))
+    assert set(tree.match_len.tolist()) == {32}
+    assert set(tree.total.tolist()) == {4}
+
+
+def test_matches_do_not_cross_a_border() -> None:
+    index = build([7, 8, 1], references=([1, 2, 3], [4, 7, 8]))
+    tree = index.grow(EVEN, 8)
+    assert paths(tree) == [[2], [2, 3]]
+    assert len(index) == 3
+    assert tree.match_len[0] == 1
+    # The match of "7 8" ends where the second reference does; "8" continues in the text.
+    assert paths(build([7, 8], references=([7, 8],)).grow(EVEN, 8)) == []
+
+
+def test_references_come_first() -> None:
+    with pytest.raises(ValueError, match="references come first"):
+        build([1]).add_reference([2])
+
+
+def test_match_lengths_are_limited() -> None:
+    text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
+    assert build(text, max_ngram=3).grow(EVEN, 1).match_len.tolist() == [3]
+    assert len(build(text, min_ngram=6).grow(EVEN, 1).token_ids) == 0
+    assert build(text, min_ngram=5).grow(EVEN, 1).token_ids.tolist() == [6]
+
+
+@pytest.mark.parametrize("limits", [(0, 8), (5, 4), (1, 33)])
+def test_senseless_limits_are_refused(limits: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"1 <= min_ngram <= max_ngram <= 32"):
+        SuffixIndex(*limits)
+
+
+def test_levels() -> None:
+    assert [level_of(n) for n in (1, 8, 9, 15, 16, 31, 32)] == [0, 7, 8, 8, 9, 9, 10]
+    assert reference.bucket_of(32, 5, 5) == NUM_BUCKETS - 1
+    assert reference.bucket_of(1, 1, 8) == 2
+
+
+def test_paths_below_the_least_score_are_left_out() -> None:
+    index = build([1, 2] * 20)
+    assert index.grow(EVEN, 64, min_score=0.2).score.tolist() == [0.5, 0.25]
+
+
+alphabets = st.sampled_from((2, 3, 5, 9))
+streams = alphabets.flatmap(lambda size: st.lists(st.integers(0, size - 1), max_size=150))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    text=streams,
+    other=streams,
+    cuts=st.lists(st.integers(0, 150), max_size=4),
+    limits=st.sampled_from(((1, 32), (1, 6), (2, 8), (3, 3), (1, 1), (5, 20))),
+    max_nodes=st.sampled_from((1, 7, 64)),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_the_plain_twin(
+    text: list[int],
+    other: list[int],
+    cuts: list[int],
+    limits: tuple[int, int],
+    max_nodes: int,
+    seed: int,
+) -> None:
+    rates = np.random.default_rng(seed).random(NUM_BUCKETS).astype(np.float32)
+    index, twin = SuffixIndex(*limits), reference.SuffixIndex(*limits)
+    for each in (index, twin):
+        each.add_reference(other)
+    pieces = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    for start, stop in zip(pieces, pieces[1:], strict=False):
+        index.extend(text[start:stop])
+        twin.extend(text[start:stop])
+        got, want = index.grow(rates, max_nodes), twin.grow(rates, max_nodes)
+        for field in FIELDS:
+            assert getattr(got, field).tolist() == getattr(want, field).tolist(), field
+    assert len(index) == len(twin) == len(text)
+
+
+def test_a_long_text_in_many_pieces_equals_one_insertion() -> None:
+    rng = np.random.default_rng(0)
+    text = rng.zipf(1.3, 20_000) % 3_000
+    whole, grown = SuffixIndex(), SuffixIndex()
+    whole.extend(text)
+    for piece in np.array_split(text, 997):
+        grown.extend(piece)
+    got, want = grown.grow(EVEN, 64), whole.grow(EVEN, 64)
+    assert len(got.token_ids) == 64
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
+    assert grown.nbytes <= 64 * len(text)
+    assert whole.nbytes <= 64 * len(text)
+
+
+def test_any_integer_array_may_be_indexed() -> None:
+    text = np.array([5, 6, 7, 5, 6], np.int64)
+    read_only = text.copy()
+    read_only.setflags(write=False)
+    for ids in (text, text.astype(np.int32), np.repeat(text, 2)[::2], read_only, text.tolist()):
+        assert build(ids).grow(EVEN, 1).token_ids.tolist() == [7]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_without_numba_the_package_is_imported_and_an_index_refused() -> None:
+    code = """
+import sys
+sys.modules["numba"] = None
+from lookahead_hf import ngram_pool
+assert not ngram_pool.available()
+for build in (ngram_pool.SuffixIndex, ngram_pool.compile_now):
+    try:
+        build()
+    except ImportError as error:
+        print(type(error).__name__, "pip install numba" in str(error))
+"""
+    assert run_python(code).split() == ["NumbaMissingError", "True"] * 2
+
+
+def test_import_is_light_and_compiling_in_the_background_ends() -> None:
+    code = """
+import sys
+from lookahead_hf import ngram_pool
+assert ngram_pool.available() and not ngram_pool.compiled()
+assert "numba" not in sys.modules
+ngram_pool.compile_in_background()
+ngram_pool.compile_in_background()
+import threading
+assert sum("compile" in thread.name for thread in threading.enumerate()) == 1
+ngram_pool.compile_now()
+assert ngram_pool.compiled()
+print(threading.active_count() <= 2)
+"""
+    assert run_python(code) == "True"
