@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.generation import logits_process as hf
 
+from lookahead_hf.logits.warpers import fuse
+
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(ids [1, columns], scores [1, vocab]) -> scores [1, vocab]`."""
 
@@ -68,9 +70,7 @@ class RowProcessors:
         self._processors = processors
         self._num_rows = num_rows
         self._unknown = _first_unknown(processors, num_rows)
-        self._bound: list[list[Processor]] = []
-        if self._unknown is None:
-            self._bound = [[_bind(p, row, num_rows) for p in processors] for row in range(num_rows)]
+        self._bound: list[list[Processor]] = []  # per row, made when the device is known
 
     @property
     def empty(self) -> bool:
@@ -82,6 +82,11 @@ class RowProcessors:
         """Whether no processor looks at the prefix."""
         known = self._unknown is None
         return known and all(type(p) in SCORES_ONLY for p in self._processors)
+
+    @property
+    def all_known(self) -> bool:
+        """Whether every class is known; one that is not may draw random numbers of its own."""
+        return self._unknown is None
 
     def unserved(self) -> str | None:
         """Name of the class that keeps this call from being asked row by row; None if none does.
@@ -103,9 +108,22 @@ class RowProcessors:
         """What plain's batched call gives the row after this prefix, [1, vocab]."""
         if self._unknown is not None:
             return self._processors(ids, scores)
+        if not self._bound:
+            self._bound = [self._chain(r, scores.device) for r in range(self._num_rows)]
         for processor in self._bound[row]:
             scores = processor(ids, scores)
         return scores
+
+    def _chain(self, row: int, device: torch.device) -> list[Processor]:
+        """The row's processors, the fastest that round as plain's batch does on this device."""
+        on_cpu = device.type == "cpu"
+        shaped = _SUM_OVER_VOCAB if on_cpu else SCORES_ONLY
+        copies = min(self._num_rows, 2) if on_cpu else self._num_rows
+        chain = [
+            functools.partial(_in_shape, p, copies) if type(p) in shaped and copies > 1 else p
+            for p in (_bind(p, row, self._num_rows) for p in self._processors)
+        ]
+        return fuse(chain) if on_cpu else chain
 
 
 def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | None:
@@ -122,27 +140,16 @@ def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | N
 
 def _bind(processor: Any, row: int, num_rows: int) -> Processor:
     """The processor as `row` of the batch meets it."""
-    kind = type(processor)
-    if kind in _BINDERS:
-        return _BINDERS[kind][1](processor, row, num_rows)
-    if kind in SCORES_ONLY:
-        return functools.partial(_in_shape, processor, num_rows)
-    return processor
+    binder = _BINDERS.get(type(processor))
+    return processor if binder is None else binder[1](processor, row, num_rows)
 
 
-def _in_shape(
-    processor: Any, num_rows: int, ids: torch.Tensor, scores: torch.Tensor
-) -> torch.Tensor:
+def _in_shape(processor: Any, copies: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Call a scores-only processor on so many rows that it rounds as in plain's batch.
 
-    Accelerators choose how to reduce by the shape; a CPU only tells one row from several.
+    Accelerators choose by the shape how to reduce; a CPU only tells one row from several.
     """
-    rows = num_rows
-    if scores.device.type == "cpu":
-        rows = min(num_rows, 2) if type(processor) in _SUM_OVER_VOCAB else 1
-    if rows == 1:
-        return processor(ids, scores)
-    return processor(ids, scores.repeat(rows, 1))[:1]
+    return processor(ids, scores.repeat(copies, 1))[:1]
 
 
 def _repetition_serves(processor: Any, num_rows: int) -> bool:

@@ -53,6 +53,11 @@ class RowStopping:
         return any(hasattr(c, "eos_token_id") for c in self._criteria)
 
     @property
+    def all_known(self) -> bool:
+        """Whether every class is known; one that is not may draw random numbers of its own."""
+        return not self._foreign
+
+    @property
     def by_token_and_length(self) -> bool:
         """Whether the newest token and the row's length alone decide."""
         return not (self._foreign or self._times or self._strings)

@@ -162,6 +162,7 @@ def test_an_unknown_class_is_served_alone_and_named_in_a_batch():
         processors = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(0.5), unknown])
         assert RowProcessors(processors, 2, COLUMNS).unserved() == type(unknown).__name__
         assert RowProcessors(processors, 1, COLUMNS).unserved() is None
+        assert not RowProcessors(processors, 1, COLUMNS).all_known
     counting = Counting()
     alone = RowProcessors(hf.LogitsProcessorList([counting]), 1, COLUMNS)
     scores = logits("fp32", 1)
@@ -204,7 +205,7 @@ def test_empty_and_scores_only_tell_the_engine_what_it_may_skip():
     warpers = RowProcessors(
         hf.LogitsProcessorList([MAKERS[n]() for n in ("temperature", "top_p")]), 2, COLUMNS
     )
-    assert warpers.scores_only and not warpers.empty
+    assert warpers.scores_only and warpers.all_known and not warpers.empty
 
 
 def test_the_given_processors_are_not_changed():

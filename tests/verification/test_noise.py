@@ -23,15 +23,20 @@ def plain_draws(probs: list[torch.Tensor]) -> list[list[int]]:
     return [torch.multinomial(p, 1).squeeze(1).tolist() for p in probs]
 
 
-def random_probs(steps: int, rows: int, vocab: int) -> list[torch.Tensor]:
+def random_probs(steps: int, rows: int, vocab: int, top: int | None = None) -> list[torch.Tensor]:
+    """Probabilities of some steps; all tokens but the `top` likeliest have none."""
     generator = torch.Generator().manual_seed(rows * vocab)
-    return [(3 * torch.randn(rows, vocab, generator=generator)).softmax(-1) for _ in range(steps)]
+    logits = [3 * torch.randn(rows, vocab, generator=generator) for _ in range(steps)]
+    if top is not None and top < vocab:
+        logits = [x.masked_fill(x < x.topk(top).values[:, -1:], -torch.inf) for x in logits]
+    return [x.softmax(-1) for x in logits]
 
 
+@pytest.mark.parametrize("top", [None, 3, 40], ids=["all", "top3", "top40"])
 @pytest.mark.parametrize(("rows", "vocab"), SHAPES)
-def test_picks_are_those_of_multinomial_in_any_order(rows: int, vocab: int):
+def test_picks_are_those_of_multinomial_in_any_order(rows: int, vocab: int, top: int | None):
     steps = 6
-    probs = random_probs(steps, rows, vocab)
+    probs = random_probs(steps, rows, vocab, top)
     torch.manual_seed(3)
     expected = plain_draws(probs)
     after = torch.get_rng_state()
@@ -71,24 +76,51 @@ def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
     with Noise(2, 50, "cpu", max_bytes=max_bytes) as noise:
         for step in order:
             assert torch.equal(noise.block(step), expected[step])
-            assert len(noise._recent) <= 5
-            assert len(noise._blocks) <= max(2, max_bytes // 400)
-        assert len(noise._checkpoints) == 60 // 8 + 1
+            assert len(noise._replay._recent) <= 5
+            assert len(noise._blocks) + len(noise._raw_blocks) <= max(2, max_bytes // 800)
+        assert len(noise._replay._checkpoints) == 60 // 8 + 1
 
 
 def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(noise_module, "_RECENT", 16)
-    draws = []
-    draw = Noise._draw
-    monkeypatch.setattr(Noise, "_draw", lambda self: draws.append(self._at) or draw(self))
     with Noise(2, 50, "cpu", max_bytes=0) as noise:
         noise.block(500)
-        draws.clear()
+        drawn = []
+        drew = noise._drew
+        monkeypatch.setattr(noise, "_drew", lambda: drawn.append(noise._replay.at) or drew())
         for step in range(70, 100):
             noise.block(step)
-    assert len(draws) <= 30 + 6 + 1
+    assert drawn == list(range(64, 100))
+
+
+def test_truncated_and_whole_rows_may_alternate():
+    whole, few = random_probs(8, 2, 6000), random_probs(8, 2, 6000, top=9)
+    probs = [(whole if step % 3 else few)[step] for step in range(8)]
+    torch.manual_seed(8)
+    expected = plain_draws(probs)
+    after = torch.get_rng_state()
+    torch.manual_seed(8)
+    with Noise(2, 6000, "cpu", max_bytes=0) as noise:
+        for row, steps in ((0, range(8)), (1, range(8)), (0, reversed(range(8)))):
+            for step in steps:
+                assert noise.pick(probs[step][row : row + 1], row, step) == expected[step][row]
+        noise.finish(8)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_without_the_short_way_the_picks_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(noise_module.mersenne, "is_exact", lambda: False)
+    probs = random_probs(5, 3, 900, top=7)
+    torch.manual_seed(8)
+    expected = plain_draws(probs)
+    torch.manual_seed(8)
+    with Noise(3, 900, "cpu") as noise:
+        assert not noise._raw_blocks
+        for row in range(3):
+            found = [noise.pick(p[row : row + 1], row, step) for step, p in enumerate(probs)]
+            assert found == [tokens[row] for tokens in expected]
 
 
 def test_while_a_call_is_open_nothing_else_sees_its_noise():
@@ -169,6 +201,11 @@ def test_in_order_noise_interleaves_with_other_draws_as_plain_does():
         noise.finish(4)
     assert found == expected
     assert torch.equal(torch.get_rng_state(), after)
+    together = random_probs(1, 3, 1009)[0]
+    torch.manual_seed(9)
+    expected = plain_draws([together])[0]
+    torch.manual_seed(9)
+    assert NoiseInOrder().pick_rows(together, 0).tolist() == expected
 
 
 def test_the_device_is_tried_before_it_is_trusted():

@@ -53,7 +53,8 @@ def never() -> torch.Tensor:
 def test_eos_and_length_are_decided_without_the_prefix(eos: Any):
     criteria = StoppingCriteriaList([EosTokenCriteria(eos), MaxLengthCriteria(9)])
     ours = RowStopping(criteria, 3)
-    assert ours.unserved() is None and ours.has_eos and ours.by_token_and_length
+    assert ours.unserved() is None and ours.has_eos
+    assert ours.by_token_and_length and ours.all_known
     for token in range(7):
         for columns in (1, 8, 9, 10):
             ids = torch.full((1, columns), 3)
@@ -117,7 +118,8 @@ def test_unknown_criteria_of_one_row_see_what_plain_shows_them(as_type: Any):
     ours_own, plains_own = LastIsEven(as_type), LastIsEven(as_type)
     ours = RowStopping(StoppingCriteriaList([MaxLengthCriteria(6), ours_own]), 1)
     plain = StoppingCriteriaList([MaxLengthCriteria(6), plains_own])
-    assert ours.unserved() is None and not ours.by_token_and_length
+    assert ours.unserved() is None
+    assert not ours.by_token_and_length and not ours.all_known
     for columns in range(1, 8):
         ids = torch.arange(3, 3 + columns)[None]
         assert asked(ours, ids, scores=("s",)) == plain_stops(plain, ids, ("s",))
