@@ -73,11 +73,7 @@ class SuffixIndex:
             NumbaMissingError: numba cannot be imported.
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
-        if not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
-            raise ValueError(
-                f"min_ngram={min_ngram} and max_ngram={max_ngram} were given: choose "
-                f"1 <= min_ngram <= max_ngram <= {LONGEST_MATCH}"
-            )
+        check_limits(min_ngram, max_ngram)
         _functions()
         self._limits = (min_ngram, max_ngram)
         self._text = np.empty(0, np.int32)
@@ -168,6 +164,20 @@ class SuffixIndex:
         heads = np.full(max(int(entries / FILL), len(self._heads) * 3 // 2), -1, np.int32)
         _functions().rehash(self._text, self._heads, heads)
         self._heads = heads
+
+
+def check_limits(min_ngram: int, max_ngram: int) -> None:
+    """Refuse match lengths that an index cannot tell apart.
+
+    Raises:
+        ValueError: They are no integers, or not `1 <= min_ngram <= max_ngram <= 32`.
+    """
+    integers = isinstance(min_ngram, int) and isinstance(max_ngram, int)
+    if not integers or not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
+        raise ValueError(
+            f"min_ngram={min_ngram!r} and max_ngram={max_ngram!r} were given: choose integers with "
+            f"1 <= min_ngram <= max_ngram <= {LONGEST_MATCH}"
+        )
 
 
 def level_of(match_len: int) -> int:

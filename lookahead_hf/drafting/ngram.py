@@ -1,0 +1,102 @@
+"""Drafts from the text itself: what followed the same tokens earlier in prompt and output.
+
+Prompt lookup follows one earlier occurrence. Here all recent ones are merged into a tree, and what
+a match of this length, so often confirmed, was worth so far decides how far each path is followed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.ngram_pool import Continuations, NumbaMissingError, SuffixIndex, available
+from lookahead_hf.ngram_pool.suffix_index import LONGEST_MATCH, NUM_BUCKETS, check_limits
+from lookahead_hf.steps import DraftTree, Evidence, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.rows import Rows
+
+# Measured on texts of a 135M model, on source code and on prose: the acceptance rate of the only
+# known continuation per class of match lengths, what is left of its misses when it was seen once,
+# twice or more often, and what is left of the rate when it is one of several, per quarter.
+ONLY_CONTINUATION = (0.28, 0.40, 0.52, 0.60, 0.63, 0.71, 0.72, 0.76, 0.82, 0.92, 0.97)
+MISSES_LEFT = (1.0, 0.65, 0.5)
+SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
+
+
+class NgramDrafter(Drafter):
+    """Grows one tree per row from an index of the row's text and, if there is one, encoder text."""
+
+    name: ClassVar[str] = "ngram"
+
+    def __init__(self, *, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
+        """Validate the options.
+
+        Args:
+            min_ngram: Shortest match that is drafted from.
+            max_ngram: Longest match that is told from shorter ones.
+
+        Raises:
+            NumbaMissingError: numba is not installed.
+            ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
+        """
+        check_limits(min_ngram, max_ngram)
+        if not available():
+            raise NumbaMissingError
+        self._limits = min_ngram, max_ngram
+        self._indexes: list[SuffixIndex] = []
+        self.rates = self.prior()
+
+    @property
+    def num_buckets(self) -> int:
+        return NUM_BUCKETS
+
+    def prior(self) -> np.ndarray:
+        misses = np.multiply.outer(1 - np.array(ONLY_CONTINUATION), MISSES_LEFT)
+        # [match lengths, shares, totals]
+        rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
+        return rates.astype(np.float32).ravel()
+
+    def begin(self, rows: Rows) -> None:
+        self._indexes = [SuffixIndex(*self._limits) for _ in range(rows.num_rows)]
+        for row, index in enumerate(self._indexes):
+            if rows.encoder_ids is not None:
+                index.add_reference(rows.encoder_ids[row])
+            index.extend(rows.context(row))
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        sizes = np.zeros(rows.num_rows + 1, np.int64)
+        grown = []
+        for row in np.flatnonzero(rows.live).tolist():
+            grown.append(self._indexes[row].grow(self.rates, max_nodes))
+            sizes[row + 1] = len(grown[-1].score)
+        return _joined(grown, sizes.cumsum()) if grown else DraftTree.empty(rows.num_rows)
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        for row in np.flatnonzero(verdict.num_emitted).tolist():
+            self._indexes[row].extend(verdict.emitted(row))
+
+    def end(self, rows: Rows) -> None:
+        self._indexes = []
+
+
+def _joined(grown: list[Continuations], row_offsets: np.ndarray) -> DraftTree:
+    """The trees of all rows, every node with its bucket as its evidence."""
+    num_nodes = int(row_offsets[-1])
+    evidence = Evidence(
+        np.arange(num_nodes + 1),
+        np.zeros(num_nodes, np.int32),
+        np.concatenate([tree.bucket for tree in grown]),
+    )
+    return DraftTree(
+        row_offsets,
+        np.concatenate([tree.token_ids for tree in grown], dtype=np.int64),
+        np.concatenate([tree.parents for tree in grown]),
+        np.concatenate([tree.depth for tree in grown]),
+        np.concatenate([tree.score for tree in grown], dtype=np.float32),
+        evidence,
+    )
