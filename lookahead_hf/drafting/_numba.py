@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookahead_hf.drafting._heap import pop, push
 from lookahead_hf.ngram_pool.jit import jit
 
 # Rows of the scratch arrays.
@@ -197,14 +198,9 @@ def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
 
 @jit
 def _take_likeliest(count, nodes, reach, heap, max_nodes):
-    """Leave the best nodes in `heap[:kept]`, likeliest first, and each one's index in PLACE.
-
-    The heap grows downwards from the end of the array while the taken nodes fill its beginning: a
-    node leaves the heap before it is written, so both fit.
-    """
+    """Leave the best nodes in `heap[:kept]`, likeliest first, and each one's index in PLACE."""
     roots = -1
-    for node in range(count - 1, -1, -1):
-        nodes[FIRST_CHILD, node] = -1
+    nodes[FIRST_CHILD, :count] = -1
     for node in range(count - 1, -1, -1):
         parent = nodes[PARENT, node]
         if parent >= 0:
@@ -214,54 +210,24 @@ def _take_likeliest(count, nodes, reach, heap, max_nodes):
             nodes[NEXT_SIBLING, node] = roots
             roots = node
     top = len(heap) - 1
-    size = _push_all(heap, top, 0, roots, nodes, reach)
+    size = _push_siblings(heap, top, 0, roots, nodes, reach)
     kept = 0
     while size > 0 and kept < max_nodes:
         node = heap[top]
-        size -= 1
-        last = heap[top - size]
-        _sift_down(heap, top, size, last, reach)
+        size = pop(heap, top, size, reach)
         nodes[PLACE, node] = kept
         heap[kept] = node
         kept += 1
-        size = _push_all(heap, top, size, nodes[FIRST_CHILD, node], nodes, reach)
+        size = _push_siblings(heap, top, size, nodes[FIRST_CHILD, node], nodes, reach)
     return kept
 
 
 @jit
-def _before(a, b, reach):
-    return reach[a] > reach[b] or (reach[a] == reach[b] and a < b)
-
-
-@jit
-def _push_all(heap, top, size, node, nodes, reach):
-    """Push a list of siblings; element i of the heap lies at `top - i`."""
+def _push_siblings(heap, top, size, node, nodes, reach):
     while node >= 0:
-        hole = size
-        while hole > 0 and _before(node, heap[top - (hole - 1) // 2], reach):
-            heap[top - hole] = heap[top - (hole - 1) // 2]
-            hole = (hole - 1) // 2
-        heap[top - hole] = node
-        size += 1
+        size = push(heap, top, size, node, reach)
         node = nodes[NEXT_SIBLING, node]
     return size
-
-
-@jit
-def _sift_down(heap, top, size, node, reach):
-    hole = 0
-    while True:
-        child = 2 * hole + 1
-        if child >= size:
-            break
-        if child + 1 < size and _before(heap[top - child - 1], heap[top - child], reach):
-            child += 1
-        if _before(node, heap[top - child], reach):
-            break
-        heap[top - hole] = heap[top - child]
-        hole = child
-    if size > 0:
-        heap[top - hole] = node
 
 
 @jit

@@ -57,7 +57,8 @@ class Calibration:
         """Take the sources' priors, and what earlier calls have kept of them."""
         self.names = tuple(names or unique_names(sources))
         self.bucket_starts = np.cumsum([0] + [s.num_buckets for s in sources], dtype=np.int64)
-        self._prior = np.concatenate([np.asarray(s.prior(), np.float32) for s in sources])
+        priors = [np.asarray(source.prior(), np.float32) for source in sources]
+        self._prior = np.concatenate([np.empty(0, np.float32), *priors])
         self.counts = np.zeros((2, len(self._prior))) if kept is None else kept.copy()
         self.gained = np.zeros_like(self.counts)
         weight = self.counts[1] + PRIOR_WEIGHT

@@ -52,6 +52,13 @@ class Drafter(ABC):
             One tree per row (`DraftTree.from_chains` takes plain lists); finished rows get none.
         """
 
+    def prepare(self, logits: torch.Tensor) -> None:  # noqa: B027 (an optional hook)
+        """The forward of a step is launched, its verdict not known: device work can start here.
+
+        Args:
+            logits: As `observe` gets them, which follows in any case.
+        """
+
     def observe(  # noqa: B027 (an optional hook)
         self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor
     ) -> None:

@@ -89,6 +89,8 @@ class Ensemble(Drafter):
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         proposals = [self._proposal(index, rows, max_nodes) for index in range(len(self._sources))]
+        if not self.working:
+            return DraftTree.empty(rows.num_rows)
         return merge(
             proposals,
             self._calibration,
@@ -96,6 +98,10 @@ class Ensemble(Drafter):
             vocab_size=self._vocab_size,
             max_depth=self._max_depth(rows),
         )
+
+    def prepare(self, logits: torch.Tensor) -> None:
+        for index, source in enumerate(self._sources):
+            self._guarded(index, lambda source=source: source.prepare(logits))  # type: ignore[misc]
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         self._calibration.update(draft, verdict)

@@ -1,0 +1,49 @@
+"""A compiled queue of nodes, likeliest first, equal ones in the order of their numbers.
+
+The heap lies upside down at the end of an array (element `i` at `top - i`), so that its owner can
+fill the same array from the beginning with what it has popped.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from lookahead_hf.ngram_pool.jit import jit
+
+
+@jit
+def before(a, b, reach):
+    """Whether node `a` leaves the queue before node `b`."""
+    return reach[a] > reach[b] or (reach[a] == reach[b] and a < b)
+
+
+@jit
+def push(heap, top, size, node, reach):
+    """Add a node; returns the new size."""
+    hole = size
+    while hole > 0 and before(node, heap[top - (hole - 1) // 2], reach):
+        heap[top - hole] = heap[top - (hole - 1) // 2]
+        hole = (hole - 1) // 2
+    heap[top - hole] = node
+    return size + 1
+
+
+@jit
+def pop(heap, top, size, reach):
+    """Remove the node at `heap[top]`, which the caller has read; returns the new size."""
+    size -= 1
+    node = heap[top - size]
+    hole = 0
+    while True:
+        child = 2 * hole + 1
+        if child >= size:
+            break
+        if child + 1 < size and before(heap[top - child - 1], heap[top - child], reach):
+            child += 1
+        if before(node, heap[top - child], reach):
+            break
+        heap[top - hole] = heap[top - child]
+        hole = child
+    if size > 0:
+        heap[top - hole] = node
+    return size

@@ -1,0 +1,230 @@
+"""How many nodes to verify: as many as bring the most tokens per second, none where none pay."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead_hf.drafting.costs import SIZES, CostCurve, CostModel
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+
+FIRST_TRIES = (16, 8, 32, 4, 64, 2, 24, 12, 48, 1, 128, 96, 192, 256)
+"""Sizes in the order in which an unknown curve is measured: where drafts mostly pay, first."""
+
+TRY_EVERY = 3
+"""Drafted steps per step that measures a size whose cost is hardly known."""
+
+REVISIT_EVERY = 32
+"""Drafted steps per step that measures a size again that may have become cheaper."""
+
+RENEW_EVERY = 128
+"""Drafted steps after which a plain step renews the cost that all others are compared with."""
+
+FIRST_REST, LONGEST_REST = 8, 256
+"""Plain steps before drafting is tried again; doubled with every try that does not pay."""
+
+PATIENCE = 3
+"""Steps in a row without a draft worth its cost until drafting rests."""
+
+RECOVERY = 8
+"""Steps in a row whose drafts pay until the next rest is a short one again."""
+
+
+class Budget:
+    """Chooses the number of draft nodes per row, the same for all rows of a step.
+
+    With "auto" it takes the size n of the greatest E[tokens(n)] / (cost(n) + drafting): the nodes'
+    calibrated probabilities say what to expect, corrected by how such promises were kept, and the
+    cost is measured. No draft at all is one of the sizes; where it wins again and again drafting
+    rests, for growing intervals, and is then tried again.
+    """
+
+    def __init__(
+        self, setting: str | int, max_nodes: int, costs: CostModel, rows: Rows, engine: str = ""
+    ) -> None:
+        """Budget one call.
+
+        Args:
+            setting: "auto", or the number of nodes that every step drafts if it can.
+            max_nodes: Most nodes per row.
+            costs: What is known of the model's costs.
+            rows: The texts of the call.
+            engine: Whatever changes the cost of a forward beside rows and length.
+        """
+        self._fixed = None if setting == "auto" else int(setting)
+        self._max_nodes = max_nodes
+        self._costs, self._rows, self._engine = costs, rows, engine
+        self._trust = Trust()
+        self._pace = Pace()
+        self._rest = Rest()
+        self._draft_seconds = 0.0
+        self._num_steps = 0
+        self._num_drafted = 0
+        self._plain_due = RENEW_EVERY if self._curve().num_samples(0) > 1 else 1
+
+    def wanted(self) -> int:
+        """Nodes per row to ask the drafter for now; 0 while drafting rests."""
+        if self._fixed is not None:
+            return min(self._fixed, self._max_nodes)
+        return 0 if self._rest.is_resting else self._max_nodes
+
+    def choose(self, tree: DraftTree) -> int:
+        """Nodes per row that are worth verifying.
+
+        Args:
+            tree: The draft, each row's nodes best first; `score` is the calibrated probability that
+                the path down to the node is accepted.
+        """
+        most = tree.max_nodes
+        if self._fixed is not None:
+            return min(self._fixed, most)
+        curve = self._curve()
+        sizes = np.array([*(n for n in SIZES if n < most), most])
+        tokens = self._expected_tokens(tree)[sizes]
+        seconds = curve.seconds(sizes) + self._draft_seconds * (sizes > 0)
+        best = int((tokens / seconds).argmax())
+        self._rest.note(pays=best > 0)
+        if best == 0 or self._plain_due <= 0:
+            return 0
+        tried = self._size_to_measure(curve, sizes, tokens, float(tokens[best] / seconds[best]))
+        return int(sizes[best]) if tried is None else tried
+
+    def observe(
+        self, draft: DraftTree, verdict: Verdict, step_seconds: float, draft_seconds: float
+    ) -> None:
+        """Learn from a step.
+
+        Args:
+            draft: What was verified.
+            verdict: What came of it.
+            step_seconds: Time of the step without drafting.
+            draft_seconds: Time of proposing and learning.
+        """
+        self._num_steps += 1
+        curve, nodes = self._curve(), draft.max_nodes
+        if self._num_steps > 1:  # the first step after a prefill also allocates and warms up
+            curve.observe(nodes, step_seconds)
+        if self._rest.step():
+            self._trust.ease()
+        if not nodes:
+            self._plain_due = RENEW_EVERY
+            return
+        self._plain_due -= 1
+        self._num_drafted += 1
+        weight = 1.0 if self._num_drafted == 1 else 0.1
+        self._draft_seconds += weight * (draft_seconds - self._draft_seconds)
+        self._trust.observe(float(draft.score.sum()), len(verdict.path))
+        if curve.num_samples(0) > 1:
+            self._pace.observe(verdict, step_seconds + draft_seconds, curve.plain_seconds)
+        if self._pace.is_behind and self._fixed is None:
+            self._rest.begin()
+            self._pace = Pace()
+
+    def _curve(self) -> CostCurve:
+        rows = self._rows
+        length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
+        return self._costs.curve(rows.num_rows, length, self._engine)
+
+    def _expected_tokens(self, tree: DraftTree) -> np.ndarray:
+        """Tokens that a step is expected to emit over all rows, by nodes per row, [1 + most]."""
+        sizes = np.diff(tree.row_offsets)
+        rank = np.arange(tree.num_nodes) - np.repeat(tree.row_offsets[:-1], sizes)
+        gain = np.bincount(rank, weights=tree.score, minlength=tree.max_nodes)
+        gained = np.concatenate([np.zeros(1), gain.cumsum()])
+        return float(self._rows.live.sum()) + self._trust.factor * gained
+
+    def _size_to_measure(
+        self, curve: CostCurve, sizes: np.ndarray, tokens: np.ndarray, best_rate: float
+    ) -> int | None:
+        """A size that could beat the best one if it cost no more than its neighbours suggest."""
+        revisit = self._num_drafted % REVISIT_EVERY == REVISIT_EVERY - 1
+        if self._num_drafted % TRY_EVERY and not revisit:
+            return None
+        expected = dict(zip(sizes.tolist(), tokens.tolist(), strict=True))
+        for size in FIRST_TRIES:
+            if size in expected and (revisit or curve.num_samples(size) < 2):
+                seconds = curve.seconds_at_best(size) + self._draft_seconds
+                if expected[size] / seconds > best_rate:
+                    return size
+        return None
+
+
+class Trust:
+    """How far the promised acceptance was kept lately."""
+
+    def __init__(self) -> None:
+        self._promised = 0.0
+        self._accepted = 0.0
+
+    @property
+    def factor(self) -> float:
+        """What a promise is worth: 1 at first and where promises are kept, less where not."""
+        return min(1.0, (1.0 + self._accepted) / (1.0 + self._promised))
+
+    def observe(self, promised: float, accepted: float) -> None:
+        """Note a step's expected and actual number of accepted nodes."""
+        self._promised = 0.95 * self._promised + promised
+        self._accepted = 0.95 * self._accepted + accepted
+
+    def ease(self) -> None:
+        """Let what was seen before a rest count half."""
+        self._promised *= 0.5
+        self._accepted *= 0.5
+
+
+class Pace:
+    """Tokens per second of the latest drafted steps beside what plain steps would have made."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._tokens = self._seconds = 0.0
+        self._plain_tokens = self._plain_seconds = 0.0
+
+    def observe(self, verdict: Verdict, seconds: float, plain_seconds: float) -> None:
+        """Note a step and how long a plain one takes."""
+        self._num_steps += 1
+        self._tokens = 0.9 * self._tokens + len(verdict.token_ids)
+        self._seconds = 0.9 * self._seconds + seconds
+        self._plain_tokens = 0.9 * self._plain_tokens + int(verdict.live.sum())
+        self._plain_seconds = 0.9 * self._plain_seconds + plain_seconds
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether enough steps were seen and plain ones would have been faster."""
+        slower = self._tokens * self._plain_seconds < self._plain_tokens * self._seconds
+        return self._num_steps >= 8 and slower
+
+
+class Rest:
+    """When to stop drafting and when to try again."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._length = FIRST_REST
+        self._misses = 0
+        self._hits = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is drafted now."""
+        return self._left > 0
+
+    def note(self, pays: bool) -> None:
+        """Note whether a draft was worth its cost."""
+        self._misses = 0 if pays else self._misses + 1
+        self._hits = self._hits + 1 if pays else 0
+        if self._hits >= RECOVERY:
+            self._length = FIRST_REST
+        if self._misses >= PATIENCE:
+            self.begin()
+
+    def begin(self) -> None:
+        """Stop drafting for a while."""
+        self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)
+        self._misses = PATIENCE - 1  # the try after a rest is a single one
+
+    def step(self) -> bool:
+        """Count a step; returns whether a rest has just ended."""
+        was_resting = self.is_resting
+        self._left = max(0, self._left - 1)
+        return was_resting and not self.is_resting

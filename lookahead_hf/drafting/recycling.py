@@ -1,0 +1,190 @@
+"""Drafts from the target's own logits: what it expected after the same tokens before.
+
+Token recycling (arXiv 2408.08696) keeps the best logits of every verified token; keyed by the last
+two tokens instead of one, and with the probability of each, they say a good deal more (STAND, arXiv
+2506.04708). The last logits' other candidates as guesses for the token after next are LogitSpec's
+(arXiv 2507.01449).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from lookahead_hf.drafting.best_tokens import BestTokens
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.recycling_reference import (
+    MIN_REACH,
+    NEXT_CLASSES,
+    NUM_BUCKETS,
+    TENTHS,
+)
+from lookahead_hf.steps import DraftTree, Evidence, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
+    from lookahead_hf.rows import Rows
+
+MAX_TOP_K = 64
+
+PAIR_PRIOR = [0.5, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01]
+SINGLE_PRIOR = [0.3, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
+NEXT_PRIOR = [0.05, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
+
+
+class RecyclingDrafter(Drafter):
+    """Grows its tree from the best logits of every node that was verified, accepted or not.
+
+    The rows of a call share one memory; it is empty when the call begins, unless `keep` is set.
+    """
+
+    name: ClassVar[str] = "recycling"
+
+    def __init__(self, *, top_k: int = 12, capacity: int = 16_384, keep: bool = False) -> None:
+        """Validate the options.
+
+        Args:
+            top_k: Next tokens to remember per context.
+            capacity: Contexts to remember; beyond that, old ones give way.
+            keep: Whether the memory outlives a call of this object.
+
+        Raises:
+            ValueError: An option is out of its range.
+        """
+        if not 1 <= top_k <= MAX_TOP_K:
+            raise ValueError(f"recycling: top_k is {top_k}, but must lie in 1..{MAX_TOP_K}")
+        if not 1 <= capacity <= 2**24:
+            raise ValueError(f"recycling: capacity is {capacity}, but must lie in 1..{2**24}")
+        self._top_k, self._capacity, self._keep = top_k, capacity, keep
+        self._memory: LogitsMemory | None = None
+        self._best: BestTokens | None = None
+
+    @property
+    def num_buckets(self) -> int:
+        return NUM_BUCKETS
+
+    def prior(self) -> np.ndarray:
+        return np.concatenate(
+            [
+                np.repeat(PAIR_PRIOR, TENTHS),
+                np.repeat(SINGLE_PRIOR, TENTHS),
+                np.repeat(NEXT_PRIOR, NEXT_CLASSES),
+            ]
+        ).astype(np.float32)
+
+    def begin(self, rows: Rows) -> None:
+        from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
+
+        if self._memory is None or not self._keep:
+            self._memory = LogitsMemory(self._top_k, self._capacity)
+        self._next_tokens = np.full((rows.num_rows, self._top_k), -1, np.int32)
+        self._next_probs = np.zeros((rows.num_rows, self._top_k), np.float32)
+
+    def seed(
+        self, rows: Rows, row: int, start: int, top_ids: np.ndarray, top_probs: np.ndarray
+    ) -> None:
+        """Remember what the target expected inside the prompt.
+
+        Args:
+            rows: The texts; each row has emitted its first token.
+            row: Row that the logits belong to.
+            start: Place in `rows.context(row)` of the token that the first logits follow.
+            top_ids: Likeliest next tokens after each token from there on, best first,
+                [tokens, at least top_k].
+            top_probs: Their probabilities, of the same shape.
+        """
+        context = rows.context(row)
+        end = start + len(top_ids)
+        last = context[start:end]
+        before = context[start - 1 : end - 1] if start else np.append(-1, context[: end - 1])
+        tokens = np.ascontiguousarray(top_ids[:, : self._top_k], np.int32)
+        probs = np.ascontiguousarray(top_probs[:, : self._top_k], np.float32)
+        self._remember(before, last, tokens, probs)
+        if end == rows.prompt_length(row):
+            self._note_rejected(row, int(context[end]), tokens[-1], probs[-1])
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        from lookahead_hf.drafting._recycling_numba import grow_trees
+
+        memory = self._memory
+        assert memory is not None, "begin() comes first"
+        contexts = np.array(
+            [_last_two(rows.context(row)) for row in range(rows.num_rows)], np.int64
+        )
+        offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
+            memory.keys, memory.tokens, memory.probs, contexts,
+            self._next_tokens, self._next_probs, rows.live, self.rates, max_nodes, MIN_REACH,
+        )  # fmt: skip
+        evidence = Evidence(entries, np.zeros(len(buckets), np.int32), buckets)
+        return DraftTree(offsets, tokens, parents, depth, score, evidence)
+
+    def prepare(self, logits: torch.Tensor) -> None:
+        self._best = BestTokens(logits, self._top_k)
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        best, self._best = self._best or BestTokens(logits, self._top_k), None
+        self._next_tokens[:] = -1
+        live = np.flatnonzero(verdict.live).tolist()
+        if not live:
+            return
+        contexts = [_contexts(rows, row, draft, verdict) for row in live]
+        before, last, place = (np.concatenate(parts) for parts in zip(*contexts, strict=True))
+        sizes = [len(context[0]) for context in contexts]
+        tokens, probs = best.take(np.repeat(live, sizes), place)
+        self._remember(before, last, tokens, probs)
+        for row, end in zip(live, np.cumsum(sizes).tolist(), strict=True):
+            self._note_rejected(row, rows.last_token(row), tokens[end - 1], probs[end - 1])
+
+    def end(self, rows: Rows) -> None:
+        self._best = None
+        if not self._keep:
+            self._memory = None
+
+    def _remember(
+        self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, probs: np.ndarray
+    ) -> None:
+        assert self._memory is not None, "begin() comes first"
+        self._memory.remember(before, last, tokens, probs)
+
+    def _note_rejected(
+        self,
+        row: int,
+        emitted: int,
+        tokens: np.ndarray,  # [top_k] int32
+        probs: np.ndarray,  # [top_k] float32
+    ) -> None:
+        """Keep what the target considered for the place of the last token but did not say."""
+        others = (tokens != emitted) & (tokens >= 0)
+        count = int(others.sum())
+        self._next_tokens[row] = -1
+        self._next_tokens[row, :count] = tokens[others]
+        self._next_probs[row, :count] = probs[others]
+
+
+def _last_two(context: np.ndarray) -> tuple[int, int]:
+    return (int(context[-2]) if len(context) > 1 else -1, int(context[-1]))
+
+
+def _contexts(
+    rows: Rows, row: int, draft: DraftTree, verdict: Verdict
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The last two tokens at each verified node of a row, and the node's place in the logits.
+
+    The accepted path comes last, its end at the very end, so that what was emitted overwrites what
+    was only considered.
+    """
+    context = rows.context(row)
+    length = len(context) - len(verdict.emitted(row))
+    nodes = draft.row(row)
+    tokens = np.concatenate([context[length - 1 : length], draft.token_ids[nodes]])
+    before = np.empty_like(tokens)
+    before[0] = context[length - 2] if length > 1 else -1
+    before[1:] = tokens[draft.parents[nodes] + 1]
+    accepted = np.concatenate([np.zeros(1, np.int64), verdict.accepted(row) + 1])
+    rejected = np.ones(len(tokens), bool)
+    rejected[accepted] = False
+    place = np.concatenate([np.flatnonzero(rejected), accepted])
+    return before[place], tokens[place], place

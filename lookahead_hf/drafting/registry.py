@@ -1,0 +1,117 @@
+"""Drafters by name, and objects of the user's beside them."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lookahead_hf.config import BUILT_IN_DRAFTERS, DEFAULT_DRAFTERS
+from lookahead_hf.drafting.compiled import has_numba
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.steps import DraftTree, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.rows import Rows
+
+_CLASSES = {
+    "ngram": ("ngram", "NgramDrafter"),
+    "recycling": ("recycling", "RecyclingDrafter"),
+    "prediction": ("prediction", "PredictionDrafter"),
+}
+
+_NEEDS_NUMBA = ("ngram", "recycling")
+
+
+def build(
+    drafters: Sequence[str | Drafter] | None,
+    options: Mapping[str, Mapping[str, Any]],
+    predictions: Sequence[np.ndarray] | None = None,
+) -> list[Drafter]:
+    """Make the drafters of one call.
+
+    Args:
+        drafters: Names and objects; None is the default set. Predictions add the drafter
+            "prediction" where it is not named; without any, its name stands for nothing.
+        options: Options by drafter name, checked by the drafter.
+        predictions: What the caller expects of each row, token ids.
+
+    Returns:
+        The drafters in order. Where numba is missing, those that keep an index are left out with a
+        warning.
+
+    Raises:
+        ValueError: An unknown name or option.
+    """
+    wanted = list(DEFAULT_DRAFTERS if drafters is None else drafters)
+    if predictions is not None and "prediction" not in wanted:
+        wanted.insert(0, "prediction")
+    built: list[Drafter] = []
+    for drafter in wanted:
+        if not isinstance(drafter, str):
+            built.append(drafter if isinstance(drafter, Drafter) else Adapted(drafter))
+        elif drafter == "prediction":
+            if predictions is not None:
+                built.append(_make(drafter, options, predictions))
+        elif _is_usable(drafter):
+            built.append(_make(drafter, options))
+    return built
+
+
+def _is_usable(name: str) -> bool:
+    if name not in _CLASSES:
+        raise ValueError(
+            f"there is no drafter {name!r}; there are {', '.join(BUILT_IN_DRAFTERS)}, and Drafter "
+            "objects of your own"
+        )
+    if name in _NEEDS_NUMBA and not has_numba():
+        warnings.warn(
+            f"the drafter {name!r} needs numba, which is not installed, and is left out "
+            "(`pip install numba`)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+def _make(name: str, options: Mapping[str, Mapping[str, Any]], *arguments: Any) -> Drafter:
+    module, cls = _CLASSES[name]
+    make: Callable[..., Drafter] = getattr(
+        importlib.import_module(f"lookahead_hf.drafting.{module}"), cls
+    )
+    given = dict(options.get(name, {}))
+    try:
+        return make(*arguments, **given)
+    except TypeError as error:
+        raise ValueError(f"options of the drafter {name!r}: {given!r}: {error}") from error
+
+
+class Adapted(Drafter):
+    """A user's object that has `propose` and perhaps more, but is no `Drafter`."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self.name = str(getattr(drafter, "name", Drafter.name))  # type: ignore[misc]
+
+    def begin(self, rows: Rows) -> None:
+        self._call("begin", rows)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return self._drafter.propose(rows, max_nodes)
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        self._call("observe", rows, draft, verdict, logits)
+
+    def end(self, rows: Rows) -> None:
+        self._call("end", rows)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        call = getattr(self._drafter, method, None)
+        if call is not None:
+            call(*arguments)

@@ -1,0 +1,78 @@
+"""What the target expected after the contexts it has seen: its best logits, by last tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead_hf.ngram_pool import _logits_numba as compiled
+from lookahead_hf.ngram_pool.logits_reference import WAYS
+
+
+class LogitsMemory:
+    """The k likeliest next tokens of contexts, keyed by their last two tokens and by the last one.
+
+    A bounded hash table in flat arrays: once a place is full, its oldest entry gives way.
+
+    Attributes:
+        keys: Contexts, [places, ways] int64, -1 where free.
+        tokens: Next tokens of each entry, likeliest first, [places * ways, k] int32, -1: none.
+        probs: Their probabilities, [places * ways, k] float32.
+    """
+
+    def __init__(self, top_k: int, capacity: int) -> None:
+        """Keep `top_k` tokens for each of at least `capacity` contexts."""
+        places = 1
+        while places * WAYS < capacity:
+            places *= 2
+        self.top_k = top_k
+        self.keys = np.full((places, WAYS), -1, np.int64)
+        self.tokens = np.empty((places * WAYS, top_k), np.int32)
+        self.probs = np.empty((places * WAYS, top_k), np.float32)
+        self._stamps = np.zeros((places, WAYS), np.int64)
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """Contexts that are remembered."""
+        return int((self.keys >= 0).sum())
+
+    def remember(
+        self,
+        before: np.ndarray,
+        last: np.ndarray,
+        tokens: np.ndarray,
+        probs: np.ndarray,
+    ) -> None:
+        """Note what the target expects after contexts; later ones overwrite earlier ones.
+
+        Args:
+            before: Token before the last one, -1 where there is none, [contexts] int64.
+            last: Last token, [contexts] int64.
+            tokens: Likeliest next tokens, best first, -1: none, [contexts, top_k] int32.
+            probs: Their probabilities, [contexts, top_k] float32.
+        """
+        self._clock = compiled.remember(
+            self.keys, self._stamps, self.tokens, self.probs, self._clock,
+            before, last, tokens, probs,
+        )  # fmt: skip
+
+    def find(self, before: int, last: int) -> int:
+        """Entry of the context `(before, last)`, of `last` alone for `before = -1`; -1: none."""
+        return int(compiled.find(self.keys, before, last))
+
+
+def top_rows(bits: np.ndarray, which: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The best tokens of rows of logits, with approximate probabilities.
+
+    Args:
+        bits: Bit patterns, [rows, vocab]: int16 of bfloat16 or int32 of float32.
+        which: Rows to look at, [wanted] int64.
+        top_k: Tokens per row.
+
+    Returns:
+        tokens: Best first, the lower id where two are equal, [wanted, top_k] int32, -1: none.
+        probs: Their probabilities, [wanted, top_k] float32.
+    """
+    tokens = np.empty((len(which), top_k), np.int32)
+    probs = np.empty((len(which), top_k), np.float32)
+    compiled.top_rows(bits, which, tokens, probs)
+    return tokens, probs
