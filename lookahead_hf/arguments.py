@@ -15,6 +15,9 @@ from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriter
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 
+OURS = ("speculative", "prediction")
+"""Arguments that transformers does not know."""
+
 CONFLICTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "custom_generate")
 """Settings of transformers that choose a decoding strategy of their own."""
 
@@ -29,11 +32,11 @@ class Arguments:
     def __init__(
         self, model: Any, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """`original` is the `generate` that the call would reach without us."""
+        """Raises TypeError where `original`, the `generate` without us, cannot be called so."""
         self._model, self._original = model, original
-        self.given = _by_name(original, args, kwargs)
-        self._asked = self.given.pop("speculative", None)
-        self._prediction = self.given.pop("prediction", None)
+        theirs = {name: value for name, value in kwargs.items() if name not in OURS}
+        self.given = _by_name(original, args, theirs)
+        self._asked, self._prediction = (kwargs.get(name) for name in OURS)
 
     def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
         """What decides about speculation: the value, and the configuration that it stands for.

@@ -114,11 +114,14 @@ class SpeculativeStats:
     def __str__(self) -> str:
         if self.fallback_reason is not None:
             return f"plain generate, nothing was speculated: {self.fallback_reason}"
+        speed = f"{self.tokens_per_step:.2f}" if self.row_steps else "no"
+        rate = f" ({self.acceptance_rate:.0%})" if self.num_drafted else ""
         lines = [
-            f"{self.tokens_per_step:.2f} tokens per step: {self.num_emitted} tokens in "
-            f"{self.num_steps} steps, {_counted(self.rows, 'row')}, engine {self.engine}",
-            f"{self.num_accepted} of {self.num_drafted} draft tokens accepted "
-            f"({self.acceptance_rate:.0%}), {self.num_moved} moved in the cache",
+            f"{speed} tokens per step: {_counted(self.num_emitted, 'token')} in "
+            f"{_counted(self.num_steps, 'step')}, {_counted(self.rows, 'row')}, "
+            f"engine {self.engine}",
+            f"{self.num_accepted} of {self.num_drafted} draft tokens accepted{rate}, "
+            f"{self.num_moved} moved in the cache",
             "ms: " + ", ".join(f"{phase} {getattr(self, phase + '_ms'):.1f}" for phase in PHASES),
         ]
         lines += [
@@ -133,7 +136,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 class _Rows(Protocol):
-    num_emitted: np.ndarray  # [rows]
+    num_text: np.ndarray  # [rows]
 
 
 class _Drafts(Protocol):
@@ -142,13 +145,20 @@ class _Drafts(Protocol):
 
 
 class StatsRecorder:
-    """Counts and times the steps of one call."""
+    """Counts and times the steps of one call.
+
+    Attributes:
+        step_seconds: What the latest step took beside the drafting.
+    """
+
+    step_seconds = 0.0
 
     def __init__(self, num_rows: int) -> None:
         self._steps = 0
         self._moved = 0
         self._max_width = 0
         self._milliseconds = dict.fromkeys(PHASES, 0.0)
+        self._before = 0.0
         self._row_steps = np.zeros(num_rows, np.int64)
         self._drafted = np.zeros(num_rows, np.int64)
         self._accepted = np.zeros(num_rows, np.int64)
@@ -173,6 +183,9 @@ class StatsRecorder:
             num_moved: Accepted tokens that the commit had to move in the cache.
         """
         self._steps += 1
+        total = sum(self._milliseconds[name] for name in ("forward", "verify", "commit"))
+        self.step_seconds = (total - self._before) / 1e3
+        self._before = total
         self._moved += num_moved
         self._row_steps += verdict.live
         self._drafted += np.diff(draft.row_offsets)
@@ -189,7 +202,7 @@ class StatsRecorder:
             engine: How the call was verified.
             drafts: The call's drafts, which know what each source contributed.
         """
-        per_row = (self._row_steps, rows.num_emitted, self._drafted, self._accepted)
+        per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
         row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
         deepest = max(self._accepted_histogram, default=-1)
         spent = self._milliseconds

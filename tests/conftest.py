@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel's module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests.fakes import PlainDecoding
+
 torch.set_num_threads(1)
 
 
@@ -44,3 +46,20 @@ def fixed_seed() -> Iterator[None]:
     """Every test begins with the same random numbers."""
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """No call decodes plainly because numba still compiles."""
+    from lookahead_hf import ngram_pool
+
+    if ngram_pool.available():
+        ngram_pool.compile_now()
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> PlainDecoding:
+    """Plain decoding in place of ours: what matters is which calls reach it, and how."""
+    fake = PlainDecoding()
+    monkeypatch.setattr("lookahead_hf.strategy.decode", fake)
+    return fake

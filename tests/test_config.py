@@ -1,0 +1,132 @@
+"""`SpeculativeConfig`: what it allows, how it is stored and resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lookahead_hf.config import (
+    BUILT_IN_DRAFTERS,
+    DEFAULT_DRAFTERS,
+    PRESETS,
+    SpeculativeConfig,
+    drafter_name,
+)
+
+OBJECT = SimpleNamespace(propose=print, name="mine")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drafters": "ngram"}, "tuple of names"),
+        ({"drafters": 3}, "tuple of names"),
+        ({"drafters": ()}, "speculative=False"),
+        ({"drafters": ("ngrams",)}, "there are ngram, recycling"),
+        ({"drafters": ("ngram", "ngram")}, "twice"),
+        ({"drafters": (object(),)}, "method `propose`"),
+        ({"drafters": (type("Mine", (), {"propose": print}),)}, "neither"),
+        ({"max_draft_nodes": 0}, "from 1 on"),
+        ({"max_draft_nodes": 2.5}, "from 1 on"),
+        ({"max_draft_nodes": True}, "from 1 on"),
+        ({"budget": "much"}, '"auto" or an int'),
+        ({"budget": -1}, "from 0 to max_draft_nodes=64"),
+        ({"budget": 65}, "from 0 to max_draft_nodes=64"),
+        ({"budget": False}, '"auto" or an int'),
+        ({"verification": "rejection"}, "known: exact"),
+        ({"on_fallback": "raise"}, "known: warn, error, silent"),
+        ({"options": ["ngram"]}, "must be a dict"),
+        ({"options": {"ngrams": {}}}, "no such drafter"),
+        ({"options": {"ngram": 3}}, "must be a dict with names"),
+        ({"options": {"ngram": {3: 4}}}, "must be a dict with names"),
+    ],
+)
+def test_values_that_are_not_allowed(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig(**fields)
+
+
+def test_values_that_are_allowed() -> None:
+    config = SpeculativeConfig(
+        drafters=["ngram", OBJECT],  # type: ignore[arg-type]
+        max_draft_nodes=1,
+        budget=0,
+        options={"mine": {"depth": 3}, "prediction": {}},
+    )
+    assert config.drafters == ("ngram", OBJECT)
+    assert [drafter_name(drafter) for drafter in config.drafters] == ["ngram", "mine"]
+    assert SpeculativeConfig(budget=64).budget == 64
+
+
+def test_it_is_frozen_and_keeps_what_it_was_given() -> None:
+    options: dict[str, dict[str, Any]] = {"ngram": {"depth": 3}}
+    config = SpeculativeConfig(options=options)
+    options["ngram"]["depth"] = 4
+    assert config.options == {"ngram": {"depth": 3}}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.budget = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SpeculativeConfig(),
+        SpeculativeConfig(("ngram",), 32, 8, "exact", "error", {"ngram": {"sizes": (2, 3)}}),
+    ],
+)
+def test_through_json_and_back(config: SpeculativeConfig) -> None:
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert stored == config.to_dict()
+    back = SpeculativeConfig.from_dict(stored)
+    assert back.to_dict() == stored
+    assert back.drafters == config.drafters
+    assert SpeculativeConfig.resolve(stored) == SpeculativeConfig.resolve_stored(stored) == back
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"drafters": ("ngram", OBJECT)}, r"drafters\[1\]"),
+        ({"options": {"ngram": {"index": OBJECT}}}, r"options\['ngram'\]\['index'\]"),
+    ],
+)
+def test_objects_are_refused_by_name_when_stored(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(ValueError, match=where):
+        SpeculativeConfig(**fields).to_dict()
+    with pytest.raises(ValueError, match=where):
+        SpeculativeConfig.from_dict(fields)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(ValueError, match="no field 'drafter'; it has drafters, max_draft_nodes"):
+        SpeculativeConfig.from_dict({"drafter": "ngram"})
+
+
+def test_resolve() -> None:
+    config = SpeculativeConfig(budget=3)
+    assert SpeculativeConfig.resolve(None) is None
+    assert SpeculativeConfig.resolve(False) is None
+    assert SpeculativeConfig.resolve(True) == SpeculativeConfig()
+    assert SpeculativeConfig.resolve(config) is config
+    assert SpeculativeConfig.resolve({"budget": 3}) == config
+    for value in ("fast", 1, 0, 2.0, ["ngram"]):
+        with pytest.raises(ValueError, match="speculative"):
+            SpeculativeConfig.resolve(value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name: str) -> None:
+    config = SpeculativeConfig.resolve(name)
+    assert config is not None
+    assert set(config.drafters or DEFAULT_DRAFTERS) <= set(BUILT_IN_DRAFTERS)
+    assert SpeculativeConfig.resolve_stored(name) == config
+
+
+@pytest.mark.parametrize("value", [SpeculativeConfig(), 1, 1.5, object(), ("ngram",)])
+def test_a_generation_config_holds_json_values_only(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"config\.to_dict\(\)"):
+        SpeculativeConfig.resolve_stored(value)

@@ -1,0 +1,230 @@
+"""Calls that cannot be speculated: plain's own text, said once, for a reason of the closed list."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+import lookahead_hf
+from lookahead_hf import fallback
+from lookahead_hf.fallback import FallbackReason, Unserved
+from tests.fakes import PlainDecoding
+from tests.models import prompt, tiny
+
+Warned = lookahead_hf.SpeculationFallbackWarning
+
+
+@pytest.fixture
+def model() -> Any:
+    return lookahead_hf.enable(tiny("llama"))
+
+
+def run(model: Any, **kwargs: Any) -> Any:
+    ids = prompt()
+    settings = {"max_new_tokens": 6, "do_sample": False, **kwargs}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+
+def ids_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+SETTINGS = [
+    ("beams", {"num_beams": 2}),
+    ("beams", {"num_beams": 2, "do_sample": True}),
+    ("no_cache", {"use_cache": False}),
+    ("cache_implementation", {"cache_implementation": "static"}),
+    ("guidance", {"guidance_scale": 1.5}),
+    ("records", {"return_dict_in_generate": True, "output_scores": True}),
+    ("records", {"return_dict_in_generate": True, "output_logits": True}),
+    ("records", {"return_dict_in_generate": True, "output_hidden_states": True}),
+]
+
+
+@pytest.mark.parametrize(("reason", "settings"), SETTINGS)
+def test_settings_that_are_not_served(
+    model: Any, decoding: PlainDecoding, reason: str, settings: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    expected = run(model, **settings)
+    torch.manual_seed(0)
+    with pytest.warns(Warned, match=rf"LlamaForCausalLM runs plain generate: .*\[{reason}\]"):
+        got = run(model, **settings, speculative=True)
+    assert torch.equal(ids_of(got), ids_of(expected))
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason == reason
+    if not isinstance(got, torch.Tensor):
+        assert got.speculative_stats is stats
+        assert got.keys() == expected.keys()
+    assert not decoding.calls
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 1},
+        {"use_cache": True},
+        {"cache_implementation": "dynamic"},
+        {"guidance_scale": 1},
+        {"return_dict_in_generate": True},
+        {"output_scores": True},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"penalty_alpha": 0.6, "do_sample": True},
+        {"token_healing": False},
+    ],
+)
+def test_settings_that_are_served(
+    model: Any, decoding: PlainDecoding, settings: dict[str, Any]
+) -> None:
+    run(model, **settings, speculative=True)
+    assert len(decoding.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings"),
+    [
+        ("decoding_method", {"penalty_alpha": 0.6, "top_k": 4}),
+        ("decoding_method", {"dola_layers": "low"}),
+        ("decoding_method", {"constraints": [1]}),
+        ("decoding_method", {"force_words_ids": [[1]]}),
+        ("continuous_batching", {"cache_implementation": "paged"}),
+        ("token_healing", {"token_healing": True}),
+        ("records", {"output_attentions": True}),
+        ("cache_implementation", {"cache_implementation": "quantized"}),
+        ("cache_implementation", {"cache_implementation": "offloaded"}),
+    ],
+)
+def test_settings_whose_plain_call_needs_more(reason: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(Unserved) as raised:
+        fallback.check_settings({"use_cache": True, **settings}.get)
+    assert raised.value.reason == reason
+
+
+def test_settings_in_a_generation_config_count_too(model: Any, decoding: PlainDecoding) -> None:
+    model.generation_config.num_beams = 2
+    with pytest.warns(Warned, match="beams"):
+        run(model, speculative=True)
+    run(model, speculative=True, num_beams=1)
+    assert len(decoding.calls) == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_active_dropout(name: str, decoding: PlainDecoding) -> None:
+    model = lookahead_hf.enable(tiny(name)).train()
+    if name == "llama":
+        run(model, speculative=True)  # trainers generate in training mode, without dropout
+        assert len(decoding.calls) == 1
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+    torch.manual_seed(0)
+    expected = run(model)
+    torch.manual_seed(0)
+    with pytest.warns(Warned, match=r"dropout.*model\.eval\(\)"):
+        assert torch.equal(run(model, speculative=True), expected)
+    count = len(decoding.calls)
+    run(model.eval(), speculative=True)
+    assert len(decoding.calls) == count + 1
+
+
+def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
+    run(model, speculative=True)
+    assert len(decoding.calls) == 1
+    model.train()
+    with pytest.raises(Unserved, match="gradient checkpointing"):
+        fallback.check_model(model)
+
+
+def test_encoder_decoder(decoding: PlainDecoding) -> None:
+    config = T5Config(
+        vocab_size=100, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = lookahead_hf.enable(T5ForConditionalGeneration(config).eval())
+    expected = run(model)
+    with pytest.warns(Warned, match="encoder_decoder"):
+        assert torch.equal(run(model, speculative=True), expected)
+    assert not decoding.calls
+
+
+def test_recurrent_state(decoding: PlainDecoding) -> None:
+    config = MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=8)
+    model = MambaForCausalLM(config).eval()
+    with pytest.raises(Unserved) as raised:
+        fallback.check_model(model)
+    assert raised.value.reason == "stateful"
+
+
+def test_other_models_that_are_not_served(model: Any) -> None:
+    model._tp_size = 2
+    with pytest.raises(Unserved, match="tensor_parallel"):
+        fallback.check_model(model)
+    model._tp_size = None
+    ALoraLinearVariant = type("ALoraLinearVariant", (), {})
+    model.lm_head.lora_variant = {"default": ALoraLinearVariant()}
+    with pytest.raises(Unserved, match="adapter"):
+        fallback.check_model(model)
+    model.lm_head.lora_variant = {"default": object()}
+    fallback.check_model(model)
+
+
+def test_it_is_said_once_per_model_and_reason(model: Any) -> None:
+    other = lookahead_hf.enable(tiny("gpt2"))
+    calls = [(model, {"num_beams": 2})] * 2 + [(model, {"use_cache": False})] * 2
+    calls += [(other, {"num_beams": 2})] * 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each, settings in calls:
+            run(each, **settings, speculative=True)
+    ours = [warning for warning in caught if warning.category is Warned]
+    assert [str(w.message).partition(" ")[0] for w in ours] == [
+        "LlamaForCausalLM", "LlamaForCausalLM", "GPT2LMHeadModel",
+    ]  # fmt: skip
+    assert {warning.filename for warning in ours} == {__file__}
+
+
+def test_silent_and_error(model: Any) -> None:
+    run(model, num_beams=2, speculative={"on_fallback": "silent"})
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason == "beams"
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match=r"beams.*pass num_beams=1"):
+        run(model, num_beams=2, speculative={"on_fallback": "error"})
+
+
+def test_every_reason_says_what_stands_in_the_way() -> None:
+    for reason in FallbackReason:
+        assert reason.text
+        assert str(reason) == reason.value == reason == reason.name.lower()
+        said = str(Unserved(reason, "detail"))
+        assert said.startswith(reason.text) and f"[{reason}]" in said
+        assert ("To speculate" in said) is bool(reason.fix)
+
+
+def test_a_fix_of_its_own_replaces_the_reasons() -> None:
+    said = str(Unserved(FallbackReason.BEAMS, fix="ask less"))
+    assert said.endswith("To speculate, ask less")
+    assert "num_beams" not in said
+
+
+def test_reports_do_not_keep_a_model_alive() -> None:
+    import gc
+    import weakref
+
+    class Model:
+        pass
+
+    model = Model()
+    with pytest.warns(Warned):
+        fallback.report(model, Unserved(FallbackReason.MODEL), "warn")
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+    with pytest.warns(Warned):
+        fallback.report(SimpleNamespace, Unserved(FallbackReason.MODEL), "warn")

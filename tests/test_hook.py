@@ -1,0 +1,393 @@
+"""`generate` with and without the hook: on one object, on a class, on every model; copies of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import threading
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaForCausalLM
+
+import lookahead_hf
+from lookahead_hf.hook import Hook, unwrap
+from tests.fakes import PlainDecoding
+from tests.models import prompt, tiny
+
+STOCK = GenerationMixin.generate
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny("llama")
+
+
+@pytest.fixture
+def everywhere() -> Any:
+    lookahead_hf.enable_everywhere()
+    yield
+    lookahead_hf.disable_everywhere()
+
+
+def run(model: Any, **kwargs: Any) -> torch.Tensor:
+    ids = prompt()
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **kwargs
+    )
+
+
+def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A wrapper such as libraries bind on a model object."""
+    return type(self).generate(self, *args, **kwargs)
+
+
+def repository_generate(model: Any, **kwargs: Any) -> Any:
+    """What a repository with `custom_generate` binds."""
+    return type(model).generate(model, **kwargs)
+
+
+def test_without_hook_the_argument_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="speculative"):
+        run(model, speculative=True)
+    assert not hasattr(GenerationConfig, "speculative")
+
+
+def test_enabled_model_decodes_by_us_and_disable_leaves_no_trace(
+    model: Any, decoding: PlainDecoding
+) -> None:
+    before, of_class, of_config = (
+        dict(vars(model)),
+        dict(vars(GenerationMixin)),
+        vars(GenerationConfig).copy(),
+    )
+    expected = run(model)
+    assert lookahead_hf.enable(model) is model
+    assert torch.equal(run(model, speculative=True), expected)
+    assert len(decoding.calls) == 1
+    assert set(vars(model)) == {*before, "generate"}
+    lookahead_hf.disable(model)
+    assert vars(model) == before
+    assert dict(vars(GenerationMixin)) == of_class
+    assert vars(GenerationConfig) == of_config
+
+
+def test_enabling_twice_is_enabling_once(model: Any, decoding: PlainDecoding) -> None:
+    lookahead_hf.enable(lookahead_hf.enable(model))
+    run(model, speculative=True)
+    assert len(decoding.calls) == 1
+    lookahead_hf.disable(model)
+    assert "generate" not in vars(model)
+    lookahead_hf.disable(model)
+
+
+@pytest.mark.parametrize("kind", ["method", "partial"])
+def test_what_is_bound_is_wrapped_and_put_back(
+    model: Any, decoding: PlainDecoding, kind: str
+) -> None:
+    bound: Any = MethodType(own_generate, model)
+    if kind == "partial":
+        bound = functools.partial(repository_generate, model=model)
+    vars(model)["generate"] = bound
+    ids = prompt()
+    expected = model.generate(inputs=ids, max_new_tokens=6)
+    lookahead_hf.enable(model)
+    assert torch.equal(model.generate(inputs=ids, max_new_tokens=6), expected)
+    if kind == "method":
+        run(model, speculative=True)
+        assert len(decoding.calls) == 1
+    lookahead_hf.disable(model)
+    assert vars(model)["generate"] is bound
+
+
+def test_a_repositorys_own_generate_runs_plainly(model: Any, decoding: PlainDecoding) -> None:
+    vars(model)["generate"] = functools.partial(repository_generate, model=model)
+    lookahead_hf.enable(model)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="own_generate"):
+        model.generate(inputs=prompt(), max_new_tokens=4, speculative=True)
+    assert not decoding.calls
+
+
+def test_enabled_restores_what_it_found(model: Any) -> None:
+    with lookahead_hf.enabled(model) as same:
+        assert same is model
+        hook = vars(model)["generate"]
+        with lookahead_hf.enabled(model):
+            assert vars(model)["generate"] is hook
+            lookahead_hf.disable(model)
+        assert vars(model)["generate"] is hook
+    assert "generate" not in vars(model)
+
+
+def test_enabled_restores_after_an_exception(model: Any) -> None:
+    with pytest.raises(KeyError), lookahead_hf.enabled(model):
+        raise KeyError
+    assert "generate" not in vars(model)
+
+
+def test_signature_and_name_pass_through(model: Any, everywhere: None) -> None:
+    assert inspect.signature(GenerationMixin.generate) == inspect.signature(STOCK)
+    expected = inspect.signature(MethodType(STOCK, model))
+    lookahead_hf.enable(model)
+    assert inspect.signature(model.generate) == expected
+    assert model.generate.__name__ == "generate"
+    assert inspect.signature(lookahead_hf.SpeculativeMixin.generate) == inspect.signature(STOCK)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_has_a_hook_of_its_own(
+    model: Any, decoding: PlainDecoding, how: str, bound: bool
+) -> None:
+    if bound:
+        vars(model)["generate"] = MethodType(own_generate, model)
+    lookahead_hf.enable(model)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, buffer := io.BytesIO())
+        other = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    assert isinstance(vars(other)["generate"], Hook)
+    run(other, speculative=True)
+    assert decoding.calls[0].model is other
+    lookahead_hf.disable(other)
+    if bound:
+        assert vars(other)["generate"] == MethodType(own_generate, other)
+    else:
+        assert "generate" not in vars(other)
+    assert isinstance(vars(model)["generate"], Hook)
+
+
+def test_a_saved_model_is_an_ordinary_one(model: Any, tmp_path: Path) -> None:
+    lookahead_hf.enable(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    lookahead_hf.disable(model)
+    assert "generate" not in vars(loaded)
+    assert torch.equal(run(loaded), run(model))
+
+
+def test_everywhere_reaches_every_model_and_goes(model: Any, decoding: PlainDecoding) -> None:
+    lookahead_hf.enable_everywhere()
+    lookahead_hf.enable_everywhere()
+    run(model, speculative=True)
+    run(tiny("gpt2"), speculative=True)
+    assert len(decoding.calls) == 2
+    lookahead_hf.disable_everywhere()
+    assert GenerationMixin.generate is STOCK
+    with pytest.raises(ValueError, match="speculative"):
+        run(model, speculative=True)
+    lookahead_hf.disable_everywhere()
+
+
+def test_everywhere_under_somebody_elses_wrapper_only_passes_on(model: Any) -> None:
+    lookahead_hf.enable_everywhere()
+    ours = GenerationMixin.generate
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(self, *args, **kwargs)
+
+    GenerationMixin.generate = theirs
+    try:
+        lookahead_hf.disable_everywhere()
+        assert GenerationMixin.generate is theirs
+        with pytest.raises(ValueError, match="model_kwargs"):
+            run(model, speculative=True)
+    finally:
+        GenerationMixin.generate = STOCK
+
+
+def test_hooks_on_class_and_object_step_aside_for_each_other(
+    model: Any, decoding: PlainDecoding, everywhere: None
+) -> None:
+    expected = run(model)
+    lookahead_hf.enable(model)
+    assert torch.equal(run(model, speculative=True), expected)
+    assert len(decoding.calls) == 1
+    lookahead_hf.set_default(model, True)
+    assert torch.equal(run(model, speculative=False), expected)
+    assert torch.equal(run(model), expected)
+    assert len(decoding.calls) == 2
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning):
+        run(model, num_beams=2)
+    assert len(decoding.calls) == 2
+
+
+def test_mixin_is_the_strategy(decoding: PlainDecoding) -> None:
+    class Mine(lookahead_hf.SpeculativeMixin, LlamaForCausalLM):
+        pass
+
+    plain = tiny("llama")
+    model = Mine(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    model.generation_config = plain.generation_config
+    assert Mine.can_generate()
+    assert torch.equal(run(model, speculative=True), run(plain))
+    assert len(decoding.calls) == 1
+    lookahead_hf.enable(model)
+    run(model, speculative=True)
+    assert len(decoding.calls) == 2
+
+
+class Wrapper:
+    """A quantiser's wrapper: no module, `generate` passes on."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.generate(*args, **kwargs)
+
+
+class Adapted(nn.Module):
+    """PEFT's shape: the model below a tuner that passes attributes on."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        functools.partial(torch.compile, backend="eager"),
+        nn.DataParallel,
+        Wrapper,
+        Adapted,
+        lambda model: SimpleNamespace(model=Wrapper(model).model),
+        lambda model: torch.compile(Adapted(model), backend="eager"),
+    ],
+    ids=["compile", "DataParallel", "quantiser", "peft", "pipeline", "compile(peft)"],
+)
+def test_wrappers_are_looked_into(model: Any, decoding: PlainDecoding, wrap: Any) -> None:
+    wrapped = wrap(model)
+    assert unwrap(wrapped) is model
+    lookahead_hf.enable(wrapped)
+    expected = run(model)
+    reached = wrapped if hasattr(wrapped, "generate") else model
+    assert torch.equal(run(reached, speculative=True), expected)
+    assert decoding.calls[0].model is model
+    stats = lookahead_hf.last_stats(wrapped)
+    assert stats is not None and stats.engine == "plain"
+    lookahead_hf.disable(wrapped)
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's, about transformers
+def test_peft_at_either_level(model: Any, decoding: PlainDecoding) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM")).eval()
+    expected = adapted.generate(input_ids=prompt(), max_new_tokens=6)
+    for level in (adapted, adapted.base_model, model):
+        lookahead_hf.enable(level)
+        got = adapted.generate(input_ids=prompt(), max_new_tokens=6, speculative=True)
+        assert torch.equal(got, expected)
+        lookahead_hf.disable(level)
+    got = lookahead_hf.generate(adapted, input_ids=prompt(), max_new_tokens=6)
+    assert torch.equal(got, expected)
+    assert len(decoding.calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (None, r"enable_everywhere\(\)"),
+        (nn.Linear(2, 2), "Linear is no transformers model"),
+        ("gpt2", "str is no transformers model"),
+        (LlamaForCausalLM, "is a class"),
+    ],
+)
+def test_what_is_no_model_is_refused(thing: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lookahead_hf.enable(thing)
+
+
+def test_functional_form_patches_nothing(model: Any, decoding: PlainDecoding) -> None:
+    before, expected = dict(vars(model)), run(model)
+    ids = prompt()
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
+    assert torch.equal(lookahead_hf.generate(model, ids, **arguments), expected)
+    assert len(decoding.calls) == 1
+    lookahead_hf.generate(model, ids, **arguments, speculative=False)
+    lookahead_hf.set_default(model, False)
+    lookahead_hf.generate(model, ids, **arguments)
+    assert len(decoding.calls) == 1
+    assert vars(model) == before
+    assert GenerationMixin.generate is STOCK
+
+
+def test_functional_form_on_an_enabled_model(model: Any, decoding: PlainDecoding) -> None:
+    lookahead_hf.enable(model)
+    lookahead_hf.generate(model, prompt(), max_new_tokens=4)
+    assert len(decoding.calls) == 1
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning):
+        lookahead_hf.generate(model, prompt(), max_new_tokens=4, num_beams=2)
+    assert len(decoding.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "value", [True, "prompt_lookup", lookahead_hf.SpeculativeConfig(max_draft_nodes=8)]
+)
+def test_default_is_kept_by_save_pretrained(
+    model: Any, decoding: PlainDecoding, tmp_path: Path, value: Any
+) -> None:
+    model.generation_config._from_model_config = True
+    lookahead_hf.set_default(model, value)
+    model.save_pretrained(tmp_path)
+    loaded = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(tmp_path))
+    run(loaded)
+    resolve = lookahead_hf.SpeculativeConfig.resolve
+    assert [call.request.config for call in decoding.calls] == [resolve(value)]
+    lookahead_hf.set_default(loaded, None)
+    assert not hasattr(loaded.generation_config, "speculative")
+    run(loaded)
+    assert len(decoding.calls) == 1
+
+
+def test_default_refuses_what_cannot_be_stored(model: Any) -> None:
+    config = lookahead_hf.SpeculativeConfig(drafters=(SimpleNamespace(propose=print),))
+    for value in (config, 3, "unknown", object()):
+        with pytest.raises(ValueError):
+            lookahead_hf.set_default(model, value)
+    assert not hasattr(model.generation_config, "speculative")
+
+
+def test_threads_on_one_model_do_not_mix(model: Any, decoding: PlainDecoding) -> None:
+    """Both threads are inside `generate` at once, each with arguments of its own."""
+    lookahead_hf.enable(model)
+    barrier = threading.Barrier(2, timeout=60)
+    decoding.before = lambda call: barrier.wait() and None
+    found: dict[int, Any] = {}
+
+    def work(nodes: int) -> None:
+        config = lookahead_hf.SpeculativeConfig(max_draft_nodes=nodes)
+        ids = prompt(rows=nodes)
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, speculative=config)
+        barrier.wait()
+        found[nodes] = lookahead_hf.last_stats(model)
+
+    threads = [threading.Thread(target=work, args=(nodes,)) for nodes in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {nodes: stats.rows for nodes, stats in found.items()} == {1: 1, 2: 2}
+    reached = {call.request.config.max_draft_nodes: len(call.input_ids) for call in decoding.calls}
+    assert reached == {1: 1, 2: 2}
+    assert lookahead_hf.last_stats(model) in found.values()

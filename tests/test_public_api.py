@@ -1,0 +1,77 @@
+"""What `import lookahead_hf` gives, and what it does not do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lookahead_hf
+
+HEAVY = ("torch", "triton", "numba", "transformers", "numpy")
+
+
+def in_a_fresh_process(code: str) -> str:
+    """Standard output of `code`; warnings are errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_importing_loads_nothing_heavy_and_prints_nothing() -> None:
+    code = f"import lookahead_hf, sys; assert not [m for m in {HEAVY!r} if m in sys.modules]"
+    assert in_a_fresh_process(code) == ""
+
+
+def test_importing_is_quick() -> None:
+    code = (
+        "import time; t = time.perf_counter(); import lookahead_hf; print(time.perf_counter() - t)"
+    )
+    assert min(float(in_a_fresh_process(code)) for _ in range(3)) < 0.03
+
+
+@pytest.mark.parametrize("module", ["config", "fallback", "stats", "steps"])
+def test_the_lowest_rooms_need_no_torch(module: str) -> None:
+    code = f"import lookahead_hf.{module}, sys; assert 'torch' not in sys.modules"
+    assert in_a_fresh_process(code) == ""
+
+
+def test_every_public_name_is_there() -> None:
+    assert list(lookahead_hf.__all__) == sorted(lookahead_hf.__all__, key=_as_ruff_sorts)
+    for name in lookahead_hf.__all__:
+        value = getattr(lookahead_hf, name)
+        assert value.__doc__, f"{name} is not documented"
+        assert value.__name__ == name
+    assert set(lookahead_hf.__all__) < set(dir(lookahead_hf))
+
+
+def _as_ruff_sorts(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions."""
+    return (1 if name.isupper() else 2 if name[0].isupper() else 3, name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'speculate'"):
+        _ = lookahead_hf.speculate
+
+
+def test_the_version_is_the_projects() -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    assert f'\nversion = "{lookahead_hf.__version__}"\n' in project.read_text()
+
+
+def test_importing_auto_enables_every_model() -> None:
+    code = """
+from transformers import GenerationMixin
+found = GenerationMixin.generate
+import lookahead_hf.auto
+assert GenerationMixin.generate is not found
+lookahead_hf.disable_everywhere()
+assert GenerationMixin.generate is found
+"""
+    assert in_a_fresh_process(code) == ""
