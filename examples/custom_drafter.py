@@ -7,7 +7,8 @@ from typing import Any
 from _model import ask, load
 
 import lookahead_hf
-from lookahead_hf import Drafter, DraftTree, Rows, SpeculativeConfig
+from lookahead_hf import Drafter, DraftTree, SpeculativeConfig
+from lookahead_hf.rows import Rows
 
 
 class Glossary(Drafter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf.cli.screen import Screen
@@ -24,6 +25,7 @@ class StepRecorder(Drafter):
 
     def __init__(self) -> None:
         self.was_drafted: list[bool] = []
+        self.listener: Callable[[], None] = lambda: None  # called after every step
 
     def begin(self, rows: Rows) -> None:
         self.was_drafted = [False]  # the first token comes from the prefill
@@ -34,6 +36,7 @@ class StepRecorder(Drafter):
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         accepted, emitted = int(verdict.num_accepted[0]), int(verdict.num_emitted[0])
         self.was_drafted += [index < accepted for index in range(emitted)]
+        self.listener()
 
 
 class LiveText:
@@ -54,6 +57,8 @@ class LiveText:
         self._shown = ""
         self._marked = False
         self._past_prompt = False
+        if recorder is not None:
+            recorder.listener = self._show_known
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt first, then tokens, [1] or [1, tokens]."""
@@ -61,6 +66,10 @@ class LiveText:
             self._past_prompt = True
             return
         self._ids += value.reshape(-1).tolist()
+        self._show_known()
+
+    def _show_known(self) -> None:
+        """Show the tokens that are here and whose origin is known."""
         known = len(self._ids) if self._recorder is None else len(self._recorder.was_drafted)
         self._show(min(known, len(self._ids)))
 

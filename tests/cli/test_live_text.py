@@ -67,8 +67,10 @@ def test_accepted_tokens_are_marked(
         feed(text, emitted)
         if not observed_first:
             step(recorder, rows, emitted, num_accepted)
+    shown = capsys.readouterr().out
+    assert shown == "a‹bc›de‹fg"  # nothing waits for the next step
     text.end()
-    assert capsys.readouterr().out == "a‹bc›de‹fg›\n"
+    assert shown + capsys.readouterr().out == "a‹bc›de‹fg›\n"
 
 
 def test_a_character_is_shown_when_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
