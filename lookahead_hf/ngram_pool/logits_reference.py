@@ -20,8 +20,8 @@ def top_rows(
     """The k best tokens of each wanted row, best first (the lower id where two are equal).
 
     Probabilities are relative to the lanes' maxima only, not to the whole row: on a 135M model that
-    moves 1 % of the values into another tenth. A row with NaN or infinity at its top yields
-    nothing. Places without a token hold -1 and probability 0.
+    moves 1 % of the values into another tenth. A row whose best is NaN or infinite yields nothing.
+    Places without a token hold -1 and probability 0.
     """
     for out, row in enumerate(bits[which]):
         if bits.dtype == np.int16:

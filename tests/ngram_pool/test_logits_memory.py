@@ -1,0 +1,175 @@
+"""The memory of the target's best logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+torch = pytest.importorskip("torch")
+
+from lookahead_hf.ngram_pool import _logits_numba as compiled  # noqa: E402
+from lookahead_hf.ngram_pool import logits_reference as reference  # noqa: E402
+from lookahead_hf.ngram_pool.logits_memory import LogitsMemory, top_rows  # noqa: E402
+from lookahead_hf.ngram_pool.logits_reference import LANES, WAYS  # noqa: E402
+
+DTYPES = {"fp32": (torch.float32, torch.int32), "bf16": (torch.bfloat16, torch.int16)}
+
+
+def bits_of(values: torch.Tensor, dtype: str) -> np.ndarray:
+    kind, pattern = DTYPES[dtype]
+    return values.to(kind).view(pattern).numpy()
+
+
+def expected_tokens(values: torch.Tensor, dtype: str, k: int) -> np.ndarray:
+    """Best first, the lower id where two are equal: a stable sort."""
+    rounded = values.to(DTYPES[dtype][0]).float()
+    return rounded.sort(dim=-1, descending=True, stable=True).indices[:, :k].numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [5, 97, LANES, LANES + 1, 3 * LANES - 1, 49_152])
+@pytest.mark.parametrize("shift", [0.0, -60.0], ids=["around-zero", "all-negative"])
+def test_the_best_logits_are_found_exactly(dtype: str, vocab: int, shift: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4, vocab, generator=generator) * 4 + shift
+    k = min(12, vocab)
+    tokens, probs = top_rows(bits_of(logits, dtype), np.array([3, 0]), k)
+    np.testing.assert_array_equal(tokens, expected_tokens(logits, dtype, k)[[3, 0]])
+    exact = logits.to(DTYPES[dtype][0]).float().softmax(-1).topk(k).values[[3, 0]]
+    np.testing.assert_allclose(probs, exact, rtol=0.6, atol=0.02)
+    assert (np.diff(probs) <= 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probabilities_of_a_peaked_row_are_close(dtype: str) -> None:
+    logits = torch.zeros(1, 4 * LANES)
+    logits[0, [7, 2000, 3000]] = torch.tensor([20.0, 19.0, 16.0])
+    tokens, probs = top_rows(bits_of(logits, dtype), np.array([0]), 3)
+    assert tokens.tolist() == [[7, 2000, 3000]]
+    np.testing.assert_allclose(probs, logits.softmax(-1).topk(3).values, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_logits_yield_the_lowest_ids(dtype: str) -> None:
+    logits = torch.zeros(1, 2 * LANES + 3)
+    assert top_rows(bits_of(logits, dtype), np.array([0]), 4)[0].tolist() == [[0, 1, 2, 3]]
+    logits[0, 2 * LANES + 1] = logits[0, 5] = 1.0
+    assert top_rows(bits_of(logits, dtype), np.array([0]), 3)[0].tolist() == [[5, 2 * LANES + 1, 0]]
+
+
+def test_the_last_tokens_of_an_uneven_vocabulary_count() -> None:
+    logits = torch.zeros(1, LANES + 7)
+    logits[0, LANES + 6] = 9.0
+    assert top_rows(bits_of(logits, "fp32"), np.array([0]), 1)[0].tolist() == [[LANES + 6]]
+
+
+def test_fewer_tokens_than_asked_for_leave_places_empty() -> None:
+    tokens, probs = top_rows(bits_of(torch.tensor([[1.0, 3.0]]), "fp32"), np.array([0]), 4)
+    assert tokens.tolist() == [[1, 0, -1, -1]]
+    assert probs[0, 2:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_broken_logits_are_never_proposed(dtype: str) -> None:
+    for value in (float("nan"), -float("nan"), float("inf")):
+        logits = torch.zeros(1, 2 * LANES)
+        logits[0, 17] = value
+        tokens, probs = top_rows(bits_of(logits, dtype), np.array([0]), 4)
+        assert 17 not in tokens
+        assert np.isfinite(probs).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(list(DTYPES)), k=st.integers(1, 6))
+def test_compiled_and_plain_search_agree(data: st.DataObject, dtype: str, k: int) -> None:
+    vocab = data.draw(st.integers(1, 40))
+    # Few distinct values, so that ties occur; -inf is what a masked logit holds.
+    value = st.sampled_from([-float("inf"), -2.0, -0.0, 0.0, 0.5, 3.0])
+    rows = data.draw(st.lists(st.lists(value, min_size=vocab, max_size=vocab), min_size=1))
+    rows = [row if max(row) > -float("inf") else [0.0] * vocab for row in rows]
+    bits = bits_of(torch.tensor(rows), dtype)
+    # -0.0 and 0.0 are equal numbers; the search sorts bit patterns.
+    bits[bits == np.iinfo(bits.dtype).min] = 0
+    which = np.arange(len(rows))
+    found = []
+    for functions in (compiled, reference):
+        tokens = np.empty((len(rows), k), np.int32)
+        probs = np.empty((len(rows), k), np.float32)
+        functions.top_rows(bits, which, tokens, probs)
+        found.append((tokens, probs))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=0.02, atol=1e-4)
+
+
+def entry(memory: LogitsMemory, before: int, last: int) -> list[int]:
+    slot = memory.find(before, last)
+    return [] if slot < 0 else memory.tokens[slot].tolist()
+
+
+def note(memory: LogitsMemory, before: int, last: int, token: int) -> None:
+    memory.remember(
+        np.array([before]), np.array([last]), np.array([[token]], np.int32),
+        np.ones((1, 1), np.float32),
+    )  # fmt: skip
+
+
+def test_contexts_are_found_by_two_tokens_and_by_one() -> None:
+    memory = LogitsMemory(top_k=1, capacity=64)
+    note(memory, 3, 4, 50)
+    note(memory, 9, 4, 60)
+    assert entry(memory, 3, 4) == [50]
+    assert entry(memory, 9, 4) == [60]
+    assert entry(memory, -1, 4) == [60]
+    assert entry(memory, 4, 3) == []
+    note(memory, 3, 4, 70)
+    assert entry(memory, 3, 4) == [70]
+    assert len(memory) == 3
+
+
+def test_the_first_token_of_a_text_has_none_before_it() -> None:
+    memory = LogitsMemory(top_k=1, capacity=64)
+    note(memory, -1, 4, 50)
+    assert entry(memory, -1, 4) == [50]
+    assert len(memory) == 1
+
+
+def test_a_row_without_tokens_is_not_remembered() -> None:
+    memory = LogitsMemory(top_k=1, capacity=64)
+    note(memory, 3, 4, -1)
+    assert len(memory) == 0
+
+
+def test_old_contexts_give_way_to_new_ones() -> None:
+    memory = LogitsMemory(top_k=1, capacity=WAYS)
+    for last in range(3 * WAYS):
+        note(memory, -1, last, last)
+    assert len(memory) == WAYS
+    assert [last for last in range(3 * WAYS) if entry(memory, -1, last)] == list(
+        range(2 * WAYS, 3 * WAYS)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contexts=st.lists(st.tuples(st.integers(-1, 30), st.integers(0, 200_000)), max_size=60),
+    places=st.sampled_from([1, 4, 16]),
+)
+def test_compiled_and_plain_memory_agree(contexts: list[tuple[int, int]], places: int) -> None:
+    before = np.array([b for b, _ in contexts], np.int64)
+    last = np.array([t for _, t in contexts], np.int64)
+    tokens = np.arange(2 * len(contexts), dtype=np.int32).reshape(-1, 2)
+    tokens[::7, 0] = -1
+    kept = []
+    for functions in (compiled, reference):
+        keys, stamps = np.full((places, WAYS), -1, np.int64), np.zeros((places, WAYS), np.int64)
+        store = np.zeros((places * WAYS, 2), np.int32), np.zeros((places * WAYS, 2), np.float32)
+        clock = functions.remember(
+            keys, stamps, *store, 0, before, last, tokens, tokens.astype(np.float32)
+        )
+        found = [functions.find(keys, b, t) for b, t in contexts]
+        kept.append((keys, stamps, *store, np.array(found), np.array(clock)))
+    for one, other in zip(*kept, strict=True):
+        np.testing.assert_array_equal(one, other)
