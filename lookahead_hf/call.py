@@ -14,11 +14,13 @@ from lookahead_hf import compat, stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.steps import Verdict
 from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.target import admission
 from lookahead_hf.target.forward import Target
+from lookahead_hf.verification.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +53,30 @@ class Call:
         self,
         model: Any,
         input_ids: torch.Tensor,  # [rows, columns]
+        logits_processor: Any,
+        stopping_criteria: Any,
         generation_config: Any,
         model_kwargs: dict[str, Any],
         request: Request,
     ) -> None:
-        """Raises Unserved where the target cannot serve the call."""
+        """Raises Unserved where the call cannot be served."""
         admission.check(model, generation_config, model_kwargs)
         if request.synced_gpus:
-            raise Unserved(FallbackReason.SYNCED_GPUS, "processes that must step together")
+            raise Unserved(FallbackReason.SYNCED_GPUS)
         self.model, self.input_ids = model, input_ids
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.pad = compat.pad_token(generation_config)
-        self.target = Target(model, input_ids.shape[0])
-        self.rows = self._rows()
-        self.no_draft = DraftTree.empty(self.rows.num_rows)
-        self.record = stats.StatsRecorder(self.rows.num_rows)
+        self.rows = _rows(input_ids, model_kwargs)
+        self.target = Target(model, self.rows.num_rows)
+        self.records = Records(generation_config, self.rows.num_rows)
+        self.engine = Engine(
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            input_ids,
+            self.pad,
+            self.records,
+        )
         self.stream = ColumnStream(request.streamer, self.rows.num_rows, self.pad)
         self.drafts = DraftSession(
             model,
@@ -76,32 +87,36 @@ class Call:
             max_new_tokens=int(generation_config.max_length) - input_ids.shape[1],
             predictions=request.prediction,
         )
-        self._returns_cache = self._is_cache_returned()
-
-    def _is_cache_returned(self) -> bool:
-        """Whether anybody sees the cache after the call."""
-        cache = self.model_kwargs.get("past_key_values")
-        return self.generation_config.return_dict_in_generate or compat.is_users_cache(cache)
-
-    def _rows(self) -> Rows:
-        ids = self.input_ids.to("cpu").numpy()
-        mask = self.model_kwargs.get("attention_mask")
-        attended = None if mask is None else mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool)
-        return Rows(ids, attended)
+        self.record = stats.StatsRecorder(self.rows.num_rows)
+        cache = model_kwargs.get("past_key_values")
+        returns = bool(generation_config.return_dict_in_generate)
+        self._returns_cache = returns or compat.is_users_cache(cache)
 
     def prefill(self) -> torch.Tensor:
         """Stream the prompt, run it, return the logits after it, [rows, 1, vocab]."""
         self.stream.prompt(self.input_ids)
         with self.record.phase("prefill"):
-            return self.target.prefill(self.input_ids, self.generation_config, self.model_kwargs)
+            run = self.target.prefill
+            outputs = run(self.input_ids, self.generation_config, self.model_kwargs)
+        self.records.prefill(outputs)
+        return outputs.logits[:, -1:]
 
     def emit(self, verdict: Verdict) -> None:
         """Hand the tokens of a verdict to the stream."""
-        for row in np.flatnonzero(verdict.live).tolist():
+        for row in np.flatnonzero(verdict.num_emitted).tolist():
             for token in verdict.emitted(row).tolist():
                 self.stream.push(row, token)
-            if verdict.finished[row]:
+            if verdict.finished[row] and not self.engine.feeds_pads:
                 self.stream.finish_row(row)
+
+    def observe(self, verdict: Verdict, outputs: Any) -> None:
+        """Keep what the caller asked to see of a step, before its verdict is committed."""
+        if self.records.observes:
+            for row in np.flatnonzero(verdict.num_emitted).tolist():
+                self._observe(row, [0, *(verdict.accepted(row) + 1).tolist()], outputs)
+
+    def _observe(self, row: int, kept: list[int], outputs: Any) -> None:
+        self.records.observe(row, kept, outputs, self.target.seen_slots(row, kept))
 
     def __enter__(self) -> Call:
         return self
@@ -111,17 +126,20 @@ class Call:
         if kind is not None and self._returns_cache and self.target.cache is not None:
             self.target.cache.hand_back(self.target.cache.num_columns + self.target.num_fed)
 
-    def output(self, engine: str) -> Any:
-        """Close the stream, hand the cache back and return what `generate` returns."""
+    def output(self) -> Any:
+        """Hand the cache back, close the stream and return what `generate` returns."""
         columns = self._num_columns()
+        record = self.record.finish(self.rows, self.engine.name, self.drafts)
+        if self._returns_cache or self.records:
+            self._catch_up(columns)
         cache = self._hand_back(columns) if self._returns_cache else None
-        record = self.record.finish(self.rows, engine, self.drafts)
         stats.publish(self.model, record)
         self.stream.end()
         sequences = self._sequences(columns)
         if not self.generation_config.return_dict_in_generate:
             return sequences
-        output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)
+        fields = self.records.fields(columns)
+        output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **fields)
         output.speculative_stats = record
         return output
 
@@ -130,24 +148,39 @@ class Call:
         emitted = self.rows.num_emitted
         return int(emitted.max() if self.pad is not None else emitted.min())
 
+    def _catch_up(self, columns: int) -> None:
+        """Feed finished rows pads until the last row's end, as plain does at every step."""
+        short = np.maximum(columns - self.rows.num_emitted, 0)
+        if not short.any():
+            return
+        pads = [
+            [self.rows.last_token(row), *[self.pad or 0] * (count - 1)][:count]
+            for row, count in enumerate(short.tolist())
+        ]
+        outputs = self.target.feed(pads, self.rows.num_emitted - 1)
+        for row in np.flatnonzero(short).tolist():
+            if self.records.observes:
+                self._observe(row, list(range(short[row])), outputs)
+            for index in range(short[row]):
+                self.engine.feed_pad(self.rows, row, outputs.logits[row, index])
+        self.target.keep(short)
+
+    def _hand_back(self, columns: int) -> Any:
+        assert self.target.cache is not None
+        return self.target.cache.hand_back(self.target.cache.num_columns + columns - 1)
+
     def _sequences(self, columns: int) -> torch.Tensor:
         """Prompt and generated columns, [rows, columns], finished rows padded."""
-        width = self.input_ids.shape[1]
         out = np.full((self.rows.num_rows, columns), self.pad or 0, np.int64)
         for row in range(self.rows.num_rows):
             emitted = self.rows.emitted(row)[:columns]
             out[row, : len(emitted)] = emitted
-        new = torch.from_numpy(out).to(self.input_ids)
-        return torch.cat([self.input_ids[:, :width], new], 1)
+        return torch.cat([self.input_ids, torch.from_numpy(out).to(self.input_ids)], 1)
 
-    def _hand_back(self, columns: int) -> Any:
-        """The cache as plain leaves it: finished rows were fed pads until the last row ended."""
-        assert self.target.cache is not None
-        short = columns - self.rows.num_emitted
-        if (short > 0).any():
-            pads = [
-                [self.rows.last_token(r)] + [self.pad or 0] * (n - 1) if n > 0 else []
-                for r, n in enumerate(short.tolist())
-            ]
-            self.target.feed(pads, self.rows.num_emitted - 1)
-        return self.target.cache.hand_back(self.target.cache.num_columns + columns - 1)
+
+def _rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Rows:
+    ids = input_ids.to("cpu").numpy()
+    mask = model_kwargs.get("attention_mask")
+    if mask is None or not ids.shape[1]:
+        return Rows(ids)
+    return Rows(ids, mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lookahead_hf.call import Call, Request
+from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention
-from lookahead_hf.verification.engine import Engine
 
 __all__ = ["Request", "decode"]
 
@@ -40,29 +40,38 @@ def decode(
     Raises:
         Unserved: This call cannot be speculated; nothing was emitted.
     """
-    engine = Engine(logits_processor, stopping_criteria, generation_config, input_ids)
-    call = Call(model, input_ids, generation_config, model_kwargs, request)
-    rows, target, drafts, phase = call.rows, call.target, call.drafts, call.record.phase
+    call = Call(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        model_kwargs,
+        request,
+    )
+    rows, target, drafts, engine = call.rows, call.target, call.drafts, call.engine
+    phase = call.record.phase
     with ExitStack() as stack:
         stack.enter_context(attention.laid_under(model))
         stack.enter_context(call)
         logits = call.prefill()
         stack.enter_context(engine.sampling(rows, logits))
-        call.emit(engine.verify(rows, call.no_draft, logits))
+        call.emit(engine.verify(rows, DraftTree.empty(rows.num_rows), logits))
         drafts.begin(rows)
         while rows.live.any():
             with phase("draft"):
-                draft = drafts.propose(rows)
+                draft = engine.complete(rows, drafts.propose(rows))
             with phase("commit"):
                 inputs = target.layout(rows, draft)
             with phase("forward"):
-                logits = target.forward(inputs)
+                outputs = target.forward(inputs)
             with phase("verify"):
-                verdict = engine.verify(rows, draft, logits)
+                verdict = engine.verify(rows, draft, outputs.logits)
+            call.observe(verdict, outputs)
             with phase("commit"):
-                moved = target.commit(verdict)
-            call.record.observe(draft, verdict, moved)
+                num_moved = target.commit(verdict)
+            call.record.observe(draft, verdict, num_moved)
             call.emit(verdict)
             with phase("draft"):
-                drafts.observe(rows, draft, verdict, logits, call.record.step_seconds)
-        return call.output(engine.name)
+                drafts.observe(rows, draft, verdict, outputs.logits, call.record.step_seconds)
+        return call.output()

@@ -16,7 +16,7 @@ class Rows:
         num_rows: Rows of the batch.
         prompt_columns: Columns of the padded prompt, the same for every row.
         num_attended: Attended prompt tokens of each row, [rows] int64.
-        num_emitted: Tokens emitted so far, [rows] int64.
+        num_emitted: Tokens emitted so far, [rows] int64; in lockstep the pads of finished rows too.
         finished: Rows whose text has ended, [rows] bool.
         encoder_ids: Token ids of the encoder's input per row, for models that have one.
     """
@@ -35,6 +35,7 @@ class Rows:
         self.encoder_ids = encoder_ids
         self.num_emitted = np.zeros(self.num_rows, np.int64)
         self.finished = np.zeros(self.num_rows, bool)
+        self._text = np.zeros(self.num_rows, np.int64)
         self._ids = np.empty((self.num_rows, width + 64), np.int64)
         self._ids[:, :width] = prompt_ids
         self._width = width
@@ -86,6 +87,16 @@ class Rows:
         if self._context is not self._ids:
             self._context[row, self._prompt_length[row] + count] = token_id
         self.num_emitted[row] = count + 1
+
+    def end(self, row: int) -> None:
+        """The row's text ends with the token it emitted last; what follows are pads."""
+        self.finished[row] = True
+        self._text[row] = self.num_emitted[row]
+
+    @property
+    def num_text(self) -> np.ndarray:
+        """Tokens of each row's text so far, without pads that follow it, [rows] int64."""
+        return np.where(self.finished, self._text, self.num_emitted)
 
     def _grow(self) -> None:
         shared = self._context is self._ids

@@ -56,6 +56,29 @@ class DraftTree:
         """Nodes of the row that has most."""
         return int(np.diff(self.row_offsets).max(initial=0))
 
+    def with_chains(self, chain: np.ndarray, rows: np.ndarray) -> DraftTree:
+        """The same with a chain, [tokens], in rows that have no nodes, [rows] bool."""
+        counts = np.where(rows, len(chain), np.diff(self.row_offsets))
+        new = np.repeat(rows, counts)
+        depth = np.arange(1, len(chain) + 1)
+        arrays = []
+        for held, added in (
+            (self.token_ids, chain),
+            (self.parents, depth - 2),
+            (self.depth, depth),
+            (self.score, np.zeros(len(chain))),
+        ):
+            merged = np.empty(len(new), held.dtype)
+            merged[~new], merged[new] = held, np.tile(added, int(rows.sum()))
+            arrays.append(merged)
+        evidence = self.evidence
+        if evidence is not None:
+            sizes = np.zeros(len(new), np.int64)
+            sizes[~new] = np.diff(evidence.offsets)
+            offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
+            evidence = Evidence(offsets, evidence.source, evidence.bucket)
+        return DraftTree(np.concatenate([[0], counts.cumsum()]), *arrays, evidence)
+
     @staticmethod
     def empty(num_rows: int) -> DraftTree:
         """No draft for any row."""
@@ -122,14 +145,15 @@ class Verdict:
     """What verification decided in one step: per row the accepted path and the emitted tokens.
 
     A live row emits its accepted tokens and one bonus token; where the text stops inside the path,
-    the last emitted token stands for the bonus token. Rows that are not live emit nothing.
+    the last emitted token stands for the bonus token. Rows that are not live emit nothing, in
+    lockstep pads.
     """
 
     token_offsets: np.ndarray  # [rows + 1] int64
     token_ids: np.ndarray  # [emitted] int64
     path_offsets: np.ndarray  # [rows + 1] int64
     path: np.ndarray  # [accepted] int32, node indices within the row, from the root down
-    live: np.ndarray  # [rows] bool, rows that took part in the step
+    live: np.ndarray  # [rows] bool, rows whose text went on in the step
     finished: np.ndarray  # [rows] bool, after the step
 
     def emitted(self, row: int) -> np.ndarray:

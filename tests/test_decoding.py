@@ -150,16 +150,18 @@ def test_a_criterion_of_the_users_stops_at_its_token(model: Any, as_bool: bool) 
     assert stats_of(model).num_accepted > 0
 
 
-def test_in_a_batch_a_criterion_of_the_users_falls_back_by_name(model: Any) -> None:
+def test_in_a_batch_a_criterion_of_the_users_puts_the_rows_in_lockstep(model: Any) -> None:
     inputs = {"input_ids": prompt(2)}
     truth = plain_text(model, inputs)
-    criteria = StoppingCriteriaList([EndsWith(truth[0][4], False)])
+    criteria = StoppingCriteriaList([EndsWith(first_seen(truth[0], 4), False)])
     ended = plain_text(model, inputs, stopping_criteria=criteria)
-    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="EndsWith"):
-        out = model.generate(
-            **inputs, **GREEDY, stopping_criteria=criteria, speculative=scripted(truth, right(8))
-        )
+    out = model.generate(
+        **inputs, **GREEDY, stopping_criteria=criteria, speculative=scripted(truth, right(8))
+    )
     assert continuations(out, 12) == ended
+    stats = stats_of(model)
+    assert stats.engine == "lockstep"
+    assert stats.num_accepted > 0
 
 
 class Recorder(BaseStreamer):

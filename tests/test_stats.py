@@ -52,7 +52,7 @@ def recorded() -> SpeculativeStats:
     recorder.observe(tree, verdict([[0, 2], []]), num_moved=1)
     recorder.observe(DraftTree.from_rows([([], []), ([3], [-1])]), verdict([None, [0]]))
     recorder.observe(DraftTree.empty(2), verdict([None, []]))
-    rows = SimpleNamespace(num_emitted=np.asarray([1 + 3, 1 + 1 + 2 + 1]))
+    rows = SimpleNamespace(num_text=np.asarray([1 + 3, 1 + 1 + 2 + 1]))
     counts = SimpleNamespace(drafted=5, accepted=3, exclusive=2)
     return recorder.finish(rows, "walk", SimpleNamespace(source_counts={"ngram": counts}))
 
@@ -79,7 +79,7 @@ def test_plain_decoding_is_one_token_per_step_in_any_batch() -> None:
     recorder = StatsRecorder(3)
     for live in ([[], [], []], [[], None, []], [[], None, None]):
         recorder.observe(DraftTree.empty(3), verdict(live))  # type: ignore[arg-type]
-    rows = SimpleNamespace(num_emitted=np.asarray([4, 2, 3]))
+    rows = SimpleNamespace(num_text=np.asarray([4, 2, 3]))
     stats = recorder.finish(rows, "walk", SimpleNamespace(source_counts={}))
     assert stats.tokens_per_step == 1.0
     assert stats.max_width == 0
@@ -96,7 +96,7 @@ def test_width_counts_one_row_and_one_depth() -> None:
     recorder = StatsRecorder(2)
     tree = DraftTree.from_rows([([1, 2], [-1, -1]), ([1, 2, 3, 4], [-1, 0, 0, 0])])
     recorder.observe(tree, verdict([[], []]))
-    rows = SimpleNamespace(num_emitted=np.asarray([2, 2]))
+    rows = SimpleNamespace(num_text=np.asarray([2, 2]))
     assert recorder.finish(rows, "walk", SimpleNamespace(source_counts={})).max_width == 3
 
 
@@ -107,7 +107,7 @@ def test_phases_are_timed_also_when_they_raise(name: str) -> None:
     with pytest.raises(KeyError), recorder.phase(name):
         wait.wait(0.002)
         raise KeyError
-    rows = SimpleNamespace(num_emitted=np.asarray([1]))
+    rows = SimpleNamespace(num_text=np.asarray([1]))
     stats = recorder.finish(rows, "walk", SimpleNamespace(source_counts={}))
     spent = {phase: getattr(stats, f"{phase}_ms") for phase in PHASES}
     assert spent[name] >= 2

@@ -58,10 +58,14 @@ class DraftSession:
         max_new_tokens: int,
         predictions: Sequence[np.ndarray] | None,
     ) -> None:
-        """Build the sources that `config` names, and go on from what earlier calls learned."""
+        """Build the sources that `config` names, and go on from what earlier calls learned.
+
+        Raises:
+            ValueError: The predictions are not as many as the rows.
+        """
         self._memory = memory_of(model)
         self._do_sample = do_sample
-        self._sources = build(config.drafters, config.options, predictions)
+        self._sources = build(config.drafters, config.options, _per_row(predictions, rows.num_rows))
         self._calibration = self._memory.rates.lease(self._sources, do_sample)
         self._ensemble = Ensemble(
             self._sources,
@@ -69,7 +73,13 @@ class DraftSession:
             vocab_size=vocab_size,
             max_new_tokens=max_new_tokens,
         )
-        self._budget = Budget(config.budget, config.max_draft_nodes, self._memory.costs, rows)
+        self._budget = Budget(
+            config.budget,
+            config.max_draft_nodes,
+            self._memory.costs,
+            rows,
+            f"{model.device} {model.dtype}",
+        )
         self._seconds = 0.0
         self._failed = False
         self._begun = False
@@ -147,3 +157,15 @@ class DraftSession:
                 stacklevel=3,
             )
             return None
+
+
+def _per_row(predictions: Sequence[np.ndarray] | None, rows: int) -> Sequence[np.ndarray] | None:
+    """One prediction per row; a single one is meant for all."""
+    if predictions is None or len(predictions) == rows:
+        return predictions
+    if len(predictions) == 1:
+        return [predictions[0]] * rows
+    raise ValueError(
+        f"prediction holds {len(predictions)} texts, but the batch has {rows} rows: give one for "
+        "every row (an empty list where there is none), or a single one for all"
+    )

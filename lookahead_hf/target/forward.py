@@ -42,7 +42,7 @@ class Target:
 
     def prefill(
         self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    ) -> Any:
         """Run the prompt as plain `generate` does and take its cache over.
 
         Args:
@@ -51,14 +51,14 @@ class Target:
             model_kwargs: As prepared by `generate`.
 
         Returns:
-            Logits after the prompt, [rows, 1, vocab].
+            The forward's outputs.
         """
         outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
         self._extras = _passed_on(model_kwargs)
         self._take_over(outputs.past_key_values, attended, model_kwargs["position_ids"])
-        return outputs.logits[:, -1:]
+        return outputs
 
     def start(self, input_ids: torch.Tensor, cache: compat.Cache) -> None:
         """Run a prompt without padding, [rows, columns], outside of `generate`."""
@@ -141,10 +141,10 @@ class Target:
             key[row, length : length + depths.shape[1]] = query[row]
         return query, key
 
-    def forward(self, inputs: BlockInputs) -> torch.Tensor:
-        """Logits of the block, [rows, width, vocab], in the model's dtype."""
+    def forward(self, inputs: BlockInputs) -> Any:
+        """Outputs of the model for the block; its logits are [rows, width, vocab]."""
         with attention.step():
-            return self.model(**inputs.model_inputs, return_dict=True).logits
+            return self.model(**inputs.model_inputs, return_dict=True)
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.
@@ -156,7 +156,7 @@ class Target:
         slots = self.cache.slots
         accepted = verdict.num_accepted
         moved = self._close_gaps(verdict, accepted) if len(verdict.path) else 0
-        slots.lengths += np.where(verdict.live, accepted + 1, 0)
+        slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
         return moved
 
     def _close_gaps(self, verdict: Verdict, accepted: np.ndarray) -> int:
@@ -183,21 +183,45 @@ class Target:
         prompt = self.cache.num_columns - self.cache.pads
         return int((self.cache.slots.lengths - prompt).min())
 
-    def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> None:
-        """Put further tokens of every row into the cache, in one forward.
+    def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> Any:
+        """Put further tokens of every row into the cache, in one forward; `keep` keeps them.
 
         Args:
             tokens: Tokens per row, the last token of the row first; rows may have none.
             ahead: Tokens of every row that were fed since the prompt, [rows].
         """
-        assert self.cache is not None
         width = max(map(len, tokens))
         block = np.zeros((self.num_rows, width), np.int64)
         for row, fed in enumerate(tokens):
             block[row, : len(fed)] = fed
         draft = DraftTree.from_chains([[row[1:]] for row in tokens])
-        self.forward(self._block(block, draft, ahead))
-        self.cache.slots.lengths += np.array([len(row) for row in tokens])
+        return self.forward(self._block(block, draft, ahead))
+
+    def keep(self, counts: np.ndarray) -> None:
+        """Keep the first tokens of the latest block in every row, [rows]."""
+        assert self.cache is not None
+        self.cache.slots.lengths += counts
+
+    def seen_slots(self, row: int, kept: list[int]) -> list[torch.Tensor]:
+        """For tokens of the latest block, each the next one's parent: the slot of every column.
+
+        Args:
+            row: The row.
+            kept: Places in the block, root first.
+
+        Returns:
+            Per token the slots that it could see, in the order of plain's columns, -1 for pads.
+        """
+        assert self.cache is not None
+        cache, length = self.cache, int(self.cache.slots.lengths[row])
+        prompt = np.arange(cache.num_columns)
+        if cache.columns is not None:
+            prompt = np.full(cache.num_columns, -1)
+            prompt[cache.columns[row]] = np.arange(len(cache.columns[row]))
+        first = cache.num_columns - int(cache.pads[row])
+        seen = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
+        before = len(seen) - len(kept)
+        return [torch.from_numpy(seen[: before + 1 + i]) for i in range(len(kept))]
 
 
 def mask_kinds(model: Any) -> list[masks.MaskKind]:

@@ -78,13 +78,13 @@ def _ragged(model: Any, text: np.ndarray, prompt: torch.Tensor) -> list[tuple[in
             rows.emit(row, int(text[PROMPT]))
         after = text[PROMPT + 1 : PROMPT + 4].tolist()
         draft = DraftTree.from_rows([(after, [-1, 0, 1]), ([decoy, after[0]], [-1, -1])])
-        first = target.forward(target.layout(rows, draft))
+        first = target.forward(target.layout(rows, draft)).logits
         got = [(PROMPT + i, first[0, i]) for i in range(4)]
         got += [(PROMPT, first[1, 0]), (PROMPT + 1, first[1, 2])]
         paths = [[0, 1, 2], [1]]
         target.commit(_verdict(rows, text, paths))
         ends = rows.num_emitted + PROMPT - 1
-        second = target.forward(target.layout(rows, DraftTree.empty(2)))
+        second = target.forward(target.layout(rows, DraftTree.empty(2))).logits
     return got + [(int(ends[row]), second[row, 0]) for row in range(2)]
 
 

@@ -8,23 +8,18 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.logits.walkers import RowProcessors
+from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules, Walk
 
 
 class Engine:
-    """Verifies the steps of one call.
-
-    Attributes:
-        name: Named in the statistics.
-    """
-
-    name = Walk.name
+    """Verifies a call: row by row where its rules can be asked so, else in lockstep."""
 
     def __init__(
         self,
@@ -32,17 +27,19 @@ class Engine:
         stopping_criteria: Any,
         generation_config: Any,
         input_ids: torch.Tensor,  # [rows, columns]
+        pad: int | None,
+        records: Records,
     ) -> None:
-        """Raises Unserved where a processor or criterion cannot be asked row by row."""
+        """Take over a call's processors and criteria as `generate` prepared them."""
         num_rows, columns = input_ids.shape
+        self._given = (logits_processor, stopping_criteria)
         self._processors = RowProcessors(logits_processor, num_rows, columns)
         self._stopping = RowStopping(stopping_criteria, num_rows)
         self._do_sample = bool(generation_config.do_sample)
-        self._device = input_ids.device
-        if name := self._processors.unserved():
-            raise Unserved(FallbackReason.PROCESSOR, name)
-        if name := self._stopping.unserved():
-            raise Unserved(FallbackReason.STOPPING, name)
+        self._device, self._pad, self._records = input_ids.device, pad, records
+        self._decider: Walk | Lockstep | None = None
+        apart = not (self._processors.unserved() or self._stopping.unserved())
+        self.name = Walk.name if apart else Lockstep.name
 
     @contextmanager
     def sampling(self, rows: Rows, logits: torch.Tensor) -> Iterator[None]:
@@ -52,17 +49,55 @@ class Engine:
             rows: The call's rows.
             logits: Logits after the prompt, [rows, 1, vocab].
         """
-        if not self._do_sample:
-            self._walk = Walk(Rules(self._processors, self._stopping, None, self._device))
+        if self.name == Lockstep.name:
+            # One draw per step, in plain's order: the default generator itself serves.
+            self._decider = Lockstep(
+                *self._given, self._do_sample, self._pad, self._device, self._records
+            )
             yield
-            return
-        with Noise(rows.num_rows, logits.shape[-1], self._device) as noise:
-            self._walk = Walk(Rules(self._processors, self._stopping, noise, self._device))
-            try:
-                yield
-            finally:
-                noise.finish(int(rows.num_emitted.max()))
+        elif not self._do_sample:
+            self._decider = self._walk(None)
+            yield
+        else:
+            with Noise(rows.num_rows, logits.shape[-1], self._device) as noise:
+                self._decider = self._walk(noise)
+                try:
+                    yield
+                finally:
+                    noise.finish(int(rows.num_emitted.max()))
+
+    def _walk(self, noise: Noise | None) -> Walk:
+        rules = Rules(self._processors, self._stopping, noise, self._records, self._device)
+        return Walk(rules)
+
+    def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
+        """Add to a draft what verification needs beside it."""
+        return draft if isinstance(self._decider, Walk) else self._lockstep.complete(rows, draft)
+
+    @property
+    def _lockstep(self) -> Lockstep:
+        assert isinstance(self._decider, Lockstep)
+        return self._decider
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         """Decide one step and emit its tokens; see `Walk.verify`."""
-        return self._walk.verify(rows, draft, logits)
+        assert self._decider is not None
+        return self._decider.verify(rows, draft, logits)
+
+    @property
+    def feeds_pads(self) -> bool:
+        """Whether finished rows are fed pads as the call goes on, rather than at its end."""
+        return self.name == Lockstep.name
+
+    def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
+        """Feed a finished row one more pad, as plain does until the last row ends.
+
+        Args:
+            rows: The call's rows.
+            row: The finished row.
+            logits: The target's after its newest token, [vocab].
+        """
+        assert isinstance(self._decider, Walk)
+        if self._records.chooses:
+            self._decider.score(rows, row, logits)
+        rows.emit(row, self._pad or 0)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.logits.walkers import RowProcessors
+from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Verdict
 from lookahead_hf.verification.noise import Noise
@@ -22,12 +23,14 @@ class Rules:
         processors: Logits processors and warpers, applied to a node with its own prefix.
         stopping: Stopping criteria, asked after every token.
         noise: The noise that plain sampling draws; None chooses the likeliest token.
+        records: What the caller asked to see of each choice.
         device: Where processors and criteria expect their tensors.
     """
 
     processors: RowProcessors
     stopping: RowStopping
     noise: Noise | None
+    records: Records
     device: torch.device
 
 
@@ -68,9 +71,9 @@ class Walk:
         On an accelerator that is one launch and one copy; on a CPU only the nodes that the walk
         reaches are worth a pass over the vocabulary.
         """
-        if self.rules.noise is None and self.rules.processors.empty and logits.device.type != "cpu":
-            return logits.argmax(-1).to("cpu").numpy()
-        return None
+        rules = self.rules
+        altered = rules.noise is not None or not rules.processors.empty or rules.records.chooses
+        return None if altered or logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
 
     def _walk_row(
         self,
@@ -94,7 +97,7 @@ class Walk:
             rows.emit(row, token)
             tokens.append(token)
             if self._stops(rows, row, token):
-                rows.finished[row] = True
+                rows.end(row)
                 return tokens, path
             child = np.flatnonzero((parents == node) & (drafted == token))
             if not len(child):
@@ -105,18 +108,26 @@ class Walk:
     def _choose(self, rows: Rows, row: int, logits: torch.Tensor) -> int:
         """The token that plain `generate` would choose after these logits, [vocab]."""
         rules = self.rules
-        if rules.processors.empty and rules.noise is None:
+        if rules.processors.empty and rules.noise is None and not rules.records.chooses:
             return _argmax(logits)
-        scores = logits[None].to(copy=True, dtype=torch.float32, device=rules.device)
-        if not rules.processors.empty:
-            scores = rules.processors(row, self._ids(rows, row), scores)
+        scores = self.score(rows, row, logits)
         if rules.noise is None:
             return _argmax(scores[0])
         return rules.noise.pick(scores.softmax(-1), row, int(rows.num_emitted[row]))
 
+    def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
+        """The processed scores after these logits, [1, vocab] float32, recorded where asked for."""
+        rules = self.rules
+        raw = logits[None].to(copy=True, dtype=torch.float32, device=rules.device)
+        empty = rules.processors.empty
+        scores = raw if empty else rules.processors(row, self._ids(rows, row), raw)
+        rules.records.choose(row, scores[0], raw[0])
+        return scores
+
     def _stops(self, rows: Rows, row: int, token: int) -> bool:
-        columns = len(rows.ids(row))
-        return self.rules.stopping.stops(row, token, columns, lambda: self._ids(rows, row), None)
+        stops, columns = self.rules.stopping.stops, len(rows.ids(row))
+        scores = self.rules.records.scores_so_far
+        return stops(row, token, columns, lambda: self._ids(rows, row), scores)
 
     def _ids(self, rows: Rows, row: int) -> torch.Tensor:
         """The row's own prefix as plain holds it, [1, columns]."""

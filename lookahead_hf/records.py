@@ -1,0 +1,118 @@
+"""Scores, logits, hidden states and attentions of every emitted token, as plain returns them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Layers = tuple[torch.Tensor, ...]
+
+
+class Records:
+    """What the caller asked to see of each step; nothing is kept of what nobody asked for.
+
+    Rows advance by different counts, so that everything is kept by row and put together at the end.
+
+    Attributes:
+        chooses: Whether the scores or logits behind each choice are kept.
+        observes: Whether hidden states or attentions are kept.
+    """
+
+    def __init__(self, generation_config: Any, num_rows: int) -> None:
+        """Read from a prepared generation config what to keep."""
+        c = generation_config
+        returned = bool(c.return_dict_in_generate)
+        self._wants = {
+            "scores": returned and bool(c.output_scores),
+            "logits": returned and bool(c.output_logits),
+            "hidden_states": returned and bool(c.output_hidden_states),
+            "attentions": returned and bool(c.output_attentions),
+        }
+        self.chooses = self._wants["scores"] or self._wants["logits"]
+        self.observes = self._wants["hidden_states"] or self._wants["attentions"]
+        self._chosen: dict[str, list[list[torch.Tensor]]] = {
+            name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
+        }
+        self._prefill: dict[str, Layers] = {}
+        self._observed: dict[str, list[list[Layers]]] = {
+            name: [[] for _ in range(num_rows)] for name in ("hidden_states", "attentions")
+        }
+
+    def __bool__(self) -> bool:
+        return self.chooses or self.observes
+
+    @property
+    def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
+        """What plain hands its stopping criteria; meaningful where rows advance together."""
+        return self._columns("scores") if self._wants["scores"] else None
+
+    def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Keep what a token of a row is chosen by.
+
+        Args:
+            row: The row.
+            scores: Processed, [vocab] float32.
+            logits: The target's, [vocab] float32.
+        """
+        for name, value in (("scores", scores), ("logits", logits)):
+            if self._wants[name]:
+                self._chosen[name][row].append(value)
+
+    def prefill(self, outputs: Any) -> None:
+        """Keep what the prompt's forward returned."""
+        for name in ("hidden_states", "attentions"):
+            if self._wants[name]:
+                self._prefill[name] = outputs[name]
+
+    def observe(self, row: int, tokens: list[int], outputs: Any, slots: list[torch.Tensor]) -> None:
+        """Keep what a forward returned for the tokens that a row keeps.
+
+        Args:
+            row: The row.
+            tokens: Their places in the block, root first.
+            outputs: The forward's outputs.
+            slots: For each of them the slot of every column that it could attend, -1 for none.
+        """
+        if self._wants["hidden_states"]:
+            for token in tokens:
+                states = tuple(h[row, token : token + 1].clone() for h in outputs.hidden_states)
+                self._observed["hidden_states"][row].append(states)
+        if self._wants["attentions"]:
+            for token, held in zip(tokens, slots, strict=True):
+                weights = tuple(_by_column(a, row, token, held) for a in outputs.attentions)
+                self._observed["attentions"][row].append(weights)
+
+    def fields(self, num_columns: int) -> dict[str, Any]:
+        """The output's fields, one entry per generated column; None for what was not asked for."""
+        out: dict[str, Any] = {}
+        for name in ("scores", "logits"):
+            out[name] = self._columns(name)[:num_columns] if self._wants[name] else None
+        for name in ("hidden_states", "attentions"):
+            wanted = self._wants[name]
+            out[name] = self._steps(name, num_columns) if wanted else None
+        return out
+
+    def _columns(self, name: str) -> tuple[torch.Tensor, ...]:
+        """Entries of all rows by column, [rows, vocab] each."""
+        return tuple(torch.stack(column) for column in zip(*self._chosen[name], strict=False))
+
+    def _steps(self, name: str, num_columns: int) -> tuple[Layers, ...]:
+        """The prompt's entry, then one per further column, layer by layer."""
+        columns = list(zip(*self._observed[name], strict=False))[: num_columns - 1]
+        later = [tuple(map(_stacked, zip(*column, strict=True))) for column in columns]
+        return (self._prefill[name], *later)
+
+
+def _by_column(weights: Any, row: int, token: int, slots: torch.Tensor) -> Any:
+    """Attention weights over slots, [rows, heads, width, slots], as [heads, 1, columns]."""
+    if weights is None:
+        return None
+    over_slots = weights[row, :, token : token + 1]
+    slots = slots.to(over_slots.device)
+    picked = over_slots.index_select(-1, slots.clamp(min=0))
+    return picked.masked_fill(slots < 0, 0.0)
+
+
+def _stacked(rows: tuple[Any, ...]) -> Any:
+    return None if rows[0] is None else torch.stack(rows)

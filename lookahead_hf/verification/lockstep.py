@@ -1,0 +1,105 @@
+"""Lockstep: all rows take every step together, for what may look at the batch as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.records import Records
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import ROOT, DraftTree, Verdict
+
+
+class Lockstep:
+    """Calls processors and criteria once per decoding step, with plain's own [rows, columns].
+
+    The walk goes on while every row has a child that was drafted. A finished row is fed pads, as in
+    plain, and drafts them, so that it keeps nobody from going on.
+    """
+
+    name = "lockstep"
+
+    def __init__(
+        self,
+        processors: Any,
+        criteria: Any,
+        do_sample: bool,
+        pad: int | None,
+        device: torch.device,
+        records: Records,
+    ) -> None:
+        """Take over a call's processors and criteria as `generate` prepared them."""
+        self._processors, self._criteria = processors, criteria
+        self._do_sample, self._device, self._records = do_sample, device, records
+        self._pad = pad if any(hasattr(c, "eos_token_id") for c in criteria) else None
+
+    def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
+        """Draft for finished rows the pads that they will be fed."""
+        if self._pad is None or not rows.finished.any() or not draft.num_nodes:
+            return draft
+        return draft.with_chains(np.full(int(draft.depth.max()), self._pad), rows.finished)
+
+    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        """Decide one step and emit its tokens; see `Walk.verify`."""
+        took_part = rows.live
+        tokens: list[np.ndarray] = []
+        nodes = np.full(rows.num_rows, ROOT)
+        paths: list[np.ndarray] = []
+        every = torch.arange(rows.num_rows, device=logits.device)
+        while True:
+            at = torch.from_numpy(nodes + 1).to(logits.device)
+            tokens.append(self._step(rows, logits[every, at]))
+            if not rows.live.any():
+                break
+            children = [
+                _child(draft, row, nodes[row], tokens[-1][row]) for row in range(len(nodes))
+            ]
+            if min(children) == ROOT:
+                break
+            nodes = np.array(children)
+            paths.append(nodes)
+        return Verdict(
+            np.arange(rows.num_rows + 1) * len(tokens),
+            np.stack(tokens, 1).reshape(-1),
+            np.arange(rows.num_rows + 1) * len(paths),
+            np.array(paths, np.int32).reshape(len(paths), rows.num_rows).T.reshape(-1),
+            took_part,
+            rows.finished.copy(),
+        )
+
+    def _step(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
+        """One decoding step of plain's: the tokens of all rows, [rows]."""
+        ids = self._ids(rows)
+        raw = logits.to(copy=True, dtype=torch.float32, device=self._device)
+        scores = self._processors(ids, raw)
+        for row in range(rows.num_rows):
+            self._records.choose(row, scores[row], raw[row])
+        if self._do_sample:
+            chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        else:
+            chosen = scores.argmax(-1)
+        tokens = chosen.to("cpu").numpy().astype(np.int64)
+        if self._pad is not None:
+            tokens[rows.finished] = self._pad
+        for row, token in enumerate(tokens.tolist()):
+            rows.emit(row, token)
+        unfinished = torch.from_numpy(rows.live.astype(np.int64)).to(self._device)
+        unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far)
+        ended = unfinished.to("cpu").numpy() == 0
+        for row in np.flatnonzero(ended & rows.live).tolist():
+            rows.end(row)
+        return tokens
+
+    def _ids(self, rows: Rows) -> torch.Tensor:
+        """The batch as plain holds it, [rows, columns]."""
+        ids = np.stack([rows.ids(row) for row in range(rows.num_rows)])
+        return torch.from_numpy(ids).to(self._device)
+
+
+def _child(draft: DraftTree, row: int, node: int, token: int) -> int:
+    """The drafted child of a node that holds the token, ROOT where there is none."""
+    nodes = draft.row(row)
+    found = np.flatnonzero((draft.parents[nodes] == node) & (draft.token_ids[nodes] == token))
+    return int(found[0]) if len(found) else ROOT

@@ -1,0 +1,79 @@
+"""The real model's text, fp32: prompts of every family alone, and ragged batches of four."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import lookahead_hf
+import pytest
+import torch
+from lookahead_hf.cli.real_model import ensure_demo_model
+from lookahead_hf.cli.screen import PlainScreen
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPTS = Path(__file__).parents[1] / "benchmarks" / "data" / "prompts_dev.jsonl"
+NEW_TOKENS = 40
+CONFIG = lookahead_hf.SpeculativeConfig(budget=16)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    folder = ensure_demo_model(PlainScreen())
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    lookahead_hf.enable(model)
+    return model, tokenizer
+
+
+def texts(per_family: int, longest: int = 2000) -> list[str]:
+    """Prompts of every family, short enough for a test."""
+    families: dict[str, list[str]] = defaultdict(list)
+    for line in PROMPTS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if len(row["prompt"]) <= longest and len(families[row["family"]]) < per_family:
+            families[row["family"]].append(row["prompt"])
+    return [text for family in families.values() for text in family]
+
+
+def encode(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    rendered = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    return tokenizer(rendered, return_tensors="pt", padding=True, add_special_tokens=False)
+
+
+def assert_equal(model: Any, inputs: Any, **kwargs: Any) -> lookahead_hf.SpeculativeStats:
+    call = {**inputs, "max_new_tokens": NEW_TOKENS, **kwargs}
+    torch.manual_seed(3)
+    plain = model.generate(**call, speculative=False)
+    torch.manual_seed(3)
+    ours = model.generate(**call, speculative=CONFIG)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason is None
+    return stats
+
+
+def test_greedy_one_by_one(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    prompts = texts(per_family=3)
+    assert len(prompts) >= 20
+    accepted = 0
+    for prompt in prompts:
+        accepted += assert_equal(model, encode(tokenizer, [prompt]), do_sample=False).num_accepted
+    assert accepted > 0.2 * NEW_TOKENS * len(prompts)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_ragged_batches_of_four(loaded: tuple[Any, Any], do_sample: bool) -> None:
+    model, tokenizer = loaded
+    prompts = texts(per_family=1, longest=1200)
+    kwargs = {"temperature": 0.7, "top_p": 0.9} if do_sample else {}
+    for first in range(0, 8, 4):
+        batch = encode(tokenizer, prompts[first : first + 4])
+        stats = assert_equal(model, batch, do_sample=do_sample, **kwargs)
+        assert stats.num_accepted > 0
+        assert len({row.num_accepted for row in stats.row_stats}) > 1
