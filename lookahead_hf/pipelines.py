@@ -45,32 +45,43 @@ def pipeline(
     return pipe
 
 
-class _TakesSpeculative:
-    """For pipelines that take arguments of `generate` as `generate_kwargs` only.
-
-    They give what else a call names to the processor, which ignores it, and a call's
-    `generate_kwargs` replace those of the pipeline.
-    """
-
-    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> tuple[Any, Any, Any]:
-        preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)  # type: ignore[misc]
-        if speculative is not None:
-            forward["speculative"] = speculative
-        return preprocess, forward, postprocess
-
-    def _forward(
-        self, model_inputs: Any, speculative: Any = None, generate_kwargs: Any = None
-    ) -> Any:
-        arguments = {"speculative": speculative, **(generate_kwargs or {})}
-        return super()._forward(model_inputs, generate_kwargs=arguments)  # type: ignore[misc]
+# These two kinds of pipelines take arguments of `generate` as `generate_kwargs` only: what else a
+# call names goes to the processor, which ignores it, and a call's `generate_kwargs` replace the
+# pipeline's.
 
 
-class SpeculativeImageTextToTextPipeline(_TakesSpeculative, ImageTextToTextPipeline):
+class SpeculativeImageTextToTextPipeline(ImageTextToTextPipeline):
     """An image-text-to-text pipeline whose calls take `speculative=`."""
 
+    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
+        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
 
-class SpeculativeAnyToAnyPipeline(_TakesSpeculative, AnyToAnyPipeline):
+    def _forward(self, model_inputs: Any, speculative: Any = None, **kwargs: Any) -> Any:
+        return super()._forward(model_inputs, **_nested(kwargs, speculative))
+
+
+class SpeculativeAnyToAnyPipeline(AnyToAnyPipeline):
     """An any-to-any pipeline whose calls take `speculative=`."""
+
+    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
+        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
+
+    def _forward(self, model_inputs: Any, speculative: Any = None, **kwargs: Any) -> Any:
+        return super()._forward(model_inputs, **_nested(kwargs, speculative))
+
+
+def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tuple[Any, Any, Any]:
+    """A call's parameters for preprocess, forward and postprocess, `speculative` to the forward."""
+    preprocess, forward, postprocess = parameters
+    if speculative is not None:
+        forward = {**forward, "speculative": speculative}
+    return preprocess, forward, postprocess
+
+
+def _nested(kwargs: dict[str, Any], speculative: Any) -> dict[str, Any]:
+    """Parameters of the forward with `speculative` where `generate` gets it, unless it is there."""
+    generate_kwargs = kwargs.get("generate_kwargs") or {}
+    return {**kwargs, "generate_kwargs": {"speculative": speculative, **generate_kwargs}}
 
 
 _NESTING = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 100
@@ -83,6 +85,13 @@ def tiny(name: str, attn: str = "sdpa", seed: int = 0, scale: float | None = Non
                 parameter.mul_(factor)
     model.generation_config.eos_token_id = None
     return model
+
+
+def characters(**settings: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer for the tiny models with one character per token id, from "!" on."""
+    tokenizer = Tokenizer(BPE({chr(33 + token): token for token in range(VOCAB)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
 def prompt(rows: int = 1, length: int = 12, seed: int = 0) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -24,7 +23,7 @@ from transformers import (
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
 from tests.fakes import PlainDecoding, Recorder
-from tests.models import VOCAB, prompt, tiny
+from tests.models import characters, prompt, tiny
 
 Warned = lookahead_hf.SpeculationFallbackWarning
 
@@ -38,11 +37,7 @@ def model() -> Iterator[Any]:
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One character per token id."""
-    vocab = {chr(33 + i): i for i in range(VOCAB)}
-    characters = Tokenizer(models.BPE(vocab, merges=[]))
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters)
+    return characters()
 
 
 def run(model: Any, rows: int = 1, **kwargs: Any) -> Any:

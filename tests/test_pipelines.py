@@ -1,0 +1,137 @@
+"""Pipelines with speculation on by default, and calls that decide otherwise."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import transformers
+from transformers import LlamaForSequenceClassification
+
+import lookahead_hf
+from tests.fakes import PlainDecoding
+from tests.models import characters, tiny
+
+SETTINGS = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny("llama")
+
+
+@pytest.fixture
+def text(model: Any) -> Any:
+    return lookahead_hf.pipeline(
+        "text-generation", model=model, tokenizer=characters(pad_token="!"), device="cpu"
+    )
+
+
+def test_text_generation(model: Any, text: Any, decoding: PlainDecoding) -> None:
+    plain = transformers.pipeline(
+        "text-generation", model=tiny("llama"), tokenizer=characters(pad_token="!"), device="cpu"
+    )
+    expected = plain("abcdef", **SETTINGS)
+    assert text("abcdef", **SETTINGS) == expected
+    assert len(decoding.calls) == 1
+    assert text("abcdef", **SETTINGS, speculative=False) == expected
+    assert len(decoding.calls) == 1
+    text("abcdef", **SETTINGS, speculative="prompt_lookup")
+    assert decoding.calls[1].request.config.drafters == ("ngram",)
+    config = transformers.GenerationConfig(max_new_tokens=4)
+    text("abcdef", generation_config=config)
+    assert len(decoding.calls) == 3
+    assert type(text) is type(plain)
+
+
+def test_batches_and_stop_sequences(text: Any, decoding: PlainDecoding) -> None:
+    out = text(["abc", "abcdef"], batch_size=2, **SETTINGS)
+    assert [len(rows) for rows in out] == [1, 1]
+    assert decoding.calls[0].input_ids.shape[0] == 2
+    plain = text("abcdef", **SETTINGS, speculative=False)[0]["generated_text"]
+    got = text("abcdef", **SETTINGS, stop_sequence=plain[8])[0]["generated_text"]
+    assert got == plain[: plain.index(plain[8], 6) + 1]
+    assert len(decoding.calls) == 2
+
+
+def test_a_callers_model_keeps_its_own_default(
+    model: Any, text: Any, decoding: PlainDecoding
+) -> None:
+    ids = characters()("abcdef", return_tensors="pt")["input_ids"]
+    model.generate(ids, **SETTINGS)
+    assert not decoding.calls
+    assert not hasattr(model.generation_config, "speculative")
+    lookahead_hf.set_default(model, False)
+    text("abcdef", **SETTINGS)
+    assert len(decoding.calls) == 1
+
+
+def test_a_configuration_as_the_default(model: Any, decoding: PlainDecoding) -> None:
+    config = lookahead_hf.SpeculativeConfig(max_draft_nodes=8)
+    pipe = lookahead_hf.pipeline(
+        "text-generation", model, tokenizer=characters(pad_token="!"), speculative=config
+    )
+    pipe("abc", **SETTINGS)
+    assert decoding.calls[0].request.config is config
+
+
+def test_what_does_not_generate_is_refused(model: Any) -> None:
+    classifier = LlamaForSequenceClassification(model.config)
+    with pytest.raises(ValueError, match="does not generate text"):
+        lookahead_hf.pipeline("text-classification", classifier, tokenizer=characters())
+    with pytest.raises(ValueError, match="speculative='fast'"):
+        lookahead_hf.pipeline("text-generation", model, speculative="fast")
+
+
+@pytest.fixture
+def llava() -> tuple[Any, Any]:
+    """A tiny model that reads pictures, with its processor."""
+    pytest.importorskip("PIL")
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8, projection_dim=16,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=tiny("llama").config, image_token_id=2
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    pictures = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
+    processor = transformers.LlavaProcessor(
+        pictures,
+        characters(pad_token="!", extra_special_tokens={"image_token": "#"}),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="#",
+    )
+    return model, processor
+
+
+@pytest.mark.parametrize("task", ["image-text-to-text", "any-to-any"])
+def test_pipelines_that_read_pictures(
+    task: str, llava: tuple[Any, Any], decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    # any-to-any asks for torchvision, which a picture in memory does not need.
+    monkeypatch.setattr("transformers.pipelines.any_to_any.requires_backends", lambda *args: None)
+    model, processor = llava
+    picture = Image.new("RGB", (16, 16), (255, 0, 0))
+    pipe = lookahead_hf.pipeline(task, model=model, processor=processor, device="cpu")
+    given = {"text": "#abc", "images": picture}
+    expected = pipe(**given, max_new_tokens=5, speculative=False)
+    assert not decoding.calls
+    assert pipe(**given, max_new_tokens=5) == expected
+    assert len(decoding.calls) == 1
+    assert pipe(**given, generate_kwargs={"max_new_tokens": 5}) == expected
+    assert len(decoding.calls) == 2
+    pipe(**given, generate_kwargs={"max_new_tokens": 5, "speculative": False})
+    assert len(decoding.calls) == 2
+    pipe(**given, generate_kwargs={"max_new_tokens": 5}, speculative="prompt_lookup")
+    assert decoding.calls[2].request.config.drafters == ("ngram",)
+    assert type(pipe).__qualname__ == type(pipe).__name__  # can be pickled
+    assert pickle.loads(pickle.dumps(type(pipe))) is type(pipe)
