@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lookahead_hf.pipelines import pipeline
     from lookahead_hf.stats import SpeculativeStats
     from lookahead_hf.steps import DraftTree
+    from lookahead_hf.warming import warm_up
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "last_stats",
     "pipeline",
     "set_default",
+    "warm_up",
 ]
 
 _HOME = {
@@ -59,6 +61,7 @@ _HOME = {
     "SpeculativeConfig": "config",
     "SpeculativeStats": "stats",
     "pipeline": "pipelines",
+    "warm_up": "warming",
 }
 """The module of each public name; the others live in `hook`."""
 

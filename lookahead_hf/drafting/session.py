@@ -44,6 +44,11 @@ def memory_of(model: Any) -> ModelMemory:
         return _memories.setdefault(model, ModelMemory())
 
 
+def cost_setting(model: Any) -> str:
+    """What tells the costs of one model apart, beside rows and lengths."""
+    return f"{model.device} {model.dtype}"
+
+
 class DraftSession:
     """Proposes drafts of the size that pays, and never costs the call its text."""
 
@@ -78,7 +83,7 @@ class DraftSession:
             config.max_draft_nodes,
             self._memory.costs,
             rows,
-            f"{model.device} {model.dtype}",
+            cost_setting(model),
         )
         self._seconds = 0.0
         self._failed = False

@@ -33,12 +33,13 @@ UNSERVED_TYPES = frozenset(
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise Unserved where this call's model, cache or arguments cannot be served."""
-    _check_model(model)
+    check_model(model)
     _check_cache(model_kwargs)
     _check_arguments(model, generation_config, model_kwargs)
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise Unserved where this model cannot be served in any call."""
     config = compat.text_config(model)
     if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
