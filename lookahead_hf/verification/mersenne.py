@@ -31,12 +31,16 @@ class RawBlock:
         """`numbers`: two 32-bit numbers per element, [2 * elements]."""
         self._numbers = numbers.astype(np.uint32)
 
+    def uniform(self, elements: np.ndarray | slice) -> np.ndarray:
+        """The uniform numbers that noise is made of: elements of the flattened block, [n]."""
+        pairs = self._numbers.reshape(-1, 2)[elements]
+        # Of 64 bits, the first number above the second, torch uses the lower 53.
+        high = pairs[:, 0] & np.uint32((1 << 21) - 1)
+        return high * 2.0**-21 + pairs[:, 1] * 2.0**-53
+
     def exponential(self, elements: np.ndarray) -> np.ndarray:
         """Noise of some elements of the flattened block, [n] float32, as torch computes it."""
-        high = self._numbers[2 * elements].astype(np.uint64)
-        bits = (high << np.uint64(32)) | self._numbers[2 * elements + 1]
-        uniform = (bits & np.uint64((1 << 53) - 1)) * 2.0**-53
-        return np.array([-math.log1p(-u) for u in uniform.tolist()], np.float32)
+        return np.array([-math.log1p(-u) for u in self.uniform(elements).tolist()], np.float32)
 
 
 class Twister:

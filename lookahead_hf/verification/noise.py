@@ -7,114 +7,23 @@ at its own step t that reads its row of block t picks plain's token, whatever th
 
 from __future__ import annotations
 
-import hashlib
 import math
-import threading
 from collections import OrderedDict
-from functools import lru_cache
 
 import numpy as np
 import torch
 
 from lookahead_hf.verification import mersenne
+from lookahead_hf.verification.generators import Parked, Replay
 
-_LOCK = threading.Lock()
-"""Held while a default generator is read and moved."""
-
-_CHECKPOINT = 64
-"""Every so many steps a generator state is kept for good."""
-
-_RECENT = 1024
-"""Generator states kept besides; a CPU state takes 5 KB."""
-
-_FEW = 4096
-"""Up to so many tokens with any probability, a CPU computes the noise of these alone."""
-
-
-def default_generator(device: torch.device | str) -> torch.Generator:
-    """The generator that `torch.multinomial` draws from on `device`.
-
-    Raises:
-        ValueError: The device type keeps no list of default generators.
-    """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", None)
-    if not generators:
-        raise ValueError(f"no default generator is known for {device}; sample without speculation")
-    return generators[module.current_device() if device.index is None else device.index]
-
-
-@lru_cache(maxsize=16)
-def same_as_multinomial(device: torch.device) -> bool:
-    """Whether `argmax(probs / noise)` is `torch.multinomial` on this device, generator state too.
-
-    Tried once per device on a generator of its own, since it rests on how torch is written.
-    """
-    try:
-        default_generator(device)
-        drawn, kept = (torch.Generator(device).manual_seed(7) for _ in range(2))
-        probs = torch.rand(3, 4099, generator=torch.Generator().manual_seed(7)).to(device)
-        tokens = torch.multinomial(probs, 1, generator=drawn).squeeze(1)
-        noise = torch.empty_like(probs).exponential_(generator=kept)
-        same_state = torch.equal(drawn.get_state(), kept.get_state())
-        return same_state and torch.equal((probs / noise).argmax(-1), tokens)
-    except (RuntimeError, ValueError, NotImplementedError):
-        return False
-
-
-class _Replay:
-    """A generator that finds back to the state before any of its draws.
-
-    The newest states are kept, and for good every sixty-fourth.
-    """
-
-    def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
-        self.generator = generator
-        self.generator.set_state(begin)
-        self.at = 0  # draws made up to where the generator stands
-        self._front = 0
-        self._checkpoints = [begin]
-        self._recent: OrderedDict[int, torch.Tensor] = OrderedDict()
-
-    @property
-    def begin(self) -> torch.Tensor:
-        """The state before the first draw."""
-        return self._checkpoints[0]
-
-    def back_to(self, draw: int) -> None:
-        """Go to a known state at most sixty-three draws before `draw`, or else the furthest."""
-        known = min(draw, self._front)
-        while known != self.at and known not in self._recent and known % _CHECKPOINT:
-            known -= 1
-        if known != self.at:
-            state = self._recent.get(known)
-            self.generator.set_state(
-                self._checkpoints[known // _CHECKPOINT] if state is None else state
-            )
-            self.at = known
-
-    def drew(self) -> None:
-        """One more draw was made."""
-        self.at += 1
-        self._front = max(self._front, self.at)
-        state = self.generator.get_state()
-        if self.at == len(self._checkpoints) * _CHECKPOINT:
-            self._checkpoints.append(state)
-        self._recent[self.at] = state
-        self._recent.move_to_end(self.at)
-        if len(self._recent) > _RECENT:
-            self._recent.popitem(last=False)
+_FEW = 1024
+"""With more tokens of any probability, a CPU looks first which of them can win at all."""
 
 
 class Noise:
     """Noise blocks of one call in any order, drawn on a private copy of the default generator.
 
-    While it is open the default generator stands far away from the states that plain would take it
-    through, so that nothing that draws meanwhile (another call, another thread) repeats our noise.
-    `finish` puts it where plain leaves it, unless somebody else has moved it since.
+    `finish` puts the default generator where plain leaves it, unless somebody else has moved it.
     """
 
     def __init__(
@@ -134,12 +43,8 @@ class Noise:
         self._max_blocks = max(2, max_bytes // (8 * num_rows * vocab))
         self._blocks: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._raw_blocks: OrderedDict[int, mersenne.RawBlock] = OrderedDict()
-        self._default = default_generator(self._device)
-        with _LOCK:
-            begin = self._default.get_state()
-            self._parked = _far_from(begin, self._device)
-            self._default.set_state(self._parked)
-        self._replay = _Replay(torch.Generator(self._device), begin)
+        self._parked = Parked(self._device)
+        self._replay = Replay(torch.Generator(self._device), self._parked.begin)
         self._open = True
 
     def block(self, step: int) -> torch.Tensor:
@@ -176,17 +81,15 @@ class Noise:
         """Leave the default generator where plain leaves it after `num_steps` decoding steps."""
         if self._open:
             self._go_to(num_steps)
-            self._unpark(self._replay.generator.get_state())
+            self._end(self._replay.generator.get_state())
 
     def close(self) -> None:
         """Put the default generator back where the call found it, if `finish` was not reached."""
         if self._open:
-            self._unpark(self._replay.begin)
+            self._end(self._parked.begin)
 
-    def _unpark(self, state: torch.Tensor) -> None:
-        with _LOCK:
-            if torch.equal(self._default.get_state(), self._parked):
-                self._default.set_state(state)
+    def _end(self, state: torch.Tensor) -> None:
+        self._parked.put_back(state)
         self._open = False
         self._blocks.clear()
         self._raw_blocks.clear()
@@ -194,11 +97,11 @@ class Noise:
     def _best(self, probs: torch.Tensor, row: int, step: int) -> tuple[int, float]:
         """The token with the greatest `probs / noise`, [vocab], and that ratio."""
         if self._twister is not None:
+            raw, first = self._raw_block(step, self._twister), row * self._shape[1]
             weights = probs.numpy()
-            tokens = np.flatnonzero(weights != 0)
-            if 0 < len(tokens) <= _FEW:
-                raw = self._raw_block(step, self._twister)
-                ratios = weights[tokens] / raw.exponential(row * self._shape[1] + tokens)
+            tokens = _contenders(weights, raw, first)
+            if len(tokens):
+                ratios = weights[tokens] / raw.exponential(first + tokens)
                 best = int(ratios.argmax())
                 return int(tokens[best]), float(ratios[best])
         ratio = probs / self.block(step)[row]
@@ -276,7 +179,20 @@ class NoiseInOrder:
         self.close()
 
 
-def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A generator state that follows from `state` but lies on another stretch of random numbers."""
-    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little")).get_state()
+def _contenders(weights: np.ndarray, raw: mersenne.RawBlock, first: int) -> np.ndarray:
+    """Tokens that can have the greatest `weight / noise`; none where a weight is not a number.
+
+    Args:
+        weights: Probabilities of a row, [vocab].
+        raw: The step's random numbers.
+        first: The row's first element in them.
+    """
+    tokens = np.flatnonzero(weights != 0)
+    if len(tokens) <= _FEW:
+        return tokens
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # -log(1 - u), the noise, is never below u.
+        bound = weights / raw.uniform(slice(first, first + len(weights)))
+    likely = bound.argmax(keepdims=True)
+    reached = (weights[likely] / raw.exponential(first + likely))[0]
+    return np.flatnonzero(bound >= reached * (1 - 1e-6))

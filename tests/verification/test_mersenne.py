@@ -23,6 +23,13 @@ def test_noise_and_state_are_those_of_torch(elements: int, before: int):
         assert torch.equal(theirs.get_state(), ours.get_state())
 
 
+def test_noise_is_never_below_its_uniform_number():
+    raw = mersenne.Twister().draw(torch.Generator().manual_seed(0), 5000)
+    uniform, noise = raw.uniform(slice(0, 5000)), raw.exponential(np.arange(5000))
+    assert (noise >= uniform * (1 - 1e-7)).all() and (uniform < 1).all()
+    assert np.array_equal(uniform[[7, 9]], raw.uniform(np.array([7, 9])))
+
+
 def test_a_cached_normal_number_is_kept():
     theirs, ours = (torch.Generator().manual_seed(3) for _ in range(2))
     for generator in (theirs, ours):

@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-from lookahead_hf.verification import noise as noise_module
-from lookahead_hf.verification.noise import Noise, NoiseInOrder, same_as_multinomial
+from lookahead_hf.verification import generators, mersenne
+from lookahead_hf.verification.generators import same_as_multinomial
+from lookahead_hf.verification.noise import Noise, NoiseInOrder
 
 SHAPES = [
     pytest.param(rows, vocab, id=f"B{rows}-V{vocab}")
@@ -67,8 +68,8 @@ def test_the_generator_stands_where_plain_leaves_it_after_fewer_or_more_steps_th
 def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(noise_module, "_RECENT", 5)
-    monkeypatch.setattr(noise_module, "_CHECKPOINT", 8)
+    monkeypatch.setattr(generators, "_RECENT", 5)
+    monkeypatch.setattr(generators, "_CHECKPOINT", 8)
     torch.manual_seed(1)
     expected = [torch.empty(2, 50).exponential_() for _ in range(60)]
     torch.manual_seed(1)
@@ -84,7 +85,7 @@ def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
 def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(noise_module, "_RECENT", 16)
+    monkeypatch.setattr(generators, "_RECENT", 16)
     with Noise(2, 50, "cpu", max_bytes=0) as noise:
         noise.block(500)
         drawn = []
@@ -111,7 +112,7 @@ def test_truncated_and_whole_rows_may_alternate():
 
 
 def test_without_the_short_way_the_picks_are_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(noise_module.mersenne, "is_exact", lambda: False)
+    monkeypatch.setattr(mersenne, "is_exact", lambda: False)
     probs = random_probs(5, 3, 900, top=7)
     torch.manual_seed(8)
     expected = plain_draws(probs)
@@ -181,13 +182,27 @@ def test_threads_never_share_noise():
     assert len({tuple(block.flatten().tolist()) for block in blocks}) == 8
 
 
-def test_probabilities_that_are_not_finite_raise_what_plain_raises():
-    probs = torch.full((1, 10), torch.nan)
-    with pytest.raises(RuntimeError) as plain:
-        torch.multinomial(probs, 1)
-    with Noise(1, 10, "cpu") as noise, pytest.raises(RuntimeError) as ours:
-        noise.pick(probs, 0, 0)
-    assert str(ours.value) == str(plain.value)
+@pytest.mark.parametrize("vocab", [10, 3000])
+def test_probabilities_that_are_not_finite_raise_what_plain_raises(vocab: int):
+    every = torch.full((1, vocab), torch.nan)
+    one = torch.full((1, vocab), 0.1).index_fill(1, torch.tensor([4]), torch.inf)
+    for probs in (every, one):
+        with pytest.raises(RuntimeError) as plain:
+            torch.multinomial(probs, 1)
+        with Noise(1, vocab, "cpu") as noise, pytest.raises(RuntimeError) as ours:
+            noise.pick(probs, 0, 0)
+        assert str(ours.value) == str(plain.value)
+
+
+def test_flat_and_peaked_rows_are_picked_as_plain_picks_them():
+    for scale in (0.0, 0.01, 1.0, 30.0):
+        logits = scale * torch.randn(40, 5003, generator=torch.Generator().manual_seed(1))
+        probs = [row[None].softmax(-1) for row in logits]
+        torch.manual_seed(6)
+        expected = [tokens[0] for tokens in plain_draws(probs)]
+        torch.manual_seed(6)
+        with Noise(1, 5003, "cpu") as noise:
+            assert [noise.pick(p, 0, step) for step, p in enumerate(probs)] == expected
 
 
 def test_in_order_noise_interleaves_with_other_draws_as_plain_does():

@@ -1,0 +1,122 @@
+"""Default random generators: which one torch draws from, and going back over its draws."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from functools import lru_cache
+
+import torch
+
+_LOCK = threading.Lock()
+"""Held while a default generator is read and moved."""
+
+_CHECKPOINT = 64
+"""Every so many steps a generator state is kept for good."""
+
+_RECENT = 1024
+"""Generator states kept besides; a CPU state takes 5 KB."""
+
+
+def default_generator(device: torch.device | str) -> torch.Generator:
+    """The generator that `torch.multinomial` draws from on `device`.
+
+    Raises:
+        ValueError: The device type keeps no list of default generators.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", None)
+    if not generators:
+        raise ValueError(f"no default generator is known for {device}; sample without speculation")
+    return generators[module.current_device() if device.index is None else device.index]
+
+
+@lru_cache(maxsize=16)
+def same_as_multinomial(device: torch.device) -> bool:
+    """Whether `argmax(probs / noise)` is `torch.multinomial` on this device, generator state too.
+
+    Tried once per device on a generator of its own, since it rests on how torch is written.
+    """
+    try:
+        default_generator(device)
+        drawn, kept = (torch.Generator(device).manual_seed(7) for _ in range(2))
+        probs = torch.rand(3, 4099, generator=torch.Generator().manual_seed(7)).to(device)
+        tokens = torch.multinomial(probs, 1, generator=drawn).squeeze(1)
+        noise = torch.empty_like(probs).exponential_(generator=kept)
+        same_state = torch.equal(drawn.get_state(), kept.get_state())
+        return same_state and torch.equal((probs / noise).argmax(-1), tokens)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+
+
+class Parked:
+    """A default generator set aside while a call draws from a copy of it.
+
+    It then stands far away from the states that the copy goes through, so that nothing that draws
+    meanwhile (another call, another thread) repeats the call's numbers.
+
+    Attributes:
+        begin: The state that the generator was found in.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = default_generator(device)
+        with _LOCK:
+            self.begin = self._generator.get_state()
+            self._state = _far_from(self.begin, device)
+            self._generator.set_state(self._state)
+
+    def put_back(self, state: torch.Tensor) -> None:
+        """Set the generator to a state, unless somebody else has moved it since."""
+        with _LOCK:
+            if torch.equal(self._generator.get_state(), self._state):
+                self._generator.set_state(state)
+
+
+class Replay:
+    """A generator that finds back to the state before any of its draws.
+
+    The newest states are kept, and for good every sixty-fourth.
+    """
+
+    def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
+        self.generator = generator
+        self.generator.set_state(begin)
+        self.at = 0  # draws made up to where the generator stands
+        self._front = 0
+        self._checkpoints = [begin]
+        self._recent: OrderedDict[int, torch.Tensor] = OrderedDict()
+
+    def back_to(self, draw: int) -> None:
+        """Go to a known state at most sixty-three draws before `draw`, or else the furthest."""
+        known = min(draw, self._front)
+        while known != self.at and known not in self._recent and known % _CHECKPOINT:
+            known -= 1
+        if known != self.at:
+            state = self._recent.get(known)
+            self.generator.set_state(
+                self._checkpoints[known // _CHECKPOINT] if state is None else state
+            )
+            self.at = known
+
+    def drew(self) -> None:
+        """One more draw was made."""
+        self.at += 1
+        self._front = max(self._front, self.at)
+        state = self.generator.get_state()
+        if self.at == len(self._checkpoints) * _CHECKPOINT:
+            self._checkpoints.append(state)
+        self._recent[self.at] = state
+        self._recent.move_to_end(self.at)
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
+
+
+def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A generator state that follows from `state` but lies on another stretch of random numbers."""
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little")).get_state()
