@@ -57,11 +57,6 @@ class FallbackReason(str, Enum):
         "gradient checkpointing in training mode keeps no cache",
         "call model.eval()",
     )
-    RECORDS = (
-        "records",
-        "scores, logits, hidden states or attentions of every step were asked for",
-        "leave output_scores, output_logits, output_hidden_states and output_attentions out",
-    )
     GUIDANCE = "guidance", "classifier-free guidance runs the model a second time per token"
     TOKEN_HEALING = "token_healing", "token healing changes the prompt", "pass token_healing=False"
     ARGUMENT = "argument", "this argument of the model is not served"
@@ -145,10 +140,6 @@ def check_settings(setting: Callable[[str], Any]) -> None:
             raise Unserved(reason, f"{name}={value!r}")
     if (setting("penalty_alpha") or 0) > 0 and not setting("do_sample"):
         raise Unserved(FallbackReason.DECODING_METHOD, "contrastive search")
-    if setting("return_dict_in_generate"):
-        for name in ("output_scores", "output_logits"):
-            if setting(name):
-                raise Unserved(FallbackReason.RECORDS, name)
 
 
 _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
@@ -166,8 +157,6 @@ _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
     ),
     (lambda value: value not in (None, 1), FallbackReason.GUIDANCE, "guidance_scale"),
     (bool, FallbackReason.TOKEN_HEALING, "token_healing"),
-    (bool, FallbackReason.RECORDS, "output_hidden_states"),
-    (bool, FallbackReason.RECORDS, "output_attentions"),
 )
 
 

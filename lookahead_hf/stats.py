@@ -136,7 +136,8 @@ def _counted(count: int, noun: str) -> str:
 
 
 class _Rows(Protocol):
-    num_text: np.ndarray  # [rows]
+    @property
+    def num_text(self) -> np.ndarray: ...  # [rows]
 
 
 class _Drafts(Protocol):

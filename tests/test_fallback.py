@@ -40,9 +40,6 @@ SETTINGS = [
     ("no_cache", {"use_cache": False}),
     ("cache_implementation", {"cache_implementation": "static"}),
     ("guidance", {"guidance_scale": 1.5}),
-    ("records", {"return_dict_in_generate": True, "output_scores": True}),
-    ("records", {"return_dict_in_generate": True, "output_logits": True}),
-    ("records", {"return_dict_in_generate": True, "output_hidden_states": True}),
 ]
 
 
@@ -72,7 +69,8 @@ def test_settings_that_are_not_served(
         {"cache_implementation": "dynamic"},
         {"guidance_scale": 1},
         {"return_dict_in_generate": True},
-        {"output_scores": True},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"output_hidden_states": True},
         {"num_return_sequences": 2, "do_sample": True},
         {"penalty_alpha": 0.6, "do_sample": True},
         {"token_healing": False},
@@ -94,7 +92,6 @@ def test_settings_that_are_served(
         ("decoding_method", {"force_words_ids": [[1]]}),
         ("continuous_batching", {"cache_implementation": "paged"}),
         ("token_healing", {"token_healing": True}),
-        ("records", {"output_attentions": True}),
         ("cache_implementation", {"cache_implementation": "quantized"}),
         ("cache_implementation", {"cache_implementation": "offloaded"}),
     ],

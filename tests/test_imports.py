@@ -24,7 +24,7 @@ LEVELS = (
     {"arguments"},
     {"strategy"},
     {"hook"},
-    {"pipelines", "auto", "cli"},
+    {"pipelines", "warming", "auto", "cli"},
 )
 """Rooms, from the lowest up; those of one level do not see each other."""
 

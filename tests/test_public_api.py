@@ -29,9 +29,13 @@ def test_importing_loads_nothing_heavy_and_prints_nothing() -> None:
 
 
 def test_importing_is_quick() -> None:
-    code = (
-        "import time; t = time.perf_counter(); import lookahead_hf; print(time.perf_counter() - t)"
-    )
+    """In seconds of the process: what else runs on the machine does not count."""
+    code = """
+import time
+start = time.process_time()
+import lookahead_hf
+print(time.process_time() - start)
+"""
     assert min(float(in_a_fresh_process(code)) for _ in range(3)) < 0.03
 
 
