@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lookahead_hf.cli.comparison import Stage, run_speculative, tokens_per_step
+from lookahead_hf.cli.comparison import Stage, run_speculative
 from lookahead_hf.cli.generate import add_generation_options, generation_arguments
 from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
 from lookahead_hf.cli.screen import Screen
@@ -44,10 +44,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         timed = run_speculative(stage, encode_chat(model, tokenizer, messages))
         answer = tokenizer.decode(timed.ids, skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer})
-        screen.line(
-            f"{timed.tokens_per_second:.1f} tokens/s, {tokens_per_step(model):.2f} tokens per step",
-            "dim",
-        )
+        assert timed.stats is not None
+        steps = timed.stats.tokens_per_step
+        screen.line(f"{timed.tokens_per_second:.1f} tokens/s, {steps:.2f} tokens per step", "dim")
     return 0
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lookahead_hf.cli.live_text import LiveText, StepRecorder
 from lookahead_hf.cli.screen import CommandError, Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
 from lookahead_hf.fallback import SpeculationFallbackError
+from lookahead_hf.stats import SpeculativeStats
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Timed:
 
     ids: tuple[int, ...]
     seconds: float
+    stats: SpeculativeStats | None = None  # None of a plain call
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,27 +78,24 @@ def run_speculative(stage: Stage, inputs: dict[str, Any]) -> Timed:
     config = SpeculativeConfig(drafters=(*DEFAULT_DRAFTERS, recorder), on_fallback="error")
     text = LiveText(stage.tokenizer, stage.screen, recorder)
     try:
-        return _run(stage, inputs, text, config)
+        timed = _run(stage, inputs, text, config)
     except SpeculationFallbackError as error:
         raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
+    assert timed.stats is not None
+    sources = {name: s for name, s in timed.stats.per_source.items() if name != recorder.name}
+    return replace(timed, stats=replace(timed.stats, per_source=sources))
 
 
 def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, speculative: Any) -> Timed:
+    import lookahead_hf
+
     start = time.perf_counter()
     output = stage.model.generate(
         **inputs, **stage.generation, streamer=text, speculative=speculative
     )
     seconds = time.perf_counter() - start
-    return Timed(tuple(output[0, inputs["input_ids"].shape[1] :].tolist()), seconds)
-
-
-def tokens_per_step(model: Any) -> float:
-    """What the model's latest speculated call made of each forward."""
-    import lookahead_hf
-
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    return stats.tokens_per_step
+    ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return Timed(tuple(ids), seconds, lookahead_hf.last_stats(stage.model))
 
 
 def first_difference(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:

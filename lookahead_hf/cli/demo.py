@@ -13,7 +13,6 @@ from lookahead_hf.cli.comparison import (
     first_difference,
     run_plain,
     run_speculative,
-    tokens_per_step,
 )
 from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
@@ -96,6 +95,8 @@ def _show_prompt(stage: Stage, title: str, prompt: str) -> Outcome:
     plain = run_plain(stage, inputs)
     screen.line("\n--- speculative (what a draft foresaw is marked)", "bold")
     speculative = run_speculative(stage, inputs)
+    assert speculative.stats is not None
+    screen.line(f"\n{speculative.stats}", "dim")
     index = first_difference(plain.ids, speculative.ids)
     if index is None:
         screen.line(f"\nidentical: all {len(plain.ids)} tokens", "bold green")
@@ -106,7 +107,7 @@ def _show_prompt(stage: Stage, title: str, prompt: str) -> Outcome:
         title,
         plain.tokens_per_second,
         speculative.tokens_per_second,
-        tokens_per_step(stage.model),
+        speculative.stats.tokens_per_step,
         index,
     )
 

@@ -61,8 +61,6 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Generate one text."""
     import torch
 
-    import lookahead_hf
-
     prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     if not prompt.strip():
         raise CommandError("The prompt is empty: give it as an argument or on stdin.")
@@ -73,6 +71,6 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     torch.manual_seed(arguments.seed)
     timed = run_plain(stage, inputs) if arguments.plain else run_speculative(stage, inputs)
     screen.line(f"\n{len(timed.ids)} tokens, {timed.tokens_per_second:.1f} tokens/s", "dim")
-    if arguments.stats and not arguments.plain:
-        screen.line(str(lookahead_hf.last_stats(model)))
+    if arguments.stats and timed.stats is not None:
+        screen.line(str(timed.stats))
     return 0
