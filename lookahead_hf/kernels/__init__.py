@@ -7,6 +7,7 @@ from lookahead_hf.kernels.dispatch import (
     compact_path,
     reject_tree,
     topk_rows,
+    tree_attention,
     verify_tree,
 )
 from lookahead_hf.kernels.path_table import PathTable
@@ -19,5 +20,6 @@ __all__ = [
     "compact_path",
     "reject_tree",
     "topk_rows",
+    "tree_attention",
     "verify_tree",
 ]

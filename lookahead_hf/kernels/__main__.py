@@ -17,25 +17,30 @@ def main() -> int:
     options = parser.parse_args()
     # Read when a kernel is decorated: an interpreted kernel cannot be compiled.
     os.environ.pop("TRITON_INTERPRET", None)
-    return _compile(options.target, options.kernel)
+    from lookahead_hf.kernels.aot import TARGETS
+
+    unknown = set(options.target or ()) - set(TARGETS)
+    if unknown:
+        parser.error(f"no target {', '.join(sorted(unknown))}: choose from {', '.join(TARGETS)}")
+    return _compile(options.target or list(TARGETS), options.kernel)
 
 
-def _compile(names: list[str] | None, part: str) -> int:
+def _compile(names: list[str], part: str) -> int:
     from lookahead_hf.kernels import aot
 
     failures = 0
     for variant in aot.variants():
         if part not in variant.name:
             continue
-        for name in names or aot.TARGETS:
+        for name in names:
             try:
                 used = aot.compile_variant(variant, aot.TARGETS[name])
             except Exception as error:
                 failures += 1
-                print(f"{variant.name:28} {name:7} FAILED {type(error).__name__}: {error}")
+                print(f"{variant.name:56} {name:7} FAILED {type(error).__name__}: {error}")
                 continue
             print(
-                f"{variant.name:28} {name:7} {_text(used.registers)} registers"
+                f"{variant.name:56} {name:7} {_text(used.registers)} registers"
                 f" {used.shared_bytes:7} bytes shared {_text(used.spills)} bytes spilled",
                 flush=True,
             )

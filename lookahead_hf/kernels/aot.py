@@ -6,32 +6,40 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lookahead_hf.kernels import compact, reject, tiles, topk, verify
+from lookahead_hf.kernels import attention, compact, reject, tiles, topk, verify
 from lookahead_hf.kernels._common import FP_FUSION
 
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU to compile for, and the shared memory that a program may use there."""
+    """A GPU to compile for.
+
+    Attributes:
+        gpu: Triton's name for it.
+        shared_bytes: Shared memory that a program may use there.
+        stages: Stages in which attention runs there, see `attention.tree_attention`.
+    """
 
     gpu: GPUTarget
     shared_bytes: int
+    stages: int
 
 
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, 2),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, 3),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, 3),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, 2),
 }
 
 
@@ -44,7 +52,8 @@ class Variant:
         kernel: The decorated function.
         pointers: Element type of each pointer argument, in Triton's notation without the asterisk.
         constants: Values of the constexpr arguments.
-        options: Warps, stages and so on, as in the launch.
+        num_warps: As in the launch.
+        max_stages: Stages of a loop over tiles, where the target does not ask for fewer.
         floats: Arguments that are float32 numbers; the other numbers are integers.
     """
 
@@ -52,8 +61,9 @@ class Variant:
     kernel: Any
     pointers: dict[str, str]
     constants: dict[str, Any]
-    options: dict[str, Any]
-    floats: tuple[str, ...] = field(default=())
+    num_warps: int = 4
+    max_stages: int = 3
+    floats: tuple[str, ...] = ()
 
     def source(self) -> ASTSource:
         """What Triton compiles; pointers, strides and vocabulary divide by 16, as is usual."""
@@ -93,7 +103,11 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
         RuntimeError: It compiles, but needs more shared memory than the target has, which would
             fail at launch.
     """
-    options = {"enable_fp_fusion": FP_FUSION, **variant.options}
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": min(variant.max_stages, target.stages),
+        "enable_fp_fusion": FP_FUSION,
+    }
     compiled = triton.compile(variant.source(), target=target.gpu, options=options)
     if compiled.metadata.shared > target.shared_bytes:
         raise RuntimeError(
@@ -140,7 +154,7 @@ def variants() -> Iterator[Variant]:
             tiles._tile_best_kernel,
             {"best_ptr": "i64", "scores_ptr": dtype, "noise_ptr": "fp32", **tree},
             {"HAS_COUNT": True, "HAS_NOISE": dtype == "fp32", "BLOCK": 2048},
-            {"num_warps": 4},
+            num_warps=4,
         )
     for nodes in (16, 64):
         yield Variant(
@@ -148,7 +162,7 @@ def variants() -> Iterator[Variant]:
             verify._walk_kernel,
             {"packed_ptr": "i64", "best_ptr": "i64", "tiles_ptr": "i64", **tree},
             {"NODES": nodes, "TILES": 128},
-            {"num_warps": 8},
+            num_warps=8,
         )
     floats = ["left_ptr", "probs_ptr", "draft_ptr", "uniforms_ptr", "noise_ptr"]
     yield Variant(
@@ -156,7 +170,7 @@ def variants() -> Iterator[Variant]:
         reject._reject_kernel,
         {"packed_ptr": "i64", **tree, **dict.fromkeys(floats, "fp32")},
         {"NODES": 64, "BLOCK": 4096},
-        {"num_warps": 8},
+        num_warps=8,
     )
     for k, block, num_tiles, warps in ((8, 1024, 256, 8), (64, 256, 1024, 16)):
         yield Variant(
@@ -164,7 +178,7 @@ def variants() -> Iterator[Variant]:
             topk._topk_kernel,
             {"values_ptr": "fp32", "ids_ptr": "i64", "logits_ptr": "bf16", "tiles_ptr": "i64"},
             {"K": k, "BLOCK": block, "TILES": num_tiles},
-            {"num_warps": warps},
+            num_warps=warps,
         )
     indices = dict.fromkeys(["table_ptr", "lengths_ptr", "path_ptr", "num_kept_ptr"], "i64")
     for aligned in (True, False):
@@ -173,5 +187,48 @@ def variants() -> Iterator[Variant]:
             compact._compact_path_kernel,
             indices,
             {"WORD": tl.int32, "ALIGNED": aligned, "PATH": 64, "BLOCK": 128},
-            {"num_warps": 4},
+            num_warps=4,
+        )
+    yield from _attention_variants()
+
+
+def _attention_variants() -> Iterator[Variant]:
+    """Groups of 7 heads, as in Qwen2.5-7B, in all head sizes; windows, sinks and so on in one."""
+    for dtype, dim, nodes, extras in (
+        (torch.bfloat16, 64, 64, False),
+        (torch.bfloat16, 128, 64, False),
+        (torch.bfloat16, 128, 64, True),
+        (torch.bfloat16, 128, 1, False),
+        (torch.bfloat16, 256, 64, False),
+        (torch.float32, 128, 64, False),
+    ):
+        of_model = "fp32" if dtype == torch.float32 else "bf16"
+        pointers = {
+            **dict.fromkeys(["out_ptr", "q_ptr", "k_ptr", "v_ptr", "sinks_ptr"], of_model),
+            **dict.fromkeys(["acc_ptr", "stats_ptr"], "fp32"),
+            **dict.fromkeys(["lengths_ptr", "ancestors_ptr", "columns_ptr", "pads_ptr"], "i64"),
+        }
+        constants = {
+            **dict.fromkeys(["DIM", "DIM_V", "BLOCK_D", "BLOCK_V"], dim),
+            **dict.fromkeys(["WINDOW", "COLUMNS", "SOFTCAP"], extras),
+            **attention.tile_sizes(nodes * 7, dim, dtype),
+            "GROUP": 7,
+        }
+        name = f"{of_model} {dim} nodes={nodes}{' window softcap sinks' if extras else ''}"
+        floats = "scale", "softcap"
+        yield Variant(
+            f"attention prefix {name}",
+            attention._prefix_kernel,
+            pointers,
+            constants,
+            max_stages=3 if dim <= 128 else 2,
+            floats=floats,
+        )
+        yield Variant(
+            f"attention node {name}",
+            attention._node_kernel,
+            pointers,
+            {**constants, "SINKS": extras, "QUERIES": 16},
+            max_stages=1,
+            floats=floats,
         )

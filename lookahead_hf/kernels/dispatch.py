@@ -13,6 +13,15 @@ from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.tree_walk import TreeWalk
 
+MAX_ATTENTION_NODES = 64
+"""Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
+
+MAX_HEAD_DIM = 256
+"""Largest head of the fused `tree_attention`; greater ones take the twin."""
+
+MAX_FUSED_K = 64
+"""Largest k of the fused `topk_rows`: a program holds k tiles at once."""
+
 _VARIABLE = "LOOKAHEAD_HF_BACKEND"
 
 
@@ -153,8 +162,59 @@ def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     """
     if k > logits.shape[1]:
         raise ValueError(f"k is {k}, but a row has {logits.shape[1]} entries: ask for fewer")
-    if backend(logits.device) == "triton" and k <= reference.MAX_FUSED_K:
+    if backend(logits.device) == "triton" and k <= MAX_FUSED_K:
         from lookahead_hf.kernels import topk
 
         return topk.topk_rows(logits, k)
     return reference.topk_rows(logits, k)
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    columns: torch.Tensor | None = None,
+    pads: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of a draft tree's nodes to the prefix of their row and to their ancestors.
+
+    Token `i` of a row's prefix stands in slot `i`, node `i` in slot `lengths[row] + i`; slots
+    behind are not read. The kernel gives a node the same bits in whatever tree it stands, as long
+    as the capacity `slots` and the number of nodes stay what they are.
+
+    Args:
+        q: Queries, [rows, heads, nodes, dim], last stride 1, nodes at most 64.
+        k: Keys, [rows, kv_heads, slots, dim], last stride 1; `heads` is a multiple of `kv_heads`.
+        v: Values, [rows, kv_heads, slots, v_dim], last stride 1.
+        lengths: Slots of each row before node 0, [rows] integers.
+        ancestors: Bit `j` of a node's word says that node `j` is an ancestor of it, or itself,
+            [rows, nodes] int64.
+        scale: Factor of the scores.
+        window: Read only keys whose column is less than this before the node's; 0 for all.
+        columns: Columns of the first slots of each row where they are not `slot + pads`, ascending,
+            [rows, any] integers.
+        pads: Column less slot for all further tokens, needed with `columns`, [rows] integers.
+        softcap: Limit c of the scores, `c * tanh(score / c)`; 0 for none.
+        sinks: Score of each head that takes part in the softmax without a value, [heads].
+
+    Returns:
+        [rows, nodes, heads, v_dim] in the dtype of `q`.
+    """
+    assert (columns is None) or (pads is not None), "columns need pads"
+    if q.shape[2] > MAX_ATTENTION_NODES:
+        raise ValueError(
+            f"{q.shape[2]} nodes in a row, but an ancestor word has {MAX_ATTENTION_NODES} bits: "
+            "draft fewer"
+        )
+    arguments = q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks
+    if backend(q.device) == "triton" and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM:
+        from lookahead_hf.kernels import attention
+
+        return attention.tree_attention(*arguments)
+    return reference.tree_attention(*arguments)

@@ -27,7 +27,7 @@ class PathTable:
         devices = list(dict.fromkeys(tensor.device for tensor in self.tensors))
         self.by_device: list[PathTable] = (
             [self]
-            if len(devices) < 2
+            if len(devices) == 1
             else [
                 PathTable([tensor for tensor in self.tensors if tensor.device == device])
                 for device in devices

@@ -9,9 +9,6 @@ import torch
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.tree_walk import TreeWalk
 
-MAX_FUSED_K = 64
-"""Largest k of the fused `topk_rows`: a program holds k tiles at once."""
-
 _TILE = 512
 _TOPK_TILE = 32
 
@@ -162,3 +159,67 @@ def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 def _topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     best = values.topk(k, dim=1)
     return best.values.float(), best.indices
+
+
+def tree_attention(
+    q: torch.Tensor,  # [rows, heads, nodes, dim]
+    k: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    v: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
+    lengths: torch.Tensor,  # [rows]
+    ancestors: torch.Tensor,  # [rows, nodes]
+    scale: float,
+    window: int = 0,
+    columns: torch.Tensor | None = None,  # [rows, num_columns]
+    pads: torch.Tensor | None = None,  # [rows]
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> torch.Tensor:
+    """See `dispatch.tree_attention`; computes in float32, in slot order."""
+    rows, heads, nodes, _ = q.shape
+    groups = heads // k.shape[1]
+    seen = _seen(lengths, ancestors, k.shape[2])
+    if window:
+        seen &= _in_window(lengths, ancestors, k.shape[2], window, columns, pads)
+    # The heads of a group are rows of one product, so that K and V are not repeated.
+    folded = q.float().reshape(rows, -1, groups * nodes, q.shape[3])
+    score = (folded @ k.float().transpose(2, 3) * scale).unflatten(2, (groups, nodes))
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    score = score.masked_fill(~seen[:, None, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, groups, 1, 1).expand(rows, -1, -1, nodes, 1)
+        score = torch.cat([score, sink], -1)
+    weight = score.softmax(-1)[..., : k.shape[2]].nan_to_num().flatten(2, 3)
+    # Slots that nobody sees may never have been written, and zero times NaN is NaN.
+    unseen = ~seen.any(1)[:, None, :, None]
+    out = weight @ v.float().masked_fill(unseen, 0.0)
+    return out.view(rows, heads, nodes, -1).transpose(1, 2).to(q.dtype).contiguous()
+
+
+def _seen(lengths: torch.Tensor, ancestors: torch.Tensor, slots: int) -> torch.Tensor:
+    """Which slots each node reads, [rows, nodes, slots] bool."""
+    node = torch.arange(slots, device=lengths.device) - lengths[:, None]
+    bits = ancestors[:, :, None] >> node.clamp(0, 63)[:, None]
+    return (node < 0)[:, None] | ((node < 64)[:, None] & (bits & 1 == 1))
+
+
+def _in_window(
+    lengths: torch.Tensor,
+    ancestors: torch.Tensor,
+    slots: int,
+    window: int,
+    columns: torch.Tensor | None,
+    pads: torch.Tensor | None,
+) -> torch.Tensor:
+    """Which slots are near enough to each node, by column, [rows, nodes, slots] bool."""
+    slot = torch.arange(slots, device=lengths.device).expand(len(lengths), -1)
+    depth = (ancestors[:, :, None] >> torch.arange(64, device=lengths.device) & 1).sum(2) - 1
+    node = (slot - lengths[:, None]).clamp(0, ancestors.shape[1] - 1)
+    column = torch.where(slot < lengths[:, None], slot, lengths[:, None] + depth.gather(1, node))
+    at = lengths[:, None] + depth
+    if columns is not None and pads is not None:
+        column, at = column + pads[:, None], at + pads[:, None]
+        known = columns.shape[1]
+        of_prompt = slot[:, :known] < lengths[:, None]
+        column[:, :known] = torch.where(of_prompt, columns, column[:, :known])
+    return at[:, :, None] - column[:, None] < window

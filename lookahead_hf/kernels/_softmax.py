@@ -1,0 +1,112 @@
+"""Parts of the attention kernels: loading vectors, the running softmax, the ancestors of a node."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TAIL = tl.constexpr(64)
+"""Keys are cut into tiles at multiples of this; a row has as many nodes at most."""
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_vectors(base, offset, inside, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The vectors of `DIM` values that begin at `base + offset`, zero where not inside."""
+    dim = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (dim < DIM)[None, :]
+    return tl.load(base + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_vectors(base, offset, values, inside, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Write what `load_vectors` reads."""
+    dim = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (dim < DIM)[None, :]
+    tl.store(base + offset[:, None] + dim[None, :], values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def depth_of(bits):
+    """Ancestors in a 64-bit word, the node itself not counted."""
+    pairs = bits - ((bits >> 1) & 0x5555555555555555)
+    fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
+    total = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    total += total >> 8
+    total += total >> 16
+    total += total >> 32
+    return (total & 0x7F).to(tl.int32) - 1
+
+
+@triton.jit
+def ancestor_at(bits, depth):
+    """The ancestor at each of some depths; 0 where a node has none.
+
+    A depth is the rank among the set bits, because parents stand before their children.
+    """
+    node = tl.arange(0, TAIL)
+    member = ((bits >> node.to(tl.int64)) & 1).to(tl.int32)
+    rank = tl.where(member == 1, tl.cumsum(member, axis=0) - 1, -1)
+    return tl.sum(tl.where(rank[None, :] == depth[:, None], node[None, :], 0), axis=1)
+
+
+@triton.jit
+def tail_start(text):
+    """First key that a node at index `text` of the text reads for itself."""
+    return tl.maximum(text + 1 - TAIL, 0) // TAIL * TAIL
+
+
+@triton.jit
+def in_window(text, index, listed, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS):
+    """Whether the columns of nodes at `text` and keys at `index` differ by less than `window`."""
+    column = index
+    if COLUMNS:
+        # Columns less the row's pads: from the end of the list on this is the index in the text.
+        known = index < tl.minimum(listed, num_columns)
+        column = tl.load(columns_ptr + row * num_columns + index, mask=known, other=0)
+        pads = tl.load(pads_ptr + row).to(tl.int32)
+        column = tl.where(known, column.to(tl.int32) - pads, index)
+    return text[:, None] - column[None, :] < window
+
+
+@triton.jit
+def first_in_window(length, window, KEYS: tl.constexpr):
+    """A tile before which no key is in the window of any node."""
+    return tl.maximum(length - window + 1, 0) // KEYS * KEYS
+
+
+@triton.jit
+def attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP: tl.constexpr):
+    """Add a tile of keys to a running softmax in base 2; a tile that is not seen changes no bit."""
+    # The default precision for float32 is TF32 on NVIDIA, which keeps 10 bits.
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP:
+        score = softcap * (1 - 2 / (tl.exp2(score * (2 * _LOG2E / softcap)) + 1))
+    score = tl.where(seen, score * _LOG2E, float("-inf"))
+    above = tl.maximum(top, tl.max(score, axis=1))
+    # A row that has seen nothing yet: minus infinity less itself would be NaN.
+    shift = tl.where(above == float("-inf"), 0.0, above)
+    weight = tl.exp2(score - shift[:, None])
+    fade = tl.exp2(top - shift)
+    total = total * fade + tl.sum(weight, axis=1)
+    mixed = tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    return above, total, acc * fade[:, None] + mixed
+
+
+@triton.jit
+def merge(top, total, acc, other_top, other_total, other_acc):
+    """One running softmax of two."""
+    above = tl.maximum(top, other_top)
+    shift = tl.where(above == float("-inf"), 0.0, above)
+    fade, other_fade = tl.exp2(top - shift), tl.exp2(other_top - shift)
+    total = total * fade + other_total * other_fade
+    return above, total, acc * fade[:, None] + other_acc * other_fade[:, None]
+
+
+@triton.jit
+def add_sink(top, total, acc, sink):
+    """A score of each head that takes its share of the softmax and has no value."""
+    sink = sink.to(tl.float32) * _LOG2E
+    return merge(top, total, acc, sink, tl.full(sink.shape, 1.0, tl.float32), tl.zeros_like(acc))

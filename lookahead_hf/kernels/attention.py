@@ -1,0 +1,327 @@
+"""Decode attention of a draft tree over cache slots; a node's bits do not depend on the tree.
+
+    for row, node, head:
+        text = [*range(lengths[row]), *(lengths[row] + a for a in ancestors_of(node))]   # slots
+        text = [slot for slot in text if column(node) - column(slot) < window]
+        score = [softcap * tanh(q[node] @ k[slot] * scale / softcap) for slot in text]
+        out[row, node, head] = softmax([*score, sink[head]])[:-1] @ v[text]
+
+A node reads the text that it continues in text order: the prefix, then its ancestors by depth. The
+text is cut at multiples of 64 keys. What ends 64 to 127 keys before the node lies in the prefix
+whatever the tree, and the keys of a tile serve all nodes there (`_prefix_kernel`, split over keys).
+The rest is gathered for each node by itself (`_node_kernel`, which also merges the splits). So the
+cuts and the order of all sums depend on the node's place in the text alone: a token accepted from
+any tree has the bits that it has in a chain, or as the last token.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead_hf.kernels._common import FP_FUSION, on_device
+from lookahead_hf.kernels._softmax import (
+    add_sink,
+    ancestor_at,
+    attend,
+    depth_of,
+    first_in_window,
+    in_window,
+    load_vectors,
+    merge,
+    store_vectors,
+    tail_start,
+)
+
+
+@triton.jit(do_not_specialize=["window", "num_columns"])
+def _prefix_kernel(
+    acc_ptr,  # [rows, kv_heads, splits, nodes * GROUP, DIM_V]
+    stats_ptr,  # [rows, kv_heads, splits, nodes * GROUP, 2]
+    q_ptr,  # [rows, heads, nodes, DIM]
+    k_ptr,  # [rows, kv_heads, slots, DIM]
+    v_ptr,  # [rows, kv_heads, slots, DIM_V]
+    lengths_ptr,  # [rows]
+    ancestors_ptr,  # [rows, nodes]
+    columns_ptr,  # [rows, num_columns]
+    pads_ptr,  # [rows]
+    scale,
+    softcap,
+    q_stride_row,
+    q_stride_head,
+    q_stride_node,
+    k_stride_row,
+    k_stride_head,
+    k_stride_slot,
+    v_stride_row,
+    v_stride_head,
+    v_stride_slot,
+    nodes,
+    kv_heads,
+    keys_per_split,
+    window,
+    num_columns,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    split = tl.program_id(0)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    query = tl.program_id(1) // kv_heads * QUERIES + tl.arange(0, QUERIES)
+    live = query < nodes * GROUP
+    node = query // GROUP
+    head = kv_head * GROUP + query % GROUP
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    bits = tl.load(ancestors_ptr + row * nodes + node, mask=live, other=1)
+    text = length + depth_of(bits)
+    tail = tail_start(text)
+
+    first = split * keys_per_split
+    # The greatest tail of all nodes still begins inside the prefix.
+    last = tl.minimum(first + keys_per_split, tl.max(tail, axis=0))
+    if WINDOW:
+        first = tl.maximum(first, first_in_window(length, window, KEYS))
+    if first < last:
+        at = head * q_stride_head + node * q_stride_node
+        q = load_vectors(q_ptr + row * q_stride_row, at, live, DIM, BLOCK_D)
+        k_head = k_ptr + row * k_stride_row + kv_head * k_stride_head
+        v_head = v_ptr + row * v_stride_row + kv_head * v_stride_head
+        top = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        acc = tl.zeros([QUERIES, BLOCK_V], tl.float32)
+        for start in range(first, last, KEYS):
+            index = start + tl.arange(0, KEYS)
+            slot = index.to(tl.int64)
+            k = load_vectors(k_head, slot * k_stride_slot, index < last, DIM, BLOCK_D)
+            v = load_vectors(v_head, slot * v_stride_slot, index < last, DIM_V, BLOCK_V)
+            seen = index[None, :] < tail[:, None]
+            if WINDOW:
+                seen = seen & in_window(
+                    text, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS
+                )
+            top, total, acc = attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP)
+        entry = ((row * kv_heads + kv_head) * tl.num_programs(0) + split) * nodes * GROUP + query
+        tl.store(stats_ptr + entry * 2, top, mask=live)
+        tl.store(stats_ptr + entry * 2 + 1, total, mask=live)
+        store_vectors(acc_ptr, entry * DIM_V, acc, live, DIM_V, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=["window", "num_columns"])
+def _node_kernel(
+    out_ptr,  # [rows, nodes, heads, DIM_V]
+    acc_ptr,  # [rows, kv_heads, splits, nodes * GROUP, DIM_V]
+    stats_ptr,  # [rows, kv_heads, splits, nodes * GROUP, 2]
+    q_ptr,  # [rows, heads, nodes, DIM]
+    k_ptr,  # [rows, kv_heads, slots, DIM]
+    v_ptr,  # [rows, kv_heads, slots, DIM_V]
+    lengths_ptr,  # [rows]
+    ancestors_ptr,  # [rows, nodes]
+    columns_ptr,  # [rows, num_columns]
+    pads_ptr,  # [rows]
+    sinks_ptr,  # [heads]
+    scale,
+    softcap,
+    q_stride_row,
+    q_stride_head,
+    q_stride_node,
+    k_stride_row,
+    k_stride_head,
+    k_stride_slot,
+    v_stride_row,
+    v_stride_head,
+    v_stride_slot,
+    splits,
+    keys_per_split,
+    window,
+    num_columns,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    node = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    nodes, kv_heads = tl.num_programs(0), tl.num_programs(1)
+    group = tl.arange(0, QUERIES)
+    live = group < GROUP
+    head = kv_head * GROUP + group
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    bits = tl.load(ancestors_ptr + row * nodes + node)
+    text = length + depth_of(bits)
+    tail = tail_start(text)
+
+    at = head * q_stride_head + node * q_stride_node
+    q = load_vectors(q_ptr + row * q_stride_row, at, live, DIM, BLOCK_D)
+    k_head = k_ptr + row * k_stride_row + kv_head * k_stride_head
+    v_head = v_ptr + row * v_stride_row + kv_head * v_stride_head
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, BLOCK_V], tl.float32)
+    for start in range(tail, text + 1, KEYS):
+        index = start + tl.arange(0, KEYS)
+        inside = index <= text
+        drafted = length + ancestor_at(bits, index - length)
+        slot = tl.where(index < length, index, drafted).to(tl.int64)
+        k = load_vectors(k_head, slot * k_stride_slot, inside, DIM, BLOCK_D)
+        v = load_vectors(v_head, slot * v_stride_slot, inside, DIM_V, BLOCK_V)
+        seen = inside[None, :] & live[:, None]
+        if WINDOW:
+            seen = seen & in_window(
+                text + tl.zeros_like(group),
+                index,
+                length,
+                columns_ptr,
+                pads_ptr,
+                row,
+                window,
+                num_columns,
+                COLUMNS,
+            )
+        top, total, acc = attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP)
+
+    # The splits that `_prefix_kernel` wrote for this node, in text order.
+    first = tail * 0
+    used = tl.cdiv(tail, keys_per_split)
+    if WINDOW:
+        reached = first_in_window(length, window, KEYS)
+        first = reached // keys_per_split
+        used = tl.where(reached < tail, used, first)
+    for split in range(first, used):
+        entry = ((row * kv_heads + kv_head) * splits + split) * nodes * GROUP + node * GROUP + group
+        split_top = tl.load(stats_ptr + entry * 2, mask=live, other=float("-inf"))
+        split_total = tl.load(stats_ptr + entry * 2 + 1, mask=live, other=0.0)
+        split_acc = load_vectors(acc_ptr, entry * DIM_V, live, DIM_V, BLOCK_V)
+        top, total, acc = merge(top, total, acc, split_top, split_total, split_acc)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0)
+        top, total, acc = add_sink(top, total, acc, sink)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    entry = (row * nodes + node) * kv_heads * GROUP + head
+    store_vectors(out_ptr, entry * DIM_V, out, live, DIM_V, BLOCK_V)
+
+
+def tree_attention(
+    q: torch.Tensor,  # [rows, heads, nodes, dim]
+    k: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    v: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
+    lengths: torch.Tensor,  # [rows]
+    ancestors: torch.Tensor,  # [rows, nodes]
+    scale: float,
+    window: int = 0,
+    columns: torch.Tensor | None = None,  # [rows, num_columns]
+    pads: torch.Tensor | None = None,  # [rows]
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> torch.Tensor:
+    """See `dispatch.tree_attention`."""
+    rows, heads, nodes, dim = q.shape
+    kv_heads, slots, v_dim = v.shape[1:]
+    group = heads // kv_heads
+    assert q.stride(3) == k.stride(3) == v.stride(3) == 1
+    tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype)
+    tiles = triton.cdiv(nodes * group, tile["QUERIES"])
+    keys_per_split = _keys_per_split(slots, rows * kv_heads * tiles, q.device)
+    splits = triton.cdiv(slots, keys_per_split)
+    partial = rows, kv_heads, splits, nodes * group
+    out = torch.empty(rows, nodes, heads, v_dim, dtype=q.dtype, device=q.device)
+    shared = {
+        "acc_ptr": torch.empty(*partial, v_dim, dtype=torch.float32, device=q.device),
+        "stats_ptr": torch.empty(*partial, 2, dtype=torch.float32, device=q.device),
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "lengths_ptr": lengths.contiguous(),
+        "ancestors_ptr": ancestors.contiguous(),
+        "columns_ptr": lengths if columns is None else columns.contiguous(),
+        "pads_ptr": lengths if pads is None else pads.contiguous(),
+        "scale": scale,
+        "softcap": softcap,
+        "keys_per_split": keys_per_split,
+        "window": window,
+        "num_columns": 0 if columns is None else columns.shape[1],
+        "GROUP": group,
+        "DIM": dim,
+        "DIM_V": v_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_V": max(16, triton.next_power_of_2(v_dim)),
+        "WINDOW": window > 0,
+        "COLUMNS": columns is not None,
+        "SOFTCAP": softcap > 0,
+        "num_warps": 4,
+        "enable_fp_fusion": FP_FUSION,
+    }
+    for name, tensor, axis in (("q", q, "node"), ("k", k, "slot"), ("v", v, "slot")):
+        for place, of in enumerate(("row", "head", axis)):
+            shared[f"{name}_stride_{of}"] = tensor.stride(place)
+    with on_device(q):
+        _prefix_kernel[(splits, kv_heads * tiles, rows)](
+            nodes=nodes,
+            kv_heads=kv_heads,
+            num_stages=_stages(q.device, max(dim, v_dim)),
+            **tile,
+            **shared,
+        )
+        _node_kernel[(nodes, kv_heads, rows)](
+            out_ptr=out,
+            sinks_ptr=lengths if sinks is None else sinks.contiguous(),
+            splits=splits,
+            SINKS=sinks is not None,
+            QUERIES=max(16, triton.next_power_of_2(group)),
+            KEYS=tile["KEYS"],
+            num_stages=1,
+            **shared,
+        )
+    return out
+
+
+def tile_sizes(queries: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Queries and keys per tile, as many as fit into registers for up to 256 dimensions.
+
+    float32 is multiplied without tensor cores, which takes a register for every operand.
+    """
+    keys = 16 if dtype == torch.float32 else 32 if dim > 128 else 64
+    return {"QUERIES": min(keys, max(16, triton.next_power_of_2(queries))), "KEYS": keys}
+
+
+def _keys_per_split(slots: int, programs: int, device: torch.device) -> int:
+    """Keys of one program: two programs per processor where the cache is long enough.
+
+    It depends on the capacity and not on the lengths, so that no bit changes in mid-text.
+    """
+    splits = max(1, min(64, 2 * _processors(device) // programs))
+    return max(128, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 128
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache
+def _stages(device: torch.device, dim: int) -> int:
+    """Three tiles in flight where they fit: Hopper and later, at up to 128 dimensions."""
+    if device.type != "cuda" or torch.version.hip or dim > 128:
+        return 2
+    return 3 if torch.cuda.get_device_capability(device)[0] >= 9 else 2

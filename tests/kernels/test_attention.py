@@ -1,0 +1,196 @@
+"""tree_attention: against plain attention over the gathered text of each node."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.trees import random_tree
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    # Triton's interpreter multiplies the bit patterns of bfloat16 blocks.
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+]
+# rows, heads, kv_heads, nodes, dim, v_dim, slots
+SHAPES = [
+    (2, 4, 2, 5, 32, 32, 80),
+    (1, 7, 1, 16, 64, 64, 300),
+    (2, 2, 2, 1, 64, 64, 33),
+    (2, 14, 2, 11, 80, 80, 400),
+    (1, 4, 1, 64, 96, 48, 130),
+    pytest.param((3, 28, 4, 48, 128, 128, 3000), marks=pytest.mark.gpu),
+]
+
+
+def shape_id(shape: tuple[int, ...]) -> str:
+    return "B{}-H{}-G{}-N{}-D{}-{}-S{}".format(*shape)
+
+
+def ancestor_words(parents: torch.Tensor) -> torch.Tensor:
+    """Bits of each node's ancestors, itself included, [rows, nodes]."""
+    words = torch.zeros_like(parents)
+    for row in range(len(parents)):
+        for node in range(parents.shape[1]):
+            above = 0 if node == 0 else int(words[row, parents[row, node]])
+            words[row, node] = torch.tensor(above) | (torch.tensor(1) << node)
+    return words
+
+
+def random_case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Cache and trees; slots behind a row's nodes hold NaN, as unwritten memory may."""
+    rows, heads, kv_heads, nodes, dim, v_dim, slots = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    parents, _, _ = random_tree(rows, nodes - 1, generator)
+    lengths = torch.randint(0, slots - nodes + 1, (rows,), generator=generator)
+    lengths[0] = slots - nodes
+    k, v = random(rows, slots, kv_heads, dim), random(rows, slots, kv_heads, v_dim)
+    for row in range(rows):
+        k[row, lengths[row] + nodes :] = float("nan")
+        v[row, lengths[row] + nodes :] = float("nan")
+    return {
+        "q": random(rows, nodes, heads, dim).to(device).transpose(1, 2),
+        "k": k.to(device).transpose(1, 2),
+        "v": v.to(device).transpose(1, 2),
+        "lengths": lengths.to(device),
+        "ancestors": ancestor_words(parents).to(device),
+        "scale": dim**-0.5,
+    }
+
+
+def plain(case: dict[str, Any]) -> torch.Tensor:
+    """Node by node over the slots of its text, in float64."""
+    q, k, v = (case[name].double().cpu() for name in "qkv")
+    rows, heads, nodes, _ = q.shape
+    groups = heads // k.shape[1]
+    out = torch.zeros(rows, nodes, heads, v.shape[3], dtype=torch.float64)
+    for row in range(rows):
+        length = int(case["lengths"][row])
+        for node in range(nodes):
+            word = int(case["ancestors"][row, node])
+            drafted = [j for j in range(64) if word >> j & 1]
+            slots = [*range(length), *(length + j for j in drafted)]
+            columns = torch.arange(len(slots))
+            if case.get("columns") is not None:
+                columns = columns + case["pads"][row].cpu()
+                listed = case["columns"][row].cpu()
+                known = min(len(listed), length)
+                columns[:known] = listed[:known]
+            if case.get("window"):
+                near = (columns[-1] - columns < case["window"]).nonzero()[:, 0]
+                slots = [slots[i] for i in near.tolist()]
+            for head in range(heads):
+                score = k[row, head // groups, slots] @ q[row, head, node] * case["scale"]
+                if case.get("softcap"):
+                    score = case["softcap"] * torch.tanh(score / case["softcap"])
+                if case.get("sinks") is not None:
+                    score = torch.cat([score, case["sinks"][head].double().cpu()[None]])
+                weight = score.softmax(0)[: len(slots)]
+                out[row, node, head] = weight @ v[row, head // groups, slots]
+    return out
+
+
+def check(impl: ModuleType, case: dict[str, Any]) -> None:
+    got = impl.tree_attention(**case)
+    assert got.dtype == case["q"].dtype
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.double().cpu(), plain(case), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_trees(
+    impl: ModuleType, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    check(impl, random_case(shape, dtype, device))
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 150])
+def test_window(impl: ModuleType, device: torch.device, window: int) -> None:
+    check(impl, random_case(SHAPES[1], torch.float32, device) | {"window": window})
+
+
+@pytest.mark.parametrize("window", [9, 130])
+def test_window_by_column(impl: ModuleType, device: torch.device, window: int) -> None:
+    """Prompts with holes: their columns are listed, later ones follow from the row's pads."""
+    case = random_case((2, 4, 2, 5, 32, 32, 300), torch.float32, device)
+    generator = torch.Generator().manual_seed(0)
+    listed = torch.randint(1, 4, (2, 200), generator=generator).cumsum(1)
+    case["lengths"] = torch.tensor([280, 190], device=device)
+    case["v"] = case["v"].nan_to_num()
+    case["k"] = case["k"].nan_to_num()
+    pads = torch.stack([listed[0, -1] - 199, listed[1, 189] - 189]) + 2
+    case |= {"window": window, "columns": listed.to(device), "pads": pads.to(device)}
+    check(impl, case)
+
+
+def test_softcap_and_sinks(impl: ModuleType, device: torch.device) -> None:
+    case = random_case(SHAPES[0], torch.float32, device)
+    case["q"] = case["q"] * 4
+    check(impl, case | {"softcap": 2.5})
+    check(impl, case | {"sinks": torch.tensor([-1.0, 0.0, 1.5, 9.0], device=device)})
+    check(impl, case | {"sinks": torch.zeros(4, device=device), "softcap": 20.0, "window": 11})
+
+
+def test_no_prefix(impl: ModuleType, device: torch.device) -> None:
+    case = random_case((2, 4, 2, 9, 32, 32, 9), torch.float32, device)
+    assert case["lengths"].tolist() == [0, 0]
+    check(impl, case)
+
+
+def test_too_many_nodes(impl: ModuleType) -> None:
+    q, k = torch.zeros(1, 1, 65, 16), torch.zeros(1, 1, 80, 16)
+    word = torch.ones(1, 65, dtype=torch.int64)
+    with pytest.raises(ValueError, match="65 nodes in a row"):
+        impl.tree_attention(q, k, k, torch.tensor([0]), word, 1.0)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_the_tree(
+    device: torch.device, dtype: torch.dtype, window: int
+) -> None:
+    """A token has the same bits as a node of any tree, at any depth, behind any prefix."""
+    from lookahead_hf.kernels.attention import tree_attention
+
+    text, nodes, slots = 210, 6, 256
+    generator = torch.Generator().manual_seed(4)
+    q_text = torch.randn(text, 3, 32, generator=generator).to(dtype)
+    k_text, v_text = torch.randn(2, text, 1, 32, generator=generator).to(dtype)
+
+    def last_token(depth: int) -> torch.Tensor:
+        """The text's last token at some depth of a random tree that holds the tokens before it."""
+        length = text - 1 - depth
+        on_path = torch.randperm(nodes - 1, generator=generator)[:depth].sort().values + 1
+        q = torch.randn(nodes, 3, 32, generator=generator).to(dtype)
+        k, v = torch.randn(2, slots, 1, 32, generator=generator).to(dtype)
+        k[:length], v[:length] = k_text[:length], v_text[:length]
+        parents = torch.zeros(1, nodes, dtype=torch.int64)
+        above = 0
+        for place, node in enumerate([0, *on_path.tolist()]):
+            parents[0, node] = above
+            above = node
+            q[node] = q_text[length + place]
+            k[length + node], v[length + node] = k_text[length + place], v_text[length + place]
+        out = tree_attention(
+            q[None].to(device).transpose(1, 2),
+            k[None].to(device).transpose(1, 2),
+            v[None].to(device).transpose(1, 2),
+            torch.tensor([length], device=device),
+            ancestor_words(parents).to(device),
+            32**-0.5,
+            window=window,
+        )
+        return out[0, above]
+
+    expected = last_token(0)
+    assert all(torch.equal(last_token(depth), expected) for depth in (1, 2, 5))
