@@ -60,16 +60,6 @@ class FallbackReason(str, Enum):
     GUIDANCE = "guidance", "classifier-free guidance runs the model a second time per token"
     TOKEN_HEALING = "token_healing", "token healing changes the prompt", "pass token_healing=False"
     ARGUMENT = "argument", "this argument of the model is not served"
-    PROCESSOR = (
-        "processor",
-        "a logits processor is not known to treat rows independently",
-        "generate one row at a time",
-    )
-    STOPPING = (
-        "stopping",
-        "a stopping criterion is not known to treat rows independently",
-        "generate one row at a time",
-    )
     ASSISTANT = "assistant", "drafting by an assistant model is not served", "drop assistant_model"
     SYNCED_GPUS = "synced_gpus", "processes of the group must step together"
     TENSOR_PARALLEL = "tensor_parallel", "every process would have to draft the same tokens"
@@ -167,6 +157,8 @@ def check_model(model: Any) -> None:
         raise Unserved(FallbackReason.ENCODER_DECODER, name)
     if getattr(model, "_is_stateful", False):
         raise Unserved(FallbackReason.STATEFUL, name)
+    if type(model)._sample.__module__ != "transformers.generation.utils":
+        raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise Unserved(FallbackReason.TENSOR_PARALLEL, f"{model._tp_size} processes")
     for module in model.modules():

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import lookahead_hf
 from lookahead_hf import fallback
@@ -158,6 +165,16 @@ def test_recurrent_state(decoding: PlainDecoding) -> None:
     assert raised.value.reason == "stateful"
 
 
+def test_a_decoding_loop_of_its_own(decoding: PlainDecoding) -> None:
+    class Loops(LlamaForCausalLM):
+        def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return input_ids.flip(1)
+
+    model = lookahead_hf.enable(Loops(tiny("llama").config))
+    with pytest.warns(Warned, match=r"Loops\._sample.*own_loop"):
+        assert torch.equal(run(model, speculative=True), prompt().flip(1))
+
+
 def test_other_models_that_are_not_served(model: Any) -> None:
     model._tp_size = 2
     with pytest.raises(Unserved, match="tensor_parallel"):
@@ -201,6 +218,12 @@ def test_every_reason_says_what_stands_in_the_way() -> None:
         said = str(Unserved(reason, "detail"))
         assert said.startswith(reason.text) and f"[{reason}]" in said
         assert ("To speculate" in said) is bool(reason.fix)
+
+
+def test_every_reason_is_one_that_is_given_somewhere() -> None:
+    package = Path(lookahead_hf.__file__).parent
+    source = "".join(path.read_text() for path in package.rglob("*.py"))
+    assert [r.name for r in FallbackReason if f"FallbackReason.{r.name}" not in source] == []
 
 
 def test_a_fix_of_its_own_replaces_the_reasons() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -289,7 +290,7 @@ def test_stop_strings_without_tokenizer_raise_plains_error(
 
 
 def refuse(call: Any) -> None:
-    raise Unserved(FallbackReason.PROCESSOR, "Mine")
+    raise Unserved(FallbackReason.ARGUMENT, "Mine")
 
 
 def test_what_decoding_refuses_runs_plainly_with_the_original_arguments(
@@ -300,12 +301,12 @@ def test_what_decoding_refuses_runs_plainly_with_the_original_arguments(
     given = {"stop_strings": word, "tokenizer": tokenizer, "return_dict_in_generate": True}
     expected = run(model, **given, streamer=plain)
     decoding.before = refuse
-    with pytest.warns(Warned, match=r"processor.*\(Mine\)"):
+    with pytest.warns(Warned, match=r"\(Mine\) \[argument\]"):
         got = run(model, **given, streamer=ours, speculative=True, prediction=[1])
     assert torch.equal(got.sequences, expected.sequences)
     assert ours.events == plain.events
     assert got.speculative_stats is lookahead_hf.last_stats(model)
-    assert got.speculative_stats.fallback_reason == "processor"
+    assert got.speculative_stats.fallback_reason == "argument"
     assert len(decoding.calls) == 1
 
 
@@ -462,6 +463,7 @@ def test_prepared_arguments_are_plains(
     seen: list[dict[str, Any]] = []
     stock = LlamaForCausalLM._sample
 
+    @functools.wraps(stock)
     def sample(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         seen.append(dict(kwargs))
         return stock(self, input_ids, **kwargs)
