@@ -88,17 +88,34 @@ def two_level_case(
     return case, first[:, None] * second
 
 
-@pytest.mark.parametrize("siblings", ["with replacement", "without replacement"])
-def test_distribution(impl: ModuleType, device: torch.device, siblings: str) -> None:
+SIBLINGS = ["with replacement", "without replacement"]
+
+
+@pytest.mark.parametrize("siblings", SIBLINGS)
+def test_kernel_is_twin_for_siblings(device: torch.device, siblings: str) -> None:
+    from lookahead_hf.kernels import reference, reject
+
+    case, _ = two_level_case(100, siblings, torch.Generator().manual_seed(6))
+    got = reject.reject_tree(**on(device, case)).packed.cpu()
+    assert torch.equal(got, reference.reject_tree(**case).packed)
+
+
+@pytest.mark.parametrize("siblings", SIBLINGS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_distribution(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, backend: str, siblings: str
+) -> None:
     """First token, and first two tokens where two were decided, follow the target's law.
 
     The second token is decided by the same step only where the first was accepted, which depends on
     the draft alone once the first token is known. Statistics beyond the 0.1 % quantile fail.
     """
-    interpreted = device.type == "cpu" and impl.backend(device) == "triton"
-    rows = 200 if interpreted else 20000
+    from lookahead_hf import kernels
+
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
+    rows = 20000
     case, law = two_level_case(rows, siblings, torch.Generator().manual_seed(5))
-    walk = impl.reject_tree(**on(device, case))
+    walk = kernels.reject_tree(**on(device, case))
     path, bonus = walk.path.cpu(), walk.bonus.cpu()
     accepted = walk.num_accepted.cpu()
     node = path[:, 1].clamp(min=0)
