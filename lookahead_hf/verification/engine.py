@@ -12,8 +12,9 @@ from lookahead_hf.logits.walkers import RowProcessors
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.verification.generators import same_as_multinomial
 from lookahead_hf.verification.lockstep import Lockstep
-from lookahead_hf.verification.noise import Noise
+from lookahead_hf.verification.noise import Noise, NoiseInOrder
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules, Walk
 
@@ -38,7 +39,12 @@ class Engine:
         self._do_sample = bool(generation_config.do_sample)
         self._device, self._pad, self._records = input_ids.device, pad, records
         self._decider: Walk | Lockstep | None = None
+        # Unknown classes may draw random numbers themselves: then every draw keeps plain's order.
+        known = self._processors.all_known and self._stopping.all_known
+        replayed = not self._do_sample or same_as_multinomial(self._device)
+        self._in_order = num_rows == 1 and not (known and replayed)
         apart = not (self._processors.unserved() or self._stopping.unserved())
+        apart &= replayed or num_rows == 1
         self.name = Walk.name if apart else Lockstep.name
 
     @contextmanager
@@ -59,14 +65,15 @@ class Engine:
             self._decider = self._walk(None)
             yield
         else:
-            with Noise(rows.num_rows, logits.shape[-1], self._device) as noise:
+            shape = rows.num_rows, logits.shape[-1]
+            with NoiseInOrder() if self._in_order else Noise(*shape, self._device) as noise:
                 self._decider = self._walk(noise)
                 try:
                     yield
                 finally:
                     noise.finish(int(rows.num_emitted.max()))
 
-    def _walk(self, noise: Noise | None) -> Walk:
+    def _walk(self, noise: Noise | NoiseInOrder | None) -> Walk:
         rules = Rules(self._processors, self._stopping, noise, self._records, self._device)
         return Walk(rules)
 

@@ -11,7 +11,7 @@ from lookahead_hf.logits.walkers import RowProcessors
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Verdict
-from lookahead_hf.verification.noise import Noise
+from lookahead_hf.verification.noise import Noise, NoiseInOrder
 from lookahead_hf.verification.stopping import RowStopping
 
 
@@ -29,7 +29,7 @@ class Rules:
 
     processors: RowProcessors
     stopping: RowStopping
-    noise: Noise | None
+    noise: Noise | NoiseInOrder | None
     records: Records
     device: torch.device
 
