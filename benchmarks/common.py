@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -27,6 +28,11 @@ class Batch:
     inputs: dict[str, torch.Tensor]  # input_ids and attention_mask, [rows, columns]
 
 
+def num_columns(batch: Batch) -> int:
+    """Length of the longest prompt of a batch."""
+    return int(batch.inputs["input_ids"].shape[1])
+
+
 @dataclass(frozen=True)
 class Call:
     """One timed call of `generate`."""
@@ -40,8 +46,8 @@ class Call:
         return sum(map(len, self.rows))
 
 
-def read_prompts(families: list[str] | None, per_family: int, skip: int) -> dict[str, list[str]]:
-    """Prompts by family, in the file's order, from the `skip`-th of each on.
+def read_prompts(families: list[str] | None) -> dict[str, list[str]]:
+    """Prompts by family, in the file's order; None reads all families.
 
     Raises:
         ValueError: A family that the file does not have.
@@ -53,7 +59,7 @@ def read_prompts(families: list[str] | None, per_family: int, skip: int) -> dict
     unknown = sorted(set(families or ()) - set(known))
     if unknown:
         raise ValueError(f"no family named {', '.join(unknown)}; there are: {', '.join(known)}")
-    return {name: known[name][skip : skip + per_family] for name in families or known}
+    return {name: known[name] for name in families or known}
 
 
 def encode(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
@@ -72,17 +78,20 @@ def encode(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def batches(tokenizer: Any, prompts: dict[str, list[str]], size: int) -> Iterator[Batch]:
-    """Cut each family into batches of `size`, without the prompts that are too long."""
+def batches(
+    tokenizer: Any, prompts: dict[str, list[str]], chosen: slice, size: int
+) -> Iterator[Batch]:
+    """Cut the `chosen` prompts of each family into batches, counting those that are short enough."""
     for family, texts in prompts.items():
-        short = [
-            index
-            for index, text in enumerate(texts)
-            if encode(tokenizer, [text])["input_ids"].shape[1] <= MAX_PROMPT_TOKENS
-        ]
-        for start in range(0, len(short), size):
-            indices = tuple(short[start : start + size])
-            yield Batch(family, indices, encode(tokenizer, [texts[i] for i in indices]))
+        fitting = (index for index, text in enumerate(texts) if _fits(tokenizer, text))
+        indices = tuple(itertools.islice(fitting, chosen.start, chosen.stop))
+        for start in range(0, len(indices), size):
+            rows = indices[start : start + size]
+            yield Batch(family, rows, encode(tokenizer, [texts[index] for index in rows]))
+
+
+def _fits(tokenizer: Any, text: str) -> bool:
+    return encode(tokenizer, [text])["input_ids"].shape[1] <= MAX_PROMPT_TOKENS
 
 
 def load(folder: str | None, dtype: str, device: str) -> tuple[Any, Any]:
@@ -149,7 +158,7 @@ def machine(model: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "model": model.config.name_or_path,
+        "model": Path(model.config.name_or_path).name,
         "parameters": model.num_parameters(),
         **{name: env.versions()[name] for name in ("torch", "transformers", "lookahead-hf")},
     }

@@ -3,8 +3,8 @@
 Every prompt is run by all systems, one after the other, `--rounds` times; a call's time is the
 median of its rounds. A family's tokens/s is all its tokens by all its seconds, prefill included;
 ratios are to plain. All systems stop at the same end tokens and the same number of new tokens.
-Prompts longer than 1,200 tokens are left out. Nothing is timed before the model is warmed up and
-every system ran once.
+Prompts longer than 1,200 tokens are left out and not counted. Nothing is timed before the model is
+warmed up and every system ran once; what drafting learns carries over from prompt to prompt.
 
     python benchmarks/end_to_end.py --families code_edit,rag --prompts-per-family 3
     python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json --plot bf16.svg
@@ -220,7 +220,8 @@ def plot(lines: list[Line], path: Path) -> None:
             axis.bar(at, values, 0.8 / len(names), label=name)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_ylabel(label)
-    axes[0].legend()
+    names_and_bars = axes[0].get_legend_handles_labels()
+    figure.legend(*names_and_bars, loc="outside upper center", ncols=len(names))
     axes[1].set_xticks(range(len(families)), families, rotation=20)
     figure.savefig(path)
 
@@ -256,10 +257,13 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
-    prompts = common.read_prompts(arguments.families, arguments.prompts_per_family, arguments.skip)
-    batches = list(common.batches(tokenizer, prompts, arguments.batch))
+    prompts = common.read_prompts(arguments.families)
+    chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)
+    batches = list(common.batches(tokenizer, prompts, chosen, arguments.batch))
     lookahead_hf.enable(model)
-    lookahead_hf.warm_up(model)
+    lengths = {length.bit_length(): length for length in map(common.num_columns, batches)}
+    for length in lengths.values():  # costs are told apart by powers of two
+        lookahead_hf.warm_up(model, batch_size=arguments.batch, context_length=length)
     runs = measure(model, batches, arguments, shared_arguments(arguments, tokenizer.pad_token_id))
     lines = summarize(runs)
     about = common.machine(model) | {"command": " ".join(sys.argv[1:])}

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.cli.tiny_chat import save_tiny_chat
+from tests.cli.tiny_chat import byte_tokenizer, save_tiny_chat
 
 
 @pytest.fixture
@@ -57,4 +57,14 @@ def test_a_familys_speed_is_all_its_tokens_by_all_its_seconds(benchmark: ModuleT
 
 def test_an_unknown_family_names_the_known_ones(benchmark: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"no family named poetry; there are: chat, code"):
-        benchmark.common.read_prompts(["poetry"], 1, 0)
+        benchmark.common.read_prompts(["poetry"])
+
+
+def test_prompts_that_are_too_long_are_not_counted(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark.common, "MAX_PROMPT_TOKENS", 20)
+    prompts = {"words": ["a", "b" * 40, "c", "d", "e", "f"]}
+    found = list(benchmark.common.batches(byte_tokenizer(), prompts, slice(1, 4), 2))
+    assert [batch.indices for batch in found] == [(2, 3), (4,)]
+    assert [batch.inputs["input_ids"].shape[0] for batch in found] == [2, 1]
