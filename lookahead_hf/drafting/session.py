@@ -95,7 +95,7 @@ class DraftSession:
         return self._ensemble.source_counts
 
     def begin(self, rows: Rows) -> None:
-        """Show the prompt to the sources; until numba has compiled, the call goes on plainly."""
+        """Show the texts to the sources; until numba has compiled, the call goes on plainly."""
         if ngram_pool.available() and not ngram_pool.compiled():
             ngram_pool.compile_in_background()
             return
@@ -105,6 +105,8 @@ class DraftSession:
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, nothing where none is."""
         start = time.perf_counter()
+        if not self._begun:
+            self.begin(rows)
         draft = self._guarded(lambda: self._propose(rows)) if self._begun else None
         self._seconds = time.perf_counter() - start
         return DraftTree.empty(rows.num_rows) if draft is None else draft
