@@ -50,7 +50,7 @@ class FallbackReason(str, Enum):
         "this attention implementation takes no mask of ours",
         'load the model with attn_implementation="sdpa"',
     )
-    ADAPTER = "adapter", "an activated LoRA counts the tokens of every forward"
+    ADAPTER = "adapter", "an adapter changes what the model is fed in every forward"
     DROPOUT = "dropout", "the model is in training mode with an active dropout", "call model.eval()"
     CHECKPOINTING = (
         "checkpointing",
@@ -161,11 +161,20 @@ def check_model(model: Any) -> None:
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise Unserved(FallbackReason.TENSOR_PARALLEL, f"{model._tp_size} processes")
+    _check_inputs(model)
     for module in model.modules():
         if module.training:
             _check_training(module)
         if variants := getattr(module, "lora_variant", None):
             _check_adapter(variants)
+
+
+def _check_inputs(model: Any) -> None:
+    """PEFT's prompt and prefix tuning prepare each forward's inputs in place of the model."""
+    prepare = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        owner = getattr(prepare, "__self__", prepare)
+        raise Unserved(FallbackReason.ADAPTER, f"{type(owner).__name__} prepares its inputs")
 
 
 def _check_training(module: Any) -> None:
@@ -179,7 +188,7 @@ def _check_training(module: Any) -> None:
 
 
 def _check_adapter(variants: Any) -> None:
-    """Activated LoRA (PEFT's variant of a layer) masks the last tokens of each block it is fed."""
+    """PEFT's activated LoRA masks the last tokens of each block that a layer is fed."""
     for variant in variants.values():
         if type(variant).__name__.startswith("ALora"):
             raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)

@@ -186,6 +186,23 @@ def test_other_models_that_are_not_served(model: Any) -> None:
         fallback.check_model(model)
     model.lm_head.lora_variant = {"default": object()}
     fallback.check_model(model)
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+    fallback.check_model(model)
+    model.prepare_inputs_for_generation = tiny("llama").prepare_inputs_for_generation.__func__
+    with pytest.raises(Unserved, match="adapter"):
+        fallback.check_model(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids:UserWarning")
+def test_prefix_tuning(model: Any, decoding: PlainDecoding) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    adapted = peft.get_peft_model(model, adapter).eval()
+    expected = adapted.generate(input_ids=prompt(), max_new_tokens=6)
+    with pytest.warns(Warned, match=r"adapter"):
+        got = adapted.generate(input_ids=prompt(), max_new_tokens=6, speculative=True)
+    assert torch.equal(got, expected)
+    assert not decoding.calls
 
 
 def test_it_is_said_once_per_model_and_reason(model: Any) -> None:
