@@ -163,10 +163,11 @@ def check_model(model: Any) -> None:
         raise Unserved(FallbackReason.TENSOR_PARALLEL, f"{model._tp_size} processes")
     _check_inputs(model)
     for module in model.modules():
-        if module.training:
+        own = vars(module)  # a module's getattr is slow for what it has not
+        if own["training"]:
             _check_training(module)
-        if variants := getattr(module, "lora_variant", None):
-            _check_adapter(variants)
+        if own.get("lora_variant"):
+            _check_adapter(own["lora_variant"])
 
 
 def _check_inputs(model: Any) -> None:

@@ -183,17 +183,18 @@ class StatsRecorder:
             verdict: What was accepted.
             num_moved: Accepted tokens that the commit had to move in the cache.
         """
+        drafted, accepted = np.diff(draft.row_offsets), verdict.num_accepted
         self._steps += 1
         total = sum(self._milliseconds[name] for name in ("forward", "verify", "commit"))
         self.step_seconds = (total - self._before) / 1e3
         self._before = total
         self._moved += num_moved
         self._row_steps += verdict.live
-        self._drafted += np.diff(draft.row_offsets)
-        self._accepted += verdict.num_accepted
-        self._accepted_histogram.update(verdict.num_accepted[verdict.live].tolist())
-        self._budgets[draft.max_nodes] += 1
-        self._max_width = max(self._max_width, _width(draft))
+        self._drafted += drafted
+        self._accepted += accepted
+        self._accepted_histogram.update(accepted[verdict.live].tolist())
+        self._budgets[int(drafted.max(initial=0))] += 1
+        self._max_width = max(self._max_width, _width(draft, drafted))
 
     def finish(self, rows: _Rows, engine: str, drafts: _Drafts) -> SpeculativeStats:
         """Return the record of the call.
@@ -232,12 +233,13 @@ class StatsRecorder:
         )
 
 
-def _width(draft: DraftTree) -> int:
+def _width(draft: DraftTree, drafted: np.ndarray) -> int:
     """Most nodes at one depth of one row."""
     if not draft.num_nodes:
         return 0
-    row = np.repeat(np.arange(draft.num_rows), np.diff(draft.row_offsets))
-    level = row * (int(draft.depth.max()) + 1) + draft.depth
+    level = draft.depth
+    if len(drafted) > 1:
+        level = level + np.repeat(np.arange(len(drafted)) * (level.max() + 1), drafted)
     return int(np.bincount(level).max())
 
 
