@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -55,10 +54,7 @@ def run(
         if config is None:
             return _plainly(model, original, args, plain)
         arguments.check_conflicts(value)
-        try:
-            return _speculate(model, original, arguments, config)
-        except Unserved as unserved:
-            return _fall_back(model, config, unserved, functools.partial(original, *args, **plain))
+        return _serve(model, original, arguments, config, lambda: original(*args, **plain))
     finally:
         _decided.reset(token)
 
@@ -71,22 +67,38 @@ def _plainly(
     return output
 
 
-def _speculate(
-    model: Any, original: Callable[..., Any], arguments: Arguments, config: SpeculativeConfig
+def _serve(
+    model: Any,
+    original: Callable[..., Any],
+    arguments: Arguments,
+    config: SpeculativeConfig,
+    plain: Callable[[], Any],
 ) -> Any:
-    """Let the original prepare the call and decode it ourselves.
+    """Let the original prepare the call and decode it ourselves, or else run `plain`."""
+    try:
+        strategy = Strategy(model, _request(model, arguments, config))
+        output = original(**arguments.forwarded(strategy, strategy.held))
+        if strategy.decoded is not None:
+            if strategy.decoded is not model:
+                stats.publish(model, stats.last_stats(strategy.decoded))
+            return output
+        # The original decoded by itself: with the streamer and all, but plainly.
+        unserved = Unserved(FallbackReason.OWN_GENERATE, f"{type(model).__name__}.generate")
+        return _fall_back(model, config, unserved, lambda: output)
+    except Unserved as error:
+        unserved = error.with_traceback(None)
+    return _fall_back(model, config, unserved, plain)
 
-    Raises:
-        Unserved: The call cannot be speculated; nothing was emitted.
-    """
-    given = arguments.given
-    prediction = arguments.prediction()
+
+def _request(model: Any, arguments: Arguments, config: SpeculativeConfig) -> Request:
+    """What decoding is told of the call; raises Unserved where it cannot be speculated."""
+    given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
     fallback.check_model(model)
     arguments.check_original()
     if given.get("assistant_model") is not None:
         raise Unserved(FallbackReason.ASSISTANT)
-    request = Request(
+    return Request(
         config=config,
         streamer=given.get("streamer"),
         tokenizer=given.get("tokenizer"),
@@ -95,22 +107,13 @@ def _speculate(
         synced_gpus=arguments.synced_gpus(),
         prediction=prediction,
     )
-    strategy = Strategy(model, request)
-    output = original(**arguments.forwarded(strategy, strategy.held))
-    if strategy.decoded is None:
-        # The original decoded by itself: with the streamer and all, but plainly.
-        unserved = Unserved(FallbackReason.OWN_GENERATE, f"{type(model).__name__}.generate")
-        return _fall_back(model, config, unserved, lambda: output)
-    if strategy.decoded is not model:
-        stats.publish(model, stats.last_stats(strategy.decoded))
-    return output
 
 
 def _fall_back(
     model: Any, config: SpeculativeConfig, unserved: Unserved, plain: Callable[[], Any]
 ) -> Any:
-    # Frames between the caller of generate and the warning: run, the hook.
-    fallback.report(model, unserved, config.on_fallback, stacklevel=4)
+    # Between here and the caller of generate stand _serve, run and the hook.
+    fallback.report(model, unserved, config.on_fallback, stacklevel=5)
     output = plain()
     record = SpeculativeStats(fallback_reason=unserved.reason)
     stats.publish(model, record)

@@ -310,6 +310,19 @@ def test_what_decoding_refuses_runs_plainly_with_the_original_arguments(
     assert len(decoding.calls) == 1
 
 
+def test_what_plain_raises_after_a_refusal_is_all_that_is_seen(
+    model: Any, decoding: PlainDecoding
+) -> None:
+    class Streamer(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            raise KeyError
+
+    decoding.before = refuse
+    with pytest.raises(KeyError) as raised, pytest.warns(Warned):
+        run(model, streamer=Streamer(), speculative=True)
+    assert raised.value.__context__ is None
+
+
 def test_sampling_after_a_refusal_is_plains(model: Any, decoding: PlainDecoding) -> None:
     torch.manual_seed(1)
     expected = run(model, do_sample=True)
@@ -408,8 +421,9 @@ def test_a_generate_that_decodes_by_itself(model: Any, decoding: PlainDecoding) 
     plain, ours = Recorder(), Recorder()
     expected = run(model, streamer=plain)
     lookahead_hf.enable(model)
-    with pytest.warns(Warned, match="own_generate"):
+    with pytest.warns(Warned, match="own_generate") as caught:
         got = run(model, streamer=ours, speculative=True)
+    assert caught[0].filename == __file__
     assert torch.equal(got, expected)
     assert ours.events == plain.events
     assert not decoding.calls
