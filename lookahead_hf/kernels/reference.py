@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.tree_walk import TreeWalk
@@ -174,26 +175,47 @@ def tree_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:
-    """See `dispatch.tree_attention`; computes in float32, in slot order."""
+    """See `dispatch.tree_attention`; keys are read in slot order."""
     rows, heads, nodes, _ = q.shape
     groups = heads // k.shape[1]
-    seen = _seen(lengths, ancestors, k.shape[2])
+    end = int(lengths.max()) + nodes
+    k, v = k[:, :, :end], v[:, :, :end]
+    seen = _seen(lengths, ancestors, end)
     if window:
-        seen &= _in_window(lengths, ancestors, k.shape[2], window, columns, pads)
+        seen &= _in_window(lengths, ancestors, end, window, columns, pads)
+    if rows > 1:
+        # Behind a shorter row memory may never have been written, and zero times NaN is NaN.
+        unseen = ~seen.any(1)[:, None, :, None]
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     # The heads of a group are rows of one product, so that K and V are not repeated.
-    folded = q.float().reshape(rows, -1, groups * nodes, q.shape[3])
-    score = (folded @ k.float().transpose(2, 3) * scale).unflatten(2, (groups, nodes))
+    q = q.reshape(rows, -1, groups * nodes, q.shape[3])
+    seen = seen.repeat(1, groups, 1)[:, None]
+    if softcap or sinks is not None:
+        out = _with_softcap_and_sinks(q, k, v, seen, scale, softcap, sinks)
+    else:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return out.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous()
+
+
+def _with_softcap_and_sinks(
+    q: torch.Tensor,  # [rows, kv_heads, groups * nodes, dim]
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,  # [rows, 1, groups * nodes, slots]
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    score = q.float() @ k.float().transpose(2, 3) * scale
     if softcap:
         score = softcap * torch.tanh(score / softcap)
-    score = score.masked_fill(~seen[:, None, None], -torch.inf)
+    score = score.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        sink = sinks.float().view(1, -1, groups, 1, 1).expand(rows, -1, -1, nodes, 1)
-        score = torch.cat([score, sink], -1)
-    weight = score.softmax(-1)[..., : k.shape[2]].nan_to_num().flatten(2, 3)
-    # Slots that nobody sees may never have been written, and zero times NaN is NaN.
-    unseen = ~seen.any(1)[:, None, :, None]
-    out = weight @ v.float().masked_fill(unseen, 0.0)
-    return out.view(rows, heads, nodes, -1).transpose(1, 2).to(q.dtype).contiguous()
+        groups = len(sinks) // k.shape[1]
+        sink = sinks.float().repeat_interleave(q.shape[2] // groups).view(1, k.shape[1], -1, 1)
+        score = torch.cat([score, sink.expand(len(q), -1, -1, 1)], -1)
+    weight = score.softmax(-1)[..., : k.shape[2]]
+    return (weight @ v.float()).to(q.dtype)
 
 
 def _seen(lengths: torch.Tensor, ancestors: torch.Tensor, slots: int) -> torch.Tensor:

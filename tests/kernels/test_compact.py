@@ -95,3 +95,4 @@ def test_other_device_types() -> None:
 
     table = PathTable([torch.zeros(1, 4, 2), torch.zeros(1, 4, 2, device="meta")])
     assert [part.device.type for part in table.by_device] == ["cpu", "meta"]
+    assert PathTable([]).by_device == []

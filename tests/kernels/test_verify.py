@@ -17,8 +17,12 @@ SHAPES = [
     (2, 63, 17),
     (1, 64, 1009),
     (1, 1, 151936),
+    pytest.param((2, 63, 151936), marks=pytest.mark.gpu),
 ]
-IDS = [f"B{rows}-N{nodes}-V{vocab}" for rows, nodes, vocab in SHAPES]
+
+
+def shape_id(shape: tuple[int, int, int]) -> str:
+    return "B{}-N{}-V{}".format(*shape)
 
 
 def check(impl: ModuleType, scores: torch.Tensor, case: tuple, best: torch.Tensor, **noise) -> int:
@@ -39,10 +43,11 @@ def check(impl: ModuleType, scores: torch.Tensor, case: tuple, best: torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "nodes", "vocab"), SHAPES, ids=IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_greedy(
-    impl: ModuleType, device: torch.device, rows: int, nodes: int, vocab: int, dtype: torch.dtype
+    impl: ModuleType, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
+    rows, nodes, vocab = shape
     generator = torch.Generator().manual_seed(rows + nodes + vocab)
     scores = torch.randn(rows, 1 + nodes, vocab, generator=generator).to(dtype)
     parents, _, counts = random_tree(rows, nodes, generator)
@@ -53,8 +58,9 @@ def test_greedy(
     assert accepted > 0 or nodes < 5
 
 
-@pytest.mark.parametrize(("rows", "nodes", "vocab"), SHAPES, ids=IDS)
-def test_sampled(impl: ModuleType, device: torch.device, rows: int, nodes: int, vocab: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_sampled(impl: ModuleType, device: torch.device, shape: tuple[int, int, int]) -> None:
+    rows, nodes, vocab = shape
     generator = torch.Generator().manual_seed(rows + nodes + vocab)
     probs = torch.randn(rows, 1 + nodes, vocab, generator=generator).softmax(-1)
     parents, depth, counts = random_tree(rows, nodes, generator)

@@ -1,0 +1,36 @@
+"""benchmarks/kernels.py runs where there is no GPU, and writes what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--vocab 1009 --rounds 1 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --context 64"
+
+
+def test_on_cpu(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/kernels.py", "--device", "cpu", *SMALL.split()]
+        + ["--json", str(report)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = json.loads(report.read_text())["lines"]
+    assert [line["name"].split()[0] for line in lines] == [
+        "verify_tree",
+        "verify_tree",
+        "reject_tree",
+        "topk_rows",
+        "compact_path",
+        "tree_attention",
+    ]
+    assert all(line["twin"] > 0 and line["plain"] > 0 and line["floor"] > 0 for line in lines)
+    assert all(line["call"] is None for line in lines)
