@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import lookahead_hf
-from lookahead_hf.hook import Hook, unwrap
+from lookahead_hf.hook import Hook
 from tests.fakes import PlainDecoding
 from tests.models import prompt, tiny
 
@@ -236,85 +235,6 @@ def test_mixin_is_the_strategy(decoding: PlainDecoding) -> None:
     lookahead_hf.enable(model)
     run(model, speculative=True)
     assert len(decoding.calls) == 2
-
-
-class Wrapper:
-    """A quantiser's wrapper: no module, `generate` passes on."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.generate(*args, **kwargs)
-
-
-class Adapted(nn.Module):
-    """PEFT's shape: the model below a tuner that passes attributes on."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.base_model = model
-
-    def get_base_model(self) -> Any:
-        return self.base_model
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_model.generate(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        functools.partial(torch.compile, backend="eager"),
-        nn.DataParallel,
-        Wrapper,
-        Adapted,
-        lambda model: SimpleNamespace(model=Wrapper(model).model),
-        lambda model: torch.compile(Adapted(model), backend="eager"),
-    ],
-    ids=["compile", "DataParallel", "quantiser", "peft", "pipeline", "compile(peft)"],
-)
-def test_wrappers_are_looked_into(model: Any, decoding: PlainDecoding, wrap: Any) -> None:
-    wrapped = wrap(model)
-    assert unwrap(wrapped) is model
-    lookahead_hf.enable(wrapped)
-    expected = run(model)
-    reached = wrapped if hasattr(wrapped, "generate") else model
-    assert torch.equal(run(reached, speculative=True), expected)
-    assert decoding.calls[0].model is model
-    stats = lookahead_hf.last_stats(wrapped)
-    assert stats is not None and stats.engine == "plain"
-    lookahead_hf.disable(wrapped)
-    assert "generate" not in vars(model)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's, about transformers
-def test_peft_at_either_level(model: Any, decoding: PlainDecoding) -> None:
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM")).eval()
-    expected = adapted.generate(input_ids=prompt(), max_new_tokens=6)
-    for level in (adapted, adapted.base_model, model):
-        lookahead_hf.enable(level)
-        got = adapted.generate(input_ids=prompt(), max_new_tokens=6, speculative=True)
-        assert torch.equal(got, expected)
-        lookahead_hf.disable(level)
-    got = lookahead_hf.generate(adapted, input_ids=prompt(), max_new_tokens=6)
-    assert torch.equal(got, expected)
-    assert len(decoding.calls) == 4
-
-
-@pytest.mark.parametrize(
-    ("thing", "message"),
-    [
-        (None, r"enable_everywhere\(\)"),
-        (nn.Linear(2, 2), "Linear is no transformers model"),
-        ("gpt2", "str is no transformers model"),
-        (LlamaForCausalLM, "is a class"),
-    ],
-)
-def test_what_is_no_model_is_refused(thing: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        lookahead_hf.enable(thing)
 
 
 def test_functional_form_patches_nothing(model: Any, decoding: PlainDecoding) -> None:
