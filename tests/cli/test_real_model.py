@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import zipfile
 from pathlib import Path
 
@@ -81,9 +82,10 @@ def test_a_model_that_another_process_put_there_is_kept(tmp_path: Path) -> None:
     assert (folder / "config.json").read_text() == "folder"
 
 
-def test_without_gguf_the_message_names_the_extra(
-    index: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["accelerate", "gguf"])
+def test_without_a_reader_the_message_names_the_extra(
+    package: str, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(CommandError, match=r"lookahead-hf\[demo\]"):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CommandError, match=rf"{package}(.|\n)*lookahead-hf\[demo\]"):
         real_model.ensure_demo_model(PlainScreen())
