@@ -8,12 +8,12 @@ import numpy as np
 
 from lookahead_hf.drafting._heap import pop, push
 from lookahead_hf.drafting.recycling_reference import (
-    NEXT_CLASSES,
     NEXT_START,
     NO_BUCKET,
-    RANKS,
+    NUM_PROBS,
+    PROB_EDGES,
+    RANK_EDGES,
     SINGLE_START,
-    TENTHS,
 )
 from lookahead_hf.ngram_pool._logits_numba import find
 from lookahead_hf.ngram_pool.jit import jit
@@ -78,6 +78,16 @@ def grow_trees(
 
 
 @jit
+def bucket_of(rank, prob):
+    found = 0
+    for edge in RANK_EDGES:
+        found += NUM_PROBS * (rank >= edge)
+    for prob_edge in PROB_EDGES:
+        found += int(np.float64(prob) >= prob_edge)
+    return found
+
+
+@jit
 def _recall(keys, before, last):
     """Entry of the last two tokens or else of the last one, and where its buckets begin."""
     entry = find(keys, before, last)
@@ -96,8 +106,7 @@ def _add_remembered(
     for rank in range(tokens.shape[1]):
         if tokens[entry, rank] < 0:
             break
-        tenth = min(TENTHS - 1, int(np.float64(probs[entry, rank]) * TENTHS))
-        bucket = base + min(rank, RANKS - 1) * TENTHS + tenth
+        bucket = base + bucket_of(rank, probs[entry, rank])
         candidates[TOKEN, count] = tokens[entry, rank]
         candidates[PARENT, count] = parent
         candidates[DEPTH, count] = depth
@@ -115,8 +124,7 @@ def _add_next(next_tokens, next_probs, rates, candidates, reach, count):
     for rank in range(len(next_tokens)):
         if next_tokens[rank] < 0:
             break
-        chance = min(NEXT_CLASSES - 1, int(np.float64(next_probs[rank]) * 20))
-        bucket = NEXT_START + min(rank, RANKS - 1) * NEXT_CLASSES + chance
+        bucket = NEXT_START + bucket_of(rank, next_probs[rank])
         at = 0
         while at < remembered and candidates[TOKEN, at] != next_tokens[rank]:
             at += 1

@@ -8,8 +8,11 @@ from lookahead_hf.drafting.costs import SIZES, CostCurve, CostModel
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 
-FIRST_TRIES = (16, 8, 32, 4, 64, 2, 24, 12, 48, 1, 128, 96, 192, 256)
+FIRST_TRIES = (8, 16, 32, 4, 64, 2, 24, 12, 48, 1, 128, 96, 192, 256)
 """Sizes in the order in which an unknown curve is measured: where drafts mostly pay, first."""
+
+BLIND_SIZE = 4
+"""Most nodes of a step while no cost is known; from there on the known range may double."""
 
 TRY_EVERY = 3
 """Drafted steps per step that measures a size whose cost is hardly known."""
@@ -17,8 +20,9 @@ TRY_EVERY = 3
 REVISIT_EVERY = 32
 """Drafted steps per step that measures a size again that may have become cheaper."""
 
-RENEW_EVERY = 128
-"""Drafted steps after which a plain step renews the cost that all others are compared with."""
+RENEW_AFTER = (1, 4, 16, 128)
+"""Drafted steps before a plain step measures the cost that all others are compared with, by how
+often that was done."""
 
 FIRST_REST, LONGEST_REST = 8, 256
 """Plain steps before drafting is tried again; doubled with every try that does not pay."""
@@ -27,7 +31,7 @@ PATIENCE = 3
 """Steps in a row without a draft worth its cost until drafting rests."""
 
 RECOVERY = 8
-"""Steps in a row whose drafts pay until the next rest is a short one again."""
+"""Steps in a row that paid until the next rest is a short one again."""
 
 
 class Budget:
@@ -54,19 +58,23 @@ class Budget:
         self._fixed = None if setting == "auto" else int(setting)
         self._max_nodes = max_nodes
         self._costs, self._rows, self._engine = costs, rows, engine
-        self._trust = Trust()
-        self._pace = Pace()
-        self._rest = Rest()
+        self._trust, self._pace, self._rest = Trust(), Pace(), Rest()
         self._draft_seconds = 0.0
         self._num_steps = 0
         self._num_drafted = 0
-        self._plain_due = RENEW_EVERY if self._curve().num_samples(0) > 1 else 1
+        self._curve = self._curve_for_length()
+        self._plain_due = self._next_plain_step()
 
     def wanted(self) -> int:
-        """Nodes per row to ask the drafter for now; 0 while drafting rests."""
+        """Nodes per row to ask the drafter for in this step; 0 while drafting rests."""
         if self._fixed is not None:
             return min(self._fixed, self._max_nodes)
-        return 0 if self._rest.is_resting else self._max_nodes
+        if not self._rest.is_resting:
+            return self._max_nodes
+        self._rest.step()
+        if not self._rest.is_resting:
+            self._trust.ease()
+        return 0
 
     def choose(self, tree: DraftTree) -> int:
         """Nodes per row that are worth verifying.
@@ -78,16 +86,13 @@ class Budget:
         most = tree.max_nodes
         if self._fixed is not None:
             return min(self._fixed, most)
-        curve = self._curve()
+        most = min(most, max(2 * self._curve.greatest_size, BLIND_SIZE))
         sizes = np.array([*(n for n in SIZES if n < most), most])
         tokens = self._expected_tokens(tree)[sizes]
-        seconds = curve.seconds(sizes) + self._draft_seconds * (sizes > 0)
-        best = int((tokens / seconds).argmax())
-        self._rest.note(pays=best > 0)
-        if best == 0 or self._plain_due <= 0:
-            return 0
-        tried = self._size_to_measure(curve, sizes, tokens, float(tokens[best] / seconds[best]))
-        return int(sizes[best]) if tried is None else tried
+        best = int((tokens / self._seconds(sizes)).argmax())
+        chosen = self._size_to_measure(sizes, tokens, best) or int(sizes[best])
+        self._rest.note_offer(pays=chosen > 0)
+        return chosen if self._plain_due > 0 else 0
 
     def observe(
         self, draft: DraftTree, verdict: Verdict, step_seconds: float, draft_seconds: float
@@ -101,29 +106,41 @@ class Budget:
             draft_seconds: Time of proposing and learning.
         """
         self._num_steps += 1
-        curve, nodes = self._curve(), draft.max_nodes
         if self._num_steps > 1:  # the first step after a prefill also allocates and warms up
-            curve.observe(nodes, step_seconds)
-        if self._rest.step():
-            self._trust.ease()
-        if not nodes:
-            self._plain_due = RENEW_EVERY
-            return
+            self._curve.observe(draft.max_nodes, step_seconds)
+        if draft.max_nodes:
+            self._observe_draft(draft, verdict, step_seconds, draft_seconds)
+        else:
+            self._plain_due = self._next_plain_step()
+        curve = self._curve_for_length()
+        if curve is not self._curve:
+            self._curve, self._plain_due = curve, min(self._plain_due, RENEW_AFTER[1])
+
+    def _observe_draft(
+        self, draft: DraftTree, verdict: Verdict, step_seconds: float, draft_seconds: float
+    ) -> None:
         self._plain_due -= 1
         self._num_drafted += 1
         weight = 1.0 if self._num_drafted == 1 else 0.1
         self._draft_seconds += weight * (draft_seconds - self._draft_seconds)
         self._trust.observe(float(draft.score.sum()), len(verdict.path))
-        if curve.num_samples(0) > 1:
-            self._pace.observe(verdict, step_seconds + draft_seconds, curve.plain_seconds)
-        if self._pace.is_behind and self._fixed is None:
-            self._rest.begin()
-            self._pace = Pace()
+        if self._curve.num_samples(0):
+            plain_seconds = self._curve.plain_seconds
+            self._pace.observe(verdict, step_seconds + draft_seconds, plain_seconds)
+            self._rest.note_outcome(pays=not self._pace.is_behind)
 
-    def _curve(self) -> CostCurve:
+    def _next_plain_step(self) -> int:
+        """Drafted steps from now until a plain one is due."""
+        return RENEW_AFTER[min(self._curve.num_samples(0), len(RENEW_AFTER) - 1)]
+
+    def _curve_for_length(self) -> CostCurve:
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
         return self._costs.curve(rows.num_rows, length, self._engine)
+
+    def _seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """What steps with so many nodes per row are expected to take, drafting included."""
+        return self._curve.seconds(sizes) + self._draft_seconds * (sizes > 0)
 
     def _expected_tokens(self, tree: DraftTree) -> np.ndarray:
         """Tokens that a step is expected to emit over all rows, by nodes per row, [1 + most]."""
@@ -134,19 +151,23 @@ class Budget:
         return float(self._rows.live.sum()) + self._trust.factor * gained
 
     def _size_to_measure(
-        self, curve: CostCurve, sizes: np.ndarray, tokens: np.ndarray, best_rate: float
-    ) -> int | None:
-        """A size that could beat the best one if it cost no more than its neighbours suggest."""
+        self,
+        sizes: np.ndarray,  # [sizes] ascending
+        tokens: np.ndarray,  # [sizes] expected tokens
+        best: int,
+    ) -> int:
+        """A size that would beat the best one if it cost what its neighbours suggest; 0: none."""
         revisit = self._num_drafted % REVISIT_EVERY == REVISIT_EVERY - 1
-        if self._num_drafted % TRY_EVERY and not revisit:
-            return None
+        if best and self._num_drafted % TRY_EVERY and not revisit:
+            return 0
         expected = dict(zip(sizes.tolist(), tokens.tolist(), strict=True))
+        known = float(tokens[best] / self._seconds(sizes[best]))
         for size in FIRST_TRIES:
-            if size in expected and (revisit or curve.num_samples(size) < 2):
-                seconds = curve.seconds_at_best(size) + self._draft_seconds
-                if expected[size] / seconds > best_rate:
+            if size in expected and (revisit or self._curve.num_samples(size) < 2):
+                seconds = self._curve.seconds_at_best(size) + self._draft_seconds
+                if expected[size] / seconds > known:
                     return size
-        return None
+        return 0
 
 
 class Trust:
@@ -192,7 +213,7 @@ class Pace:
     def is_behind(self) -> bool:
         """Whether enough steps were seen and plain ones would have been faster."""
         slower = self._tokens * self._plain_seconds < self._plain_tokens * self._seconds
-        return self._num_steps >= 8 and slower
+        return self._num_steps >= 6 and slower
 
 
 class Rest:
@@ -209,13 +230,18 @@ class Rest:
         """Whether nothing is drafted now."""
         return self._left > 0
 
-    def note(self, pays: bool) -> None:
-        """Note whether a draft was worth its cost."""
+    def note_offer(self, pays: bool) -> None:
+        """Note whether a draft looked worth its cost."""
         self._misses = 0 if pays else self._misses + 1
+        if self._misses >= PATIENCE:
+            self.begin()
+
+    def note_outcome(self, pays: bool) -> None:
+        """Note whether the latest drafts were worth their cost."""
         self._hits = self._hits + 1 if pays else 0
         if self._hits >= RECOVERY:
             self._length = FIRST_REST
-        if self._misses >= PATIENCE:
+        if not pays:
             self.begin()
 
     def begin(self) -> None:
@@ -223,8 +249,6 @@ class Rest:
         self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)
         self._misses = PATIENCE - 1  # the try after a rest is a single one
 
-    def step(self) -> bool:
-        """Count a step; returns whether a rest has just ended."""
-        was_resting = self.is_resting
-        self._left = max(0, self._left - 1)
-        return was_resting and not self.is_resting
+    def step(self) -> None:
+        """Count a step of the rest."""
+        self._left -= 1

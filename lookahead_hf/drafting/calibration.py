@@ -13,13 +13,13 @@ from lookahead_hf.drafting.compiled import functions
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.steps import DraftTree, Verdict
 
-PRIOR_WEIGHT = 6.0
+PRIOR_WEIGHT = 10.0
 """Tests that a source's own estimate of an acceptance rate is worth."""
 
 MEMORY = 400.0
 """Tests after which a bucket forgets as much as it learns."""
 
-KEPT_WEIGHT = 100.0
+KEPT_WEIGHT = 30.0
 """Most tests that a call inherits per bucket, so that its own text soon outweighs earlier ones."""
 
 

@@ -36,9 +36,15 @@ class CostCurve:
             with like._lock:
                 self._estimates = dict(like._estimates)
             self._samples = {
-                size: deque([seconds], KEPT_SAMPLES) for size, seconds in self._estimates.items()
+                size: deque([seconds] * 2, KEPT_SAMPLES)
+                for size, seconds in self._estimates.items()
             }
         self._line = self._drawn()
+
+    @property
+    def greatest_size(self) -> int:
+        """The greatest size that was measured, 0 if none was."""
+        return max(self._estimates, default=0)
 
     @property
     def plain_seconds(self) -> float:

@@ -14,12 +14,7 @@ import numpy as np
 
 from lookahead_hf.drafting.best_tokens import BestTokens
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.recycling_reference import (
-    MIN_REACH,
-    NEXT_CLASSES,
-    NUM_BUCKETS,
-    TENTHS,
-)
+from lookahead_hf.drafting.recycling_reference import MIN_REACH, NUM_BUCKETS
 from lookahead_hf.steps import DraftTree, Evidence, Verdict
 
 if TYPE_CHECKING:
@@ -30,9 +25,32 @@ if TYPE_CHECKING:
 
 MAX_TOP_K = 64
 
-PAIR_PRIOR = [0.5, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01]
-SINGLE_PRIOR = [0.3, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
-NEXT_PRIOR = [0.05, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
+# Measured on texts of a 135M model: acceptance rates by class of rank and, within, of probability.
+# A first rank is never improbable and a late one never probable, so the rows' far ends are guesses.
+PAIR_RATES = (
+    (0.25, 0.27, 0.30, 0.35, 0.38, 0.42, 0.49, 0.56, 0.70, 0.85),
+    (0.03, 0.06, 0.07, 0.09, 0.13, 0.21, 0.25, 0.25, 0.25, 0.25),
+    (0.02, 0.05, 0.06, 0.08, 0.09, 0.10, 0.10, 0.10, 0.10, 0.10),
+    (0.01, 0.02, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05),
+    (0.01, 0.02, 0.03, 0.04, 0.04, 0.04, 0.04, 0.04, 0.04, 0.04),
+    (0.01, 0.01, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02),
+)
+SINGLE_RATES = (
+    (0.10, 0.10, 0.12, 0.13, 0.13, 0.16, 0.21, 0.24, 0.27, 0.42),
+    (0.04, 0.06, 0.07, 0.07, 0.08, 0.11, 0.12, 0.12, 0.12, 0.12),
+    (0.02, 0.03, 0.05, 0.07, 0.09, 0.09, 0.09, 0.09, 0.09, 0.09),
+    (0.02, 0.02, 0.02, 0.04, 0.04, 0.04, 0.04, 0.04, 0.04, 0.04),
+    (0.02, 0.02, 0.02, 0.03, 0.03, 0.03, 0.03, 0.03, 0.03, 0.03),
+    (0.01, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02),
+)
+NEXT_RATES = (
+    (0.06, 0.05, 0.04, 0.05, 0.04, 0.03, 0.03, 0.03, 0.03, 0.03),
+    (0.04, 0.03, 0.03, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02),
+    (0.03, 0.02, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01),
+    (0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01),
+    (0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01),
+    (0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01),
+)
 
 
 class RecyclingDrafter(Drafter):
@@ -67,13 +85,7 @@ class RecyclingDrafter(Drafter):
         return NUM_BUCKETS
 
     def prior(self) -> np.ndarray:
-        return np.concatenate(
-            [
-                np.repeat(PAIR_PRIOR, TENTHS),
-                np.repeat(SINGLE_PRIOR, TENTHS),
-                np.repeat(NEXT_PRIOR, NEXT_CLASSES),
-            ]
-        ).astype(np.float32)
+        return np.array([PAIR_RATES, SINGLE_RATES, NEXT_RATES], np.float32).ravel()
 
     def begin(self, rows: Rows) -> None:
         from lookahead_hf.ngram_pool.logits_memory import LogitsMemory

@@ -8,12 +8,14 @@ import numpy as np
 
 from lookahead_hf.ngram_pool.logits_reference import find
 
-RANKS, TENTHS, NEXT_CLASSES = 12, 10, 5
-SINGLE_START = RANKS * TENTHS
+RANK_EDGES = (1, 2, 3, 5, 8)
+PROB_EDGES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
+NUM_PROBS = len(PROB_EDGES) + 1
+SINGLE_START = (len(RANK_EDGES) + 1) * NUM_PROBS
 NEXT_START = 2 * SINGLE_START
-NUM_BUCKETS = NEXT_START + RANKS * NEXT_CLASSES
-"""Buckets: (rank, tenth of probability) under two tokens, the same under one, then the last
-logits' other candidates by (rank, twentieth of probability up to a fifth)."""
+NUM_BUCKETS = 3 * SINGLE_START
+"""Buckets: (rank, probability), both in classes, of what was remembered under two tokens, the same
+under one token, then the same of the last logits' other candidates."""
 
 NO_BUCKET = -1
 
@@ -63,6 +65,12 @@ def grow_trees(
         np.cumsum([0] + [len(node[4]) for node in flat]).astype(np.int64),
         np.array([bucket for node in flat for bucket in node[4]], np.int32),
     )
+
+
+def bucket_of(rank: int, prob: float) -> int:
+    """Class of a token by its rank and probability, below `SINGLE_START`."""
+    row = sum(rank >= edge for edge in RANK_EDGES)
+    return row * NUM_PROBS + sum(prob >= edge for edge in PROB_EDGES)
 
 
 def _grow(
@@ -120,7 +128,7 @@ def _remembered(
         return {}
     remembered = tokens[entry].tolist(), probs[entry].tolist()
     return {
-        token: [start + min(rank, RANKS - 1) * TENTHS + min(TENTHS - 1, int(p * TENTHS))]
+        token: [start + bucket_of(rank, p)]
         for rank, (token, p) in enumerate(zip(*remembered, strict=True))
         if token >= 0
     }
@@ -129,7 +137,7 @@ def _remembered(
 def _next_candidates(next_tokens: np.ndarray, next_probs: np.ndarray) -> dict[int, int]:
     candidates = next_tokens.tolist(), next_probs.tolist()
     return {
-        token: NEXT_START + min(rank, RANKS - 1) * NEXT_CLASSES + min(NEXT_CLASSES - 1, int(p * 20))
+        token: NEXT_START + bucket_of(rank, p)
         for rank, (token, p) in enumerate(zip(*candidates, strict=True))
         if token >= 0
     }
