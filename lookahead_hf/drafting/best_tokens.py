@@ -65,7 +65,7 @@ def _bits(logits: torch.Tensor) -> np.ndarray:
     """Bit patterns of CPU logits: int16 of bfloat16, int32 of everything else as float32."""
     import torch
 
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = logits.contiguous()  # the compiled search knows one layout
     if logits.dtype == torch.bfloat16:
         return logits.view(torch.int16).numpy()
     return logits.float().view(torch.int32).numpy()

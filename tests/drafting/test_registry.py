@@ -1,0 +1,163 @@
+"""Drafters by name, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lookahead_hf import drafting
+from lookahead_hf.drafting import registry
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.registry import build
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree
+
+GUESS = [np.array([1, 2, 3])]
+
+
+class Own(Drafter):
+    """A user's drafter."""
+
+    name = "own"
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return DraftTree.from_chains([[[1, 2]]] * rows.num_rows)
+
+
+class Bare:
+    """An object that only proposes."""
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return DraftTree.from_chains([[[3, 4]]] * rows.num_rows)
+
+
+def names_of(drafters: list[Drafter]) -> list[str]:
+    return [drafter.name for drafter in drafters]
+
+
+@pytest.mark.parametrize(
+    ("drafters", "predictions", "expected"),
+    [
+        (None, None, ["ngram", "recycling"]),
+        (None, GUESS, ["prediction", "ngram", "recycling"]),
+        (["recycling"], None, ["recycling"]),
+        (["ngram", "prediction"], GUESS, ["ngram", "prediction"]),
+        (["ngram", "prediction"], None, ["ngram"]),
+        (["prediction"], None, []),
+    ],
+)
+def test_names_become_drafters(drafters: Any, predictions: Any, expected: list[str]) -> None:
+    pytest.importorskip("numba")
+    assert names_of(build(drafters, {}, predictions)) == expected
+
+
+def test_objects_are_taken_as_they_are() -> None:
+    own = Own()
+    assert build([own], {}) == [own]
+
+
+def test_an_object_that_only_proposes_is_enough() -> None:
+    drafters = build([Bare(), Own()], {})
+    assert names_of(drafters) == ["custom", "own"]
+    rows = Rows(np.zeros((1, 3), np.int64))
+    rows.emit(0, 5)
+    ensemble = Ensemble(drafters, Calibration(drafters))
+    ensemble.begin(rows)
+    assert sorted(ensemble.propose(rows, 8).token_ids.tolist()) == [1, 2, 3, 4]
+    ensemble.end(rows)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no drafter 'ngrm'.*ngram, recycling, prediction"):
+        build(["ngrm"], {})
+
+
+def test_options_reach_the_drafter_of_their_name() -> None:
+    pytest.importorskip("numba")
+    with pytest.raises(ValueError, match="top_k is 0"):
+        build(["ngram", "recycling"], {"recycling": {"top_k": 0}})
+    with pytest.raises(ValueError, match="'recycling'.*'size'"):
+        build(["recycling"], {"recycling": {"size": 3}})
+
+
+def test_without_numba_what_needs_no_index_still_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "has_numba", lambda: False)
+    with pytest.warns(RuntimeWarning, match="numba, which is not installed") as caught:
+        drafters = build(["ngram", "recycling", Own()], {}, GUESS)
+    assert names_of(drafters) == ["prediction", "own"]
+    assert len(caught) == 2
+
+
+def test_no_sources_draft_nothing() -> None:
+    rows = Rows(np.zeros((2, 3), np.int64))
+    ensemble = Ensemble([], Calibration([]))
+    ensemble.begin(rows)
+    assert ensemble.propose(rows, 8).num_nodes == 0
+
+
+def test_every_public_name_can_be_imported() -> None:
+    pytest.importorskip("numba")
+    for name in drafting.__all__:
+        assert getattr(drafting, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = drafting.nothing
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, lookahead_hf.drafting, lookahead_hf.drafting.registry\n"
+        "assert not {'torch', 'numba', 'triton'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_warming_up_compiles_all_that_a_call_needs() -> None:
+    pytest.importorskip("numba")
+    code = (
+        "import numpy as np, torch\n"
+        "import tests.drafting.test_registry as here\n"
+        "from lookahead_hf import ngram_pool\n"
+        "from lookahead_hf.drafting import _numba, _recycling_numba, compiled\n"
+        "from lookahead_hf.ngram_pool import _logits_numba\n"
+        "modules = (_numba, _recycling_numba, _logits_numba)\n"
+        "count = lambda: [{k: len(v.signatures) for k, v in vars(m).items()\n"
+        "                  if hasattr(v, 'signatures')} for m in modules]\n"
+        "ngram_pool.compile_now()\n"
+        "before = count()\n"
+        "here.draft_two_steps()\n"
+        "assert count() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def draft_two_steps() -> None:
+    """Draft for two rows from all sources, as a call does."""
+    import torch
+
+    from lookahead_hf.drafting.tree import head
+    from lookahead_hf.steps import Verdict
+
+    sources = build(None, {}, [np.array([1, 2, 3])] * 2)
+    rows = Rows(np.tile(np.arange(6), (2, 2)), np.array([[False] + [True] * 11, [True] * 12]))
+    for row in range(2):
+        rows.emit(row, 0)
+    ensemble = Ensemble(sources, Calibration(sources), vocab_size=50, max_new_tokens=9)
+    ensemble.begin(rows)
+    for _ in range(2):
+        draft = head(ensemble.propose(rows, 8), 4)
+        assert draft.num_nodes
+        verdict = Verdict(
+            np.array([0, 1, 2]), np.array([7, 8]), np.zeros(3, np.int64), np.empty(0, np.int32),
+            np.array([True, True]), np.array([False, False]),
+        )  # fmt: skip
+        for row, token in enumerate((7, 8)):
+            rows.emit(row, token)
+        logits = torch.zeros(2, 1 + draft.max_nodes + 3, 60)[:, : 1 + draft.max_nodes, :50]
+        ensemble.observe(rows, draft, verdict, logits)
+    assert ensemble.working
