@@ -59,12 +59,12 @@ def tail_start(text):
 
 
 @triton.jit
-def in_window(text, index, listed, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS):
+def in_window(text, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS):
     """Whether the columns of nodes at `text` and keys at `index` differ by less than `window`."""
     column = index
     if COLUMNS:
         # Columns less the row's pads: from the end of the list on this is the index in the text.
-        known = index < tl.minimum(listed, num_columns)
+        known = index < tl.minimum(length, num_columns)
         column = tl.load(columns_ptr + row * num_columns + index, mask=known, other=0)
         pads = tl.load(pads_ptr + row).to(tl.int32)
         column = tl.where(known, column.to(tl.int32) - pads, index)

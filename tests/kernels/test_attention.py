@@ -119,7 +119,7 @@ def test_window(impl: ModuleType, device: torch.device, window: int) -> None:
     check(impl, random_case(SHAPES[1], torch.float32, device) | {"window": window})
 
 
-@pytest.mark.parametrize("window", [9, 130])
+@pytest.mark.parametrize("window", [2, 9, 130])
 def test_window_by_column(impl: ModuleType, device: torch.device, window: int) -> None:
     """Prompts with holes: their columns are listed, later ones follow from the row's pads."""
     case = random_case((2, 4, 2, 5, 32, 32, 300), torch.float32, device)
@@ -128,8 +128,19 @@ def test_window_by_column(impl: ModuleType, device: torch.device, window: int) -
     case["lengths"] = torch.tensor([280, 190], device=device)
     case["v"] = case["v"].nan_to_num()
     case["k"] = case["k"].nan_to_num()
-    pads = torch.stack([listed[0, -1] - 199, listed[1, 189] - 189]) + 2
+    pads = torch.stack([listed[0, -1] - 199, listed[1, 189] - 189]) + 9
     case |= {"window": window, "columns": listed.to(device), "pads": pads.to(device)}
+    check(impl, case)
+
+
+def test_nodes_on_both_sides_of_a_cut(impl: ModuleType, device: torch.device) -> None:
+    """Chains in which some nodes read a tile of the prefix for themselves that others share."""
+    shape = 4, 2, 1, 5, 32, 32, 200
+    case = random_case(shape, torch.float32, device)
+    chain = torch.arange(-1, 4).expand(4, -1)
+    case["ancestors"] = ancestor_words(chain).to(device)
+    case["lengths"] = torch.tensor([125, 60, 189, 127], device=device)
+    case["k"], case["v"] = case["k"].nan_to_num(), case["v"].nan_to_num()
     check(impl, case)
 
 

@@ -95,6 +95,15 @@ def test_sampled_is_multinomial(impl: ModuleType, device: torch.device) -> None:
     assert got.bonus.tolist() == expected[:, 0].tolist()
 
 
+def test_sampled_divides_as_torch(impl: ModuleType, device: torch.device) -> None:
+    """Quotients that are equal but for their last bit: an approximate division chooses others."""
+    noise = torch.empty(64, 1, 1009).exponential_(generator=torch.Generator().manual_seed(1))
+    probs = noise * 0.37
+    zeros = torch.zeros(64, 1, dtype=torch.int64, device=device)
+    got = impl.verify_tree(probs.to(device), zeros, zeros - 1, zeros[:, 0], noise.to(device), zeros)
+    assert got.bonus.tolist() == (probs / noise).argmax(-1)[:, 0].tolist()
+
+
 @pytest.mark.parametrize("vocab", [17, 8193, 10000])
 @pytest.mark.parametrize("scores", ["tied", "nan", "two nan", "minus infinity", "signed zero"])
 def test_corner_scores(impl: ModuleType, device: torch.device, scores: str, vocab: int) -> None:
