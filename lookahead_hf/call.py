@@ -116,7 +116,9 @@ class Call:
                 self._observe(row, [0, *(verdict.accepted(row) + 1).tolist()], outputs)
 
     def _observe(self, row: int, kept: list[int], outputs: Any) -> None:
-        self.records.observe(row, kept, outputs, self.target.seen_slots(row, kept))
+        assert self.target.cache is not None
+        seen = self.target.seen_slots(row, kept)
+        self.records.observe(row, kept, outputs, seen, self.target.cache.windows)
 
     def __enter__(self) -> Call:
         return self

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -20,7 +20,10 @@ from transformers.generation import utils as generation_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+EmptyLayer = getattr(cache_utils, "DummyLayer", DynamicLayer)
+"""What stands for a layer without K and V of its own; up to 5.19 one that stays empty."""
+
+CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, EmptyLayer)
 """Layer types, by exact type, whose content our own layers can take over and hand back."""
 
 PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) | {
@@ -149,10 +152,10 @@ __all__ = [
     "PREPARED",
     "PROMPT_ONLY",
     "Cache",
-    "DummyLayer",
     "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
+    "EmptyLayer",
     "attention_configs",
     "attention_function",
     "attention_name",

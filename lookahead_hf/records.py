@@ -65,7 +65,14 @@ class Records:
             if self._wants[name]:
                 self._prefill[name] = outputs[name]
 
-    def observe(self, row: int, tokens: list[int], outputs: Any, slots: list[torch.Tensor]) -> None:
+    def observe(
+        self,
+        row: int,
+        tokens: list[int],
+        outputs: Any,
+        slots: list[torch.Tensor],
+        windows: list[int | None],
+    ) -> None:
         """Keep what a forward returned for the tokens that a row keeps.
 
         Args:
@@ -73,6 +80,7 @@ class Records:
             tokens: Their places in the block, root first.
             outputs: The forward's outputs.
             slots: For each of them the slot of every column that it could attend, -1 for none.
+            windows: Newest columns that plain's cache shows of each layer, None for all.
         """
         if self._wants["hidden_states"]:
             for token in tokens:
@@ -80,7 +88,9 @@ class Records:
                 self._observed["hidden_states"][row].append(states)
         if self._wants["attentions"]:
             for token, held in zip(tokens, slots, strict=True):
-                weights = tuple(_by_column(a, row, token, held) for a in outputs.attentions)
+                shown = [held if window is None else held[-window:] for window in windows]
+                layers = zip(outputs.attentions, shown, strict=True)
+                weights = tuple(_by_column(a, row, token, held) for a, held in layers)
                 self._observed["attentions"][row].append(weights)
 
     def fields(self, num_columns: int) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Sequence
 
 import torch
+
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting import Drafter
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
-
 from tests.models import VOCAB
 
 Tree = tuple[list[int], list[int]]

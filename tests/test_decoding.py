@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import lookahead_hf
 import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+import lookahead_hf
 from tests.models import VOCAB, prompt, tiny
 from tests.scripted import (
     RandomTrees,

@@ -1,13 +1,13 @@
-"""The text is plain's: greedy and sampled, alone and in ragged batches, on every tiny architecture."""
+"""The text is plain's: greedy and sampled, alone and ragged, on every tiny architecture."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lookahead_hf
 import pytest
 import torch
 
+import lookahead_hf
 from tests.models import NAMES, prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
 

@@ -7,12 +7,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import lookahead_hf
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lookahead_hf
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import PlainScreen
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "data" / "prompts_dev.jsonl"
 NEW_TOKENS = 40

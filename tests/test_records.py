@@ -63,7 +63,7 @@ def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
     assert_close(ours.scores, plain.scores)
     assert_close(ours.logits, plain.logits)
     assert_close(ours.hidden_states, plain.hidden_states)
-    if kind != "padded" and name == "llama":
+    if kind != "padded":  # under pads plain's weights are of no meaning
         assert_close(ours.attentions, plain.attentions)
     steps = model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
     expected = model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import lookahead_hf
 import pytest
 import torch
 from transformers import DynamicCache
 
+import lookahead_hf
 from tests.models import prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import lookahead_hf
 import pytest
+
+import lookahead_hf
 from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.session import cost_setting, memory_of
-
 from tests.models import prompt, tiny
 
 

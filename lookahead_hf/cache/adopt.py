@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache.layers import GROWTH_SLOTS, SlotCache, SlotLayer
-from lookahead_hf.compat import CACHE_LAYERS, Cache, DummyLayer, DynamicLayer
+from lookahead_hf.compat import CACHE_LAYERS, Cache, DynamicLayer
 
 
 def unserved_layer(cache: Cache) -> str | None:
@@ -50,8 +50,8 @@ class AdoptedCache:
     def _take(self) -> None:
         capacity = self.slots.longest + GROWTH_SLOTS
         for layer in self.original.layers:
-            if isinstance(layer, DummyLayer) or not layer.is_initialized:
-                self.slots.add_dummy()
+            if not getattr(layer, "is_initialized", False):
+                self.slots.add_empty()
                 continue
             keys = self._to_slots(layer.keys, capacity)
             values = self._to_slots(layer.values, capacity)
@@ -80,6 +80,11 @@ class AdoptedCache:
             picked = states[row].index_select(1, index)
             store[row, slot : slot + len(kept)].copy_(picked.transpose(0, 1))
         return store
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of every layer the columns that plain's cache shows at most, None for all."""
+        return [getattr(layer, "sliding_window", None) for layer in self.original.layers]
 
     def hand_back(self, num_columns: int) -> Cache:
         """Fill the original with its first `num_columns` columns, in its own layers.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.compat import Cache, DummyLayer, DynamicLayer
+from lookahead_hf.compat import Cache, DynamicLayer, EmptyLayer
 from lookahead_hf.kernels import PathTable
 
 GROWTH_SLOTS = 64
@@ -107,9 +107,9 @@ class SlotCache(Cache):
             self._path_table = PathTable([s for la in layers for s in (la.k_store, la.v_store)])
         return self._path_table
 
-    def add_dummy(self) -> None:
+    def add_empty(self) -> None:
         """A layer that shares the K and V of another one holds nothing."""
-        self.layers.append(DummyLayer())
+        self.layers.append(EmptyLayer())
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` in every layer."""
