@@ -42,7 +42,12 @@ def ancestor_words(parents: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def random_case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def random_case(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: list[int] | None = None,
+) -> dict[str, Any]:
     """Cache and trees; slots behind a row's nodes hold NaN, as unwritten memory may."""
     rows, heads, kv_heads, nodes, dim, v_dim, slots = shape
     generator = torch.Generator().manual_seed(sum(shape))
@@ -51,17 +56,18 @@ def random_case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.randn(*size, generator=generator).to(dtype)
 
     parents, _, _ = random_tree(rows, nodes - 1, generator)
-    lengths = torch.randint(0, slots - nodes + 1, (rows,), generator=generator)
-    lengths[0] = slots - nodes
+    if lengths is None:
+        drawn = torch.randint(0, slots - nodes + 1, (rows - 1,), generator=generator)
+        lengths = [slots - nodes, *drawn.tolist()]
     k, v = random(rows, slots, kv_heads, dim), random(rows, slots, kv_heads, v_dim)
-    for row in range(rows):
-        k[row, lengths[row] + nodes :] = float("nan")
-        v[row, lengths[row] + nodes :] = float("nan")
+    for row, length in enumerate(lengths):
+        k[row, length + nodes :] = float("nan")
+        v[row, length + nodes :] = float("nan")
     return {
         "q": random(rows, nodes, heads, dim).to(device).transpose(1, 2),
         "k": k.to(device).transpose(1, 2),
         "v": v.to(device).transpose(1, 2),
-        "lengths": lengths.to(device),
+        "lengths": torch.tensor(lengths, device=device),
         "ancestors": ancestor_words(parents).to(device),
         "scale": dim**-0.5,
     }
@@ -122,12 +128,9 @@ def test_window(impl: ModuleType, device: torch.device, window: int) -> None:
 @pytest.mark.parametrize("window", [2, 9, 130])
 def test_window_by_column(impl: ModuleType, device: torch.device, window: int) -> None:
     """Prompts with holes: their columns are listed, later ones follow from the row's pads."""
-    case = random_case((2, 4, 2, 5, 32, 32, 300), torch.float32, device)
+    case = random_case((2, 4, 2, 5, 32, 32, 300), torch.float32, device, [280, 190])
     generator = torch.Generator().manual_seed(0)
     listed = torch.randint(1, 4, (2, 200), generator=generator).cumsum(1)
-    case["lengths"] = torch.tensor([280, 190], device=device)
-    case["v"] = case["v"].nan_to_num()
-    case["k"] = case["k"].nan_to_num()
     pads = torch.stack([listed[0, -1] - 199, listed[1, 189] - 189]) + 9
     case |= {"window": window, "columns": listed.to(device), "pads": pads.to(device)}
     check(impl, case)
@@ -135,12 +138,10 @@ def test_window_by_column(impl: ModuleType, device: torch.device, window: int) -
 
 def test_nodes_on_both_sides_of_a_cut(impl: ModuleType, device: torch.device) -> None:
     """Chains in which some nodes read a tile of the prefix for themselves that others share."""
-    shape = 4, 2, 1, 5, 32, 32, 200
-    case = random_case(shape, torch.float32, device)
+    lengths = [125, 60, 189, 127]
+    case = random_case((4, 2, 1, 5, 32, 32, 200), torch.float32, device, lengths)
     chain = torch.arange(-1, 4).expand(4, -1)
     case["ancestors"] = ancestor_words(chain).to(device)
-    case["lengths"] = torch.tensor([125, 60, 189, 127], device=device)
-    case["k"], case["v"] = case["k"].nan_to_num(), case["v"].nan_to_num()
     check(impl, case)
 
 
