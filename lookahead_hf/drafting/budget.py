@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_hf.drafting.costs import SIZES, CostCurve, CostModel
+from lookahead_hf.drafting.costs import KEPT_SAMPLES, SIZES, CostCurve, CostModel
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 
@@ -125,8 +125,9 @@ class Budget:
         self._draft_seconds += weight * (draft_seconds - self._draft_seconds)
         self._trust.observe(float(draft.score.sum()), len(verdict.path))
         if self._curve.num_samples(0):
-            plain_seconds = self._curve.plain_seconds
-            self._pace.observe(verdict, step_seconds + draft_seconds, plain_seconds)
+            # Estimates on both sides: a disturbed step says nothing about drafting.
+            seconds = float(self._seconds(np.array([draft.max_nodes]))[0])
+            self._pace.observe(verdict, seconds, self._curve.plain_seconds)
             self._rest.note_outcome(pays=not self._pace.is_behind)
 
     def _next_plain_step(self) -> int:
@@ -160,11 +161,13 @@ class Budget:
         revisit = self._num_drafted % REVISIT_EVERY == REVISIT_EVERY - 1
         if best and self._num_drafted % TRY_EVERY and not revisit:
             return 0
+        trying = self._rest.is_trying
+        enough = KEPT_SAMPLES + 1 if revisit else KEPT_SAMPLES // 2 if trying else 2
         expected = dict(zip(sizes.tolist(), tokens.tolist(), strict=True))
         known = float(tokens[best] / self._seconds(sizes[best]))
         for size in FIRST_TRIES:
-            if size in expected and (revisit or self._curve.num_samples(size) < 2):
-                seconds = self._curve.seconds_at_best(size) + self._draft_seconds
+            if size in expected and self._curve.num_samples(size) < enough:
+                seconds = self._curve.seconds_at_best(size, hopeful=trying) + self._draft_seconds
                 if expected[size] / seconds > known:
                     return size
         return 0
@@ -217,9 +220,14 @@ class Pace:
 
 
 class Rest:
-    """When to stop drafting and when to try again."""
+    """When to stop drafting and when to try again.
+
+    Attributes:
+        is_trying: A rest has just ended and nothing was drafted since.
+    """
 
     def __init__(self) -> None:
+        self.is_trying = False
         self._left = 0
         self._length = FIRST_REST
         self._misses = 0
@@ -231,10 +239,11 @@ class Rest:
         return self._left > 0
 
     def note_offer(self, pays: bool) -> None:
-        """Note whether a draft looked worth its cost."""
+        """Note whether a draft looked worth its cost; after a rest a single one decides."""
         self._misses = 0 if pays else self._misses + 1
-        if self._misses >= PATIENCE:
+        if self._misses >= (1 if self.is_trying else PATIENCE):
             self.begin()
+        self.is_trying = False
 
     def note_outcome(self, pays: bool) -> None:
         """Note whether the latest drafts were worth their cost."""
@@ -247,8 +256,9 @@ class Rest:
     def begin(self) -> None:
         """Stop drafting for a while."""
         self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)
-        self._misses = PATIENCE - 1  # the try after a rest is a single one
+        self._misses = 0
 
     def step(self) -> None:
         """Count a step of the rest."""
         self._left -= 1
+        self.is_trying = self._left == 0

@@ -16,6 +16,9 @@ KEPT_SAMPLES = 9
 DEADBAND = 0.05
 """Changes of an estimate that are taken for noise."""
 
+DOUBTED = 3.0
+"""How many times its usual cost a few disturbed measurements may make a size look."""
+
 SLOPE = 0.02
 """Cost of one more node, relative to a plain step, where nothing is known."""
 
@@ -72,23 +75,33 @@ class CostCurve:
         sizes, seconds = self._line
         return np.interp(num_nodes, sizes, seconds)
 
-    def seconds_at_best(self, num_nodes: int) -> float:
+    def seconds_at_best(self, num_nodes: int, hopeful: bool = False) -> float:
         """As `seconds`, if the size were no dearer than its neighbours make it look.
 
         Between measured sizes that is the straight line, beyond the greatest the cost of that one.
+        `hopeful` doubts those, too, unless they put the size out of reach.
         """
         size = size_for(num_nodes)
         others = sorted(n for n in self._estimates if n != size)
         if not others:
             return float(self.seconds(np.array([num_nodes]))[0])
         guess = float(np.interp(num_nodes, others, [self._estimates[n] for n in others]))
-        return min(guess, self._estimates.get(size, guess))
+        measured = self._estimates.get(size, guess)
+        if not hopeful:
+            return min(guess, measured)
+        unknown = self.plain_seconds * (1.0 + SLOPE * num_nodes)
+        return measured if measured > DOUBTED * unknown else min(guess, measured, unknown)
 
     def _drawn(self) -> tuple[list[float], list[float]]:
-        """Points of the polyline from no nodes to more than any draft has."""
+        """Points of the polyline from no nodes to more than any draft has.
+
+        A step without a draft costs no more than one with: where it seems so, it was disturbed.
+        """
         known = sorted(self._estimates.items()) or [(0, 1.0)]
         sizes, seconds = [float(n) for n, _ in known], [s for _, s in known]
-        if sizes[0] > 0:
+        if sizes[0] == 0:
+            seconds[0] = min(seconds)
+        else:
             sizes.insert(0, 0.0)
             seconds.insert(0, seconds[0] / (1.0 + SLOPE * sizes[1]))
         if len(sizes) > 1:

@@ -81,6 +81,11 @@ class RecyclingDrafter(Drafter):
         self._best: BestTokens | None = None
 
     @property
+    def top_k(self) -> int:
+        """Next tokens that are remembered per context."""
+        return self._top_k
+
+    @property
     def num_buckets(self) -> int:
         return NUM_BUCKETS
 

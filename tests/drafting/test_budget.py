@@ -76,6 +76,22 @@ def rows_of(num_rows: int = 1, length: int = 100) -> Rows:
     return rows
 
 
+Noise = Callable[[np.random.Generator], float]
+
+
+def quiet(rng: np.random.Generator) -> float:
+    return 1.0
+
+
+def unsteady(rng: np.random.Generator) -> float:
+    return float(1 + 0.05 * abs(rng.normal()) + 0.25 * (rng.random() < 0.05))
+
+
+def crowded(rng: np.random.Generator) -> float:
+    """Other programs take most of the machine, now and then."""
+    return float(np.exp(0.4 * rng.normal()) * (1 + 2 * (rng.random() < 0.15)))
+
+
 def simulate(
     cost: Cost,
     *,
@@ -83,12 +99,13 @@ def simulate(
     scores: np.ndarray = SCORES,
     costs: CostModel | None = None,
     steps: int = 256,
-    noise: float = 0.0,
+    noise: Noise = quiet,
     num_rows: int = 1,
     setting: str | int = "auto",
+    seed: int = 0,
 ) -> Run:
     """Decode: drafts promise `scores` and keep the share `accepts(step)` of the promise."""
-    rng, run, rows = np.random.default_rng(0), Run(), rows_of(num_rows)
+    rng, run, rows = np.random.default_rng(seed), Run(), rows_of(num_rows)
     budget = Budget(setting, 64, costs or CostModel(), rows)
     for step in range(steps):
         wanted, draft_seconds, draft = budget.wanted(), 0.0, DraftTree.empty(num_rows)
@@ -100,8 +117,7 @@ def simulate(
         for row in range(num_rows):
             for token in verdict.emitted(row).tolist():
                 rows.emit(row, token)
-        disturbed = 1 + noise * (abs(rng.normal()) + 5 * (rng.random() < 0.05))
-        budget.observe(draft, verdict, cost(draft.max_nodes) * disturbed, draft_seconds)
+        budget.observe(draft, verdict, cost(draft.max_nodes) * noise(rng), draft_seconds)
         run.seconds += cost(draft.max_nodes) + draft_seconds
         run.tokens += len(verdict.token_ids)
         run.sizes.append(draft.max_nodes)
@@ -117,9 +133,9 @@ CURVES: dict[str, Cost] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("noise", [quiet, unsteady])
 @pytest.mark.parametrize("curve", CURVES)
-def test_a_model_that_is_known_decodes_nearly_as_fast_as_it_can(curve: str, noise: float) -> None:
+def test_a_model_that_is_known_decodes_nearly_as_fast_as_it_can(curve: str, noise: Noise) -> None:
     costs, cost = CostModel(), CURVES[curve]
     first = simulate(cost, costs=costs, noise=noise)
     later = [simulate(cost, costs=costs, noise=noise) for _ in range(2)]
@@ -127,6 +143,13 @@ def test_a_model_that_is_known_decodes_nearly_as_fast_as_it_can(curve: str, nois
     assert first.rate > 0.85 * ideal
     assert min(run.rate for run in later) > 0.88 * ideal
     assert first.rate > 1.3 / cost(0)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_crowded_machine_does_not_talk_it_out_of_drafting(curve: str) -> None:
+    costs, cost = CostModel(), CURVES[curve]
+    runs = [simulate(cost, costs=costs, noise=crowded, seed=seed) for seed in range(4)]
+    assert np.mean([run.rate for run in runs]) > 0.8 * ideal_rate(cost)
 
 
 def test_a_dear_size_does_not_hide_a_cheaper_larger_one() -> None:
@@ -148,7 +171,7 @@ def test_a_batch_has_one_size_and_counts_all_rows() -> None:
 @pytest.mark.parametrize("promise", [1.0, 0.3])
 def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> None:
     cost = CURVES.get(curve, steep)
-    run = simulate(cost, accepts=lambda step: 0.0, scores=promise * SCORES, noise=0.05)
+    run = simulate(cost, accepts=lambda step: 0.0, scores=promise * SCORES, noise=unsteady)
     plain = len(run.sizes) * cost(0)
     assert run.seconds < (1.03 if curve != "steep" else 1.05) * plain
     assert run.sizes[-64:].count(0) > 60
@@ -170,7 +193,7 @@ def test_nothing_is_asked_for_while_drafting_rests() -> None:
 
 def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:
     run = simulate(
-        points(BF16), accepts=lambda step: float(not 50 <= step < 150), steps=600, noise=0.05
+        points(BF16), accepts=lambda step: float(not 50 <= step < 150), steps=600, noise=unsteady
     )
     drafted = np.array(run.sizes) > 0
     assert drafted[:50].mean() > 0.8
