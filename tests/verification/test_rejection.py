@@ -1,0 +1,252 @@
+"""Rejection sampling emits plain's distribution, whatever the drafts were drawn from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from lookahead_hf import kernels
+from lookahead_hf.drafting.assistant_picks import Drawn
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.tree import head
+from lookahead_hf.logits.walkers import RowProcessors
+from lookahead_hf.records import Records
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import ROOT, DraftTree, Verdict
+from lookahead_hf.verification import rejection
+from lookahead_hf.verification.rejection import Rejection
+from lookahead_hf.verification.stopping import RowStopping
+from lookahead_hf.verification.walk import Rules
+
+VOCAB, TEXTS, LENGTH = 4, 1500, 3
+CRITICAL = 103.4
+"""Of 63 degrees of freedom; exceeded by one seed in a thousand."""
+
+_GENERATOR = torch.Generator().manual_seed(1)
+TARGET = 1.5 * torch.randn(VOCAB, VOCAB, generator=_GENERATOR)
+ASSISTANT = 1.5 * torch.randn(VOCAB, VOCAB, generator=_GENERATOR)
+"""Logits by the token before: texts are Markov chains."""
+
+WARPERS = [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(3)]
+
+
+def engine(
+    num_rows: int, length: int = 1 + LENGTH, processors: Any = (), eos: int | None = None
+) -> Rejection:
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    if eos is not None:
+        criteria.append(EosTokenCriteria(eos))
+    silent = SimpleNamespace(
+        return_dict_in_generate=False,
+        output_scores=False,
+        output_logits=False,
+        output_hidden_states=False,
+        output_attentions=False,
+    )
+    return Rejection(
+        Rules(
+            RowProcessors(hf.LogitsProcessorList(processors), num_rows, 1),
+            RowStopping(criteria, num_rows),
+            None,
+            Records(silent, num_rows),
+            torch.device("cpu"),
+        )
+    )
+
+
+class MarkovDrafter(Drafter):
+    """Draws drafts of one shape from the assistant's chain.
+
+    Args:
+        depth: Levels.
+        siblings: Tokens per level; the first is gone on from.
+        hides: Whether to keep the probabilities to itself.
+    """
+
+    def __init__(self, depth: int, siblings: int, processors: Any = (), hides: bool = False):
+        self.depth, self.siblings, self.hides = depth, siblings, hides
+        self.drawn = Drawn(siblings, VOCAB, processors)
+
+    def begin(self, rows: Rows) -> None:
+        self.drawn.begin(torch.device("cpu"))
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        last = torch.tensor([rows.last_token(row) for row in range(rows.num_rows)])
+        levels, chances = [], []
+        every = np.arange(len(last))
+        for _ in range(self.depth):
+            tokens, _, drawn_from = self.drawn.pick(ASSISTANT[last][None], every * 0, every)
+            levels.append(tokens)
+            chances.append(drawn_from)
+            last = torch.from_numpy(tokens[:, 0]).long()
+        tokens = np.concatenate(levels, 1)  # [rows, nodes]
+        stems = [ROOT, *range(0, self.siblings * (self.depth - 1), self.siblings)]
+        parents = np.repeat(stems, self.siblings).tolist()
+        live = rows.live
+        tree = DraftTree.from_rows(
+            (row.tolist(), parents) if live[i] else ([], []) for i, row in enumerate(tokens)
+        )
+        probs = torch.cat(chances, 1)[torch.from_numpy(live)].flatten(0, 1)
+        return DraftTree(
+            tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score,
+            probs=None if self.hides else probs,
+        )  # fmt: skip
+
+
+def logits_of(rows: Rows, tree: DraftTree) -> torch.Tensor:
+    """The target's logits behind every last token and node, [rows, 1 + nodes, vocab]."""
+    tokens = np.zeros((rows.num_rows, 1 + tree.max_nodes), np.int64)
+    for row in range(rows.num_rows):
+        drafted = tree.token_ids[tree.row(row)]
+        tokens[row, 0] = rows.last_token(row)
+        tokens[row, 1 : 1 + len(drafted)] = drafted
+    return TARGET[torch.from_numpy(tokens)]
+
+
+def generate(drafter: Drafter, processors: Any = (), nodes: int = 64) -> tuple[np.ndarray, float]:
+    """Many texts of the target, [texts, LENGTH], and how many tokens a step emitted."""
+    rows = Rows(np.zeros((TEXTS, 1), np.int64))
+    verifier = engine(TEXTS, processors=processors)
+    ensemble = Ensemble([drafter], Calibration([drafter]))
+    ensemble.begin(rows)
+    row_steps = 0
+    while rows.live.any():
+        tree = head(ensemble.propose(rows, 64), nodes)
+        logits = logits_of(rows, tree)
+        verdict: Verdict = verifier.verify(rows, tree, logits)
+        row_steps += int(verdict.live.sum())
+        ensemble.observe(rows, tree, verdict, logits)
+    texts = np.stack([rows.emitted(row) for row in range(TEXTS)])
+    return texts, TEXTS * LENGTH / row_steps
+
+
+def expected_counts(processors: Any = ()) -> np.ndarray:
+    """How often each text is expected, [VOCAB ** LENGTH]."""
+    logits = hf.LogitsProcessorList(processors)(None, TARGET.clone())
+    chain = logits.softmax(-1).double().numpy()
+    first = chain[0]
+    return TEXTS * np.einsum("a,ab,bc->abc", first, chain, chain).reshape(-1)
+
+
+def chi_square(texts: np.ndarray, expected: np.ndarray) -> float:
+    """Pearson's statistic of the texts; texts that cannot occur must not."""
+    codes = texts @ (VOCAB ** np.arange(LENGTH)[::-1])
+    seen = np.bincount(codes, minlength=VOCAB**LENGTH)
+    possible = expected > 0
+    assert not seen[~possible].any()
+    return float(((seen - expected)[possible] ** 2 / expected[possible]).sum())
+
+
+@pytest.mark.parametrize(
+    ("depth", "siblings", "processors", "nodes"),
+    [
+        pytest.param(3, 1, (), 64, id="chain"),
+        pytest.param(3, 1, WARPERS, 2, id="warped chain, cut"),
+        pytest.param(2, 2, WARPERS, 64, id="warped tree"),
+        pytest.param(2, 3, (), 64, id="tree"),
+        pytest.param(2, 3, (), 3, id="tree, cut"),
+    ],
+)
+def test_texts_are_distributed_as_plain_samples(
+    depth: int, siblings: int, processors: Any, nodes: int
+) -> None:
+    drafter = MarkovDrafter(depth, siblings, processors)
+    texts, tokens_per_step = generate(drafter, processors, nodes)
+    assert chi_square(texts, expected_counts(processors)) < CRITICAL
+    assert tokens_per_step > 1.3
+
+
+def test_siblings_that_run_out_of_tokens_leave_the_distribution_alone() -> None:
+    processors = [hf.TopKLogitsWarper(1)]
+    texts, _ = generate(MarkovDrafter(2, 3, processors), WARPERS)
+    assert chi_square(texts, expected_counts(WARPERS)) < CRITICAL
+
+
+def test_drafts_whose_probabilities_are_unknown_count_as_certain() -> None:
+    texts, tokens_per_step = generate(MarkovDrafter(2, 2, hides=True))
+    assert chi_square(texts, expected_counts()) < CRITICAL
+    assert tokens_per_step > 1.3
+
+
+def test_the_statistic_finds_a_drafters_own_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        rejection, "choose", lambda probs, drafted, _: (0, drafted[0]) if drafted else (None, 0)
+    )
+    texts, _ = generate(MarkovDrafter(3, 1))
+    assert chi_square(texts, expected_counts()) > 10 * CRITICAL
+
+
+def test_the_rule_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    accepted = 0
+    for _ in range(60):
+        probs = torch.rand(1, 5, 9, generator=generator) ** 3
+        probs /= probs.sum(-1, keepdim=True)
+        chances = torch.rand(1, 4, 9, generator=generator) ** 3
+        chances /= chances.sum(-1, keepdim=True)
+        uniforms = torch.rand(1, 4, generator=generator)
+        noise = torch.empty(1, 9).exponential_(generator=generator)
+        drafted = torch.randint(9, (1, 4), generator=generator)
+        drawn = iter(uniforms[0])
+        monkeypatch.setattr(torch, "rand", lambda *_, drawn=drawn: next(drawn))
+        monkeypatch.setattr(torch, "multinomial", lambda p, _, noise=noise: (p / noise[0]).argmax())
+        ours = rejection.choose(probs[0, 0], drafted[0].tolist(), list(chances[0]))
+        monkeypatch.undo()
+        walk = kernels.reject_tree(
+            probs, chances, torch.nn.functional.pad(drafted, (1, 0)),
+            torch.tensor([[-1, 0, 0, 0, 0]]), torch.tensor([4]), uniforms, noise,
+        )  # fmt: skip
+        if int(walk.num_accepted):
+            child = int(walk.path[0, 1]) - 1
+            assert ours == (child, int(drafted[0, child]))
+            accepted += 1
+        else:
+            assert ours == (None, int(walk.bonus))
+    assert 10 < accepted < 60
+
+
+def test_a_step_emits_the_path_and_stops_in_it() -> None:
+    rows = Rows(np.zeros((2, 1), np.int64))
+    certain = torch.full((2, 4, VOCAB), -torch.inf)
+    for place, token in enumerate((2, 3, 1, 2)):
+        certain[:, place, token] = 0.0
+    draft = DraftTree.from_rows([([1, 2, 3], [-1, -1, 1]), ([2, 3, 1], [-1, 0, 1])])
+    verdict = engine(2, 9, eos=3).verify(rows, draft, certain[:, [0, 3, 1, 2]])
+    # Row 0: 2 is accepted as the second child, 3 ends the text. Row 1 is told 2 after its first.
+    assert verdict.emitted(0).tolist() == [2, 3] and verdict.accepted(0).tolist() == [1]
+    assert verdict.emitted(1).tolist() == [2, 2] and verdict.accepted(1).tolist() == [0]
+    assert verdict.finished.tolist() == [True, False] and verdict.live.all()
+
+
+def test_probabilities_of_another_width_are_fitted() -> None:
+    probs = torch.tensor([0.25, 0.75])
+    draft = DraftTree.from_rows([([1], [-1])])
+    for chances in ([0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.1]):
+        fitted = rejection._drawn_from(
+            DraftTree(
+                draft.row_offsets, draft.token_ids, draft.parents, draft.depth, draft.score,
+                probs=torch.tensor([chances]),
+            ),
+            0,
+            probs,
+        )  # fmt: skip
+        assert fitted is not None and fitted.tolist() == pytest.approx(chances[:2])
+    assert rejection._drawn_from(draft, 0, probs) is None
+
+
+def test_what_rounding_leaves_empty_is_drawn_from_the_target() -> None:
+    probs = torch.tensor([0.0, 1.0, 0.0])
+    token = rejection.choose(probs, [0], [torch.tensor([1e-9, 1.0, 0.0])])
+    assert token == (None, 1)
