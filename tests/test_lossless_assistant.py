@@ -1,0 +1,185 @@
+"""The text is plain's with an assistant or a Jacobi window at work, alone and in ragged batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.drafting import Drafter
+from lookahead_hf.drafting.assistant import AssistantDrafter
+from lookahead_hf.drafting.lookahead import LookaheadDrafter
+from tests.models import VOCAB, characters, prompt, tiny
+from tests.test_lossless import padded
+
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "top_k": 20}
+MODES = pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+BATCHES = pytest.mark.parametrize("kind", ["alone", "left", "holes"])
+
+
+def inputs_of(kind: str) -> dict[str, torch.Tensor]:
+    return {"input_ids": prompt()} if kind == "alone" else padded(kind, rows=4)
+
+
+def compare(
+    model: Any, drafter: Drafter, inputs: dict[str, torch.Tensor], **kwargs: Any
+) -> lookahead_hf.SpeculativeStats:
+    """Assert that a drafter leaves plain's text and generator state; return what it did."""
+    torch.manual_seed(7)
+    plain = model.generate(**inputs, **kwargs)
+    after = torch.get_rng_state()
+    torch.manual_seed(7)
+    config = SpeculativeConfig(drafters=(drafter,), budget=64)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**inputs, **kwargs, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    assert torch.equal(torch.get_rng_state(), after)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason is None
+    assert stats.num_accepted > 0
+    return stats
+
+
+def unsure(model: Any, noise: float = 0.1) -> Any:
+    """A copy of a model that mostly, but not always, writes the same."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            spread = noise * parameter.std() if parameter.numel() > 1 else 0.0
+            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def translated(model: Any) -> tuple[Any, PreTrainedTokenizerFast]:
+    """A copy of a llama with its vocabulary in another order, and its tokenizer."""
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for ours, theirs in (
+            (other.model.embed_tokens, model.model.embed_tokens),
+            (other.lm_head, model.lm_head),
+        ):
+            ours.weight[order] = theirs.weight
+    ids = {chr(33 + token): int(order[token]) for token in range(VOCAB)}
+    tokenizer = Tokenizer(BPE(ids, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return other, PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_the_target_as_its_own_assistant_is_always_right(name: str, beam: int) -> None:
+    model = tiny(name)
+    drafter = AssistantDrafter(model, num_draft=5, beam=beam, min_reach=0.0)
+    stats = compare(model, drafter, {"input_ids": prompt()}, **GREEDY)
+    # 1 token after the prompt, 6 steps of 5 + 1, and a seventh for the last 3.
+    assert stats.accepted_histogram == (0, 0, 1, 0, 0, 6)
+    assert stats.per_source["assistant"].exclusive == stats.num_accepted
+
+
+@MODES
+@BATCHES
+@pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_assistant(name: str, beam: int, kind: str, mode: dict[str, Any]) -> None:
+    model = tiny(name)
+    drafter = AssistantDrafter(unsure(model), beam=beam)
+    stats = compare(model, drafter, inputs_of(kind), **mode)
+    assert stats.num_accepted < stats.num_drafted
+    assert len({row.row_steps for row in stats.row_stats}) > 1 or kind == "alone"
+
+
+@BATCHES
+def test_an_assistant_of_another_architecture(kind: str) -> None:
+    model = tiny("llama")
+    stats = compare(
+        model, AssistantDrafter(tiny("gpt2"), top_k=20, num_draft=2), inputs_of(kind), **GREEDY
+    )
+    assert stats.max_width > 1
+
+
+@MODES
+@BATCHES
+def test_an_assistant_of_another_vocabulary(kind: str, mode: dict[str, Any]) -> None:
+    model = tiny("llama")
+    other, tokenizer = translated(model)
+    drafter = AssistantDrafter(
+        other,
+        target_tokenizer=characters(),
+        assistant_tokenizer=tokenizer,
+        num_draft=5,
+        min_reach=0.0,
+    )
+    stats = compare(model, drafter, inputs_of(kind), **mode)
+    if mode is GREEDY:  # it says the same in other words
+        assert stats.num_accepted >= 0.9 * stats.num_drafted
+        assert stats.accepted_histogram[5] >= 6
+
+
+def test_one_drafter_object_serves_one_call_after_the_other() -> None:
+    model = tiny("llama")
+    drafter = AssistantDrafter(unsure(model))
+    for kind in ("alone", "left", "alone"):
+        compare(model, drafter, inputs_of(kind), **GREEDY)
+
+
+def test_an_assistant_beside_other_sources() -> None:
+    model = tiny("llama")
+    config = SpeculativeConfig(
+        drafters=(AssistantDrafter(unsure(model)), "ngram", LookaheadDrafter()), budget=64
+    )
+    inputs = padded("left")
+    plain = model.generate(**inputs, **GREEDY)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**inputs, **GREEDY, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    assert all(source.accepted > 0 for source in stats.per_source.values())
+
+
+def test_an_assistant_that_cannot_be_served_costs_its_drafts_only() -> None:
+    model = tiny("llama")
+    plain = model.generate(prompt(), **GREEDY)
+    config = SpeculativeConfig(drafters=(AssistantDrafter(tiny("gpt2").train()),))
+    with lookahead_hf.enabled(model), pytest.warns(RuntimeWarning, match="dropout"):
+        ours = model.generate(prompt(), **GREEDY, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_drafted == 0
+
+
+@MODES
+@BATCHES
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_jacobi_window(name: str, kind: str, mode: dict[str, Any]) -> None:
+    drafter = LookaheadDrafter(window=5, ngram_size=4, num_ngrams=5)
+    stats = compare(tiny(name), drafter, inputs_of(kind), **{**mode, "max_new_tokens": 60})
+    assert stats.max_width > 1
+    assert stats.num_moved > 0
+
+
+def test_a_jacobi_window_works_with_processors() -> None:
+    mode = {**SAMPLED, "repetition_penalty": 1.05, "no_repeat_ngram_size": 6}
+    compare(tiny("llama"), LookaheadDrafter(), padded("left"), **mode)
+
+
+def test_a_draft_that_is_right_to_its_end_loses_no_token() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every token is as likely, so the first is repeated for ever
+    drafter = LookaheadDrafter(window=4, ngram_size=5)
+    stats = compare(model, drafter, {"input_ids": prompt()}, **GREEDY)
+    longest = 4 + 3  # the chain of the window and the levels above its last column
+    assert stats.accepted_histogram[longest:] == (stats.accepted_histogram[longest],)
+    assert stats.accepted_histogram[longest] >= 3
