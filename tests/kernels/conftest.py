@@ -40,3 +40,19 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def checked_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter ignores names that a kernel does not have; a GPU would refuse the launch."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def checked(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
+        options = set(kwargs) - set(self.arg_names) - {"grid", "warmup"}
+        assert options <= {"num_warps", "num_stages", "enable_fp_fusion"}
+        assert "enable_fp_fusion" in options
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", checked)
