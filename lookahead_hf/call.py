@@ -86,6 +86,7 @@ class Call:
             vocab_size=int(compat.text_config(model).vocab_size),
             max_new_tokens=int(generation_config.max_length) - input_ids.shape[1],
             predictions=request.prediction,
+            prompt=self.target.prompt,
         )
         self.record = stats.StatsRecorder(self.rows.num_rows)
         cache = model_kwargs.get("past_key_values")

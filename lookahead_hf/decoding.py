@@ -57,7 +57,8 @@ def decode(
         logits = call.prefill()
         stack.enter_context(engine.sampling(rows, logits))
         call.emit(engine.verify(rows, DraftTree.empty(rows.num_rows), logits))
-        drafts.begin(rows)
+        with phase("draft"):
+            drafts.begin(rows)
         while rows.live.any():
             with phase("draft"):
                 draft = engine.complete(rows, drafts.propose(rows))

@@ -26,12 +26,9 @@ class Rows:
         prompt_ids: np.ndarray,  # [rows, columns]
         attended: np.ndarray | None = None,  # [rows, columns] bool; None: every column
         encoder_ids: list[np.ndarray] | None = None,
-        cached_columns: int = 0,
     ) -> None:
-        """`cached_columns`: columns of an adopted cache that stand before `prompt_ids`."""
         self.num_rows, width = prompt_ids.shape
-        self.cached_columns = cached_columns
-        self.prompt_columns = width + cached_columns
+        self.prompt_columns = width
         self.encoder_ids = encoder_ids
         self.num_emitted = np.zeros(self.num_rows, np.int64)
         self.finished = np.zeros(self.num_rows, bool)
@@ -39,6 +36,7 @@ class Rows:
         self._ids = np.empty((self.num_rows, width + 64), np.int64)
         self._ids[:, :width] = prompt_ids
         self._width = width
+        self._attended = attended
         self._context, self._prompt_length = self._without_pads(prompt_ids, attended)
 
     def _without_pads(
@@ -61,6 +59,12 @@ class Rows:
     def context(self, row: int) -> np.ndarray:
         """Attended prompt and emitted tokens of a row, oldest first, `[length]` int64 (a view)."""
         return self._context[row, : self._prompt_length[row] + self.num_emitted[row]]
+
+    def prompt_columns_of(self, row: int) -> np.ndarray:
+        """Columns of the row's attended prompt tokens among all, ascending, `[prompt_length]`."""
+        if self._attended is None:
+            return np.arange(self.prompt_columns)
+        return np.flatnonzero(self._attended[row])
 
     def prompt_length(self, row: int) -> int:
         """Attended prompt tokens at the head of `context(row)`."""

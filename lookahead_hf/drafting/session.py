@@ -17,10 +17,13 @@ from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.costs import CostModel
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
+from lookahead_hf.drafting.prompt_logits import seed
+from lookahead_hf.drafting.recycling import RecyclingDrafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.target.prompt import PromptStates
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +65,7 @@ class DraftSession:
         vocab_size: int,
         max_new_tokens: int,
         predictions: Sequence[np.ndarray] | None,
+        prompt: PromptStates,
     ) -> None:
         """Build the sources that `config` names, and go on from what earlier calls learned.
 
@@ -85,6 +89,7 @@ class DraftSession:
             rows,
             cost_setting(model),
         )
+        self._prompt, self._max_new_tokens = prompt, max_new_tokens
         self._seconds = 0.0
         self._failed = False
         self._begun = False
@@ -100,7 +105,15 @@ class DraftSession:
             ngram_pool.compile_in_background()
             return
         self._begun = True
-        self._guarded(lambda: self._ensemble.begin(rows))
+        self._guarded(lambda: self._begin(rows))
+
+    def _begin(self, rows: Rows) -> None:
+        self._ensemble.begin(rows)
+        if self._budget.wanted():
+            for source in self._sources:
+                if isinstance(source, RecyclingDrafter):
+                    seed(source, rows, self._prompt, self._max_new_tokens)
+        self._prompt.drop()
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, nothing where none is."""

@@ -14,6 +14,7 @@ from lookahead_hf.kernels import compact_path
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.target import attention, masks
+from lookahead_hf.target.prompt import PromptStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,14 @@ class Target:
 
     Attributes:
         cache: The cache, after `prefill`.
+        prompt: What the prefill left of the prompt, for drafting.
     """
 
     def __init__(self, model: Any, num_rows: int) -> None:
         self.model = model
         self.num_rows = num_rows
         self.cache: AdoptedCache | None = None
+        self.prompt = PromptStates(model)
         self._extras: dict[str, Any] = {}
         self._kinds = mask_kinds(model)
         self._mask_dict = compat.takes_mask_dict(model)
@@ -53,7 +56,8 @@ class Target:
         Returns:
             The forward's outputs.
         """
-        outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
+        with self.prompt.captured():
+            outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
         self._extras = _passed_on(model_kwargs)
