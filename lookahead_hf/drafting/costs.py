@@ -79,7 +79,7 @@ class CostCurve:
         """As `seconds`, if the size were no dearer than its neighbours make it look.
 
         Between measured sizes that is the straight line, beyond the greatest the cost of that one.
-        `hopeful` doubts those, too, unless they put the size out of reach.
+        `hopeful` doubts what was measured even more, unless it puts the size out of reach.
         """
         size = size_for(num_nodes)
         others = sorted(n for n in self._estimates if n != size)
@@ -87,7 +87,7 @@ class CostCurve:
             return float(self.seconds(np.array([num_nodes]))[0])
         guess = float(np.interp(num_nodes, others, [self._estimates[n] for n in others]))
         measured = self._estimates.get(size, guess)
-        if not hopeful:
+        if not hopeful or size not in self._estimates:
             return min(guess, measured)
         unknown = self.plain_seconds * (1.0 + SLOPE * num_nodes)
         return measured if measured > DOUBTED * unknown else min(guess, measured, unknown)
