@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lookahead_hf.kernels import attention, compact, reject, tiles, topk, verify
+from lookahead_hf.kernels._attention_sizes import tile_sizes
 from lookahead_hf.kernels._common import FP_FUSION
 
 
@@ -27,7 +28,7 @@ class Target:
     Attributes:
         gpu: Triton's name for it.
         shared_bytes: Shared memory that a program may use there.
-        stages: Stages in which attention runs there, see `attention.tree_attention`.
+        stages: Stages in which attention runs there, see `_attention_sizes.num_stages`.
     """
 
     gpu: GPUTarget
@@ -211,7 +212,7 @@ def _attention_variants() -> Iterator[Variant]:
         constants = {
             **dict.fromkeys(["DIM", "DIM_V", "BLOCK_D", "BLOCK_V"], dim),
             **dict.fromkeys(["WINDOW", "COLUMNS", "SOFTCAP"], extras),
-            **attention.tile_sizes(nodes * 7, dim, dtype),
+            **tile_sizes(nodes * 7, dim, dtype),
             "GROUP": 7,
         }
         name = f"{of_model} {dim} nodes={nodes}{' window softcap sinks' if extras else ''}"

@@ -17,12 +17,13 @@ any tree has the bits that it has in a chain, or as the last token.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from lookahead_hf.kernels._attention_sizes import keys_per_split, num_stages, tile_sizes
 from lookahead_hf.kernels._common import FP_FUSION, on_device
 from lookahead_hf.kernels._softmax import (
     add_sink,
@@ -237,49 +238,39 @@ def tree_attention(
     rows, heads, nodes, dim = q.shape
     kv_heads, slots, v_dim = v.shape[1:]
     group = heads // kv_heads
-    assert q.stride(3) == k.stride(3) == v.stride(3) == 1
     tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype)
     tiles = triton.cdiv(nodes * group, tile["QUERIES"])
-    keys_per_split = _keys_per_split(slots, rows * kv_heads * tiles, q.device)
-    splits = triton.cdiv(slots, keys_per_split)
+    of_split = keys_per_split(slots, rows * kv_heads * tiles, q.device)
+    splits = triton.cdiv(slots, of_split)
     partial = rows, kv_heads, splits, nodes * group
     out = torch.empty(rows, nodes, heads, v_dim, dtype=q.dtype, device=q.device)
-    shared = {
+    both = {
         "acc_ptr": torch.empty(*partial, v_dim, dtype=torch.float32, device=q.device),
         "stats_ptr": torch.empty(*partial, 2, dtype=torch.float32, device=q.device),
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
         "lengths_ptr": lengths.contiguous(),
         "ancestors_ptr": ancestors.contiguous(),
         "columns_ptr": lengths if columns is None else columns.contiguous(),
         "pads_ptr": lengths if pads is None else pads.contiguous(),
-        "scale": scale,
-        "softcap": softcap,
-        "keys_per_split": keys_per_split,
-        "window": window,
         "num_columns": 0 if columns is None else columns.shape[1],
-        "GROUP": group,
-        "DIM": dim,
-        "DIM_V": v_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_V": max(16, triton.next_power_of_2(v_dim)),
-        "WINDOW": window > 0,
         "COLUMNS": columns is not None,
+        "window": window,
+        "WINDOW": window > 0,
+        "softcap": softcap,
         "SOFTCAP": softcap > 0,
-        "num_warps": 4,
-        "enable_fp_fusion": FP_FUSION,
+        "scale": scale,
+        "keys_per_split": of_split,
+        "KEYS": tile["KEYS"],
+        **_layout(q, k, v),
     }
-    for name, tensor, axis in (("q", q, "node"), ("k", k, "slot"), ("v", v, "slot")):
-        for place, of in enumerate(("row", "head", axis)):
-            shared[f"{name}_stride_{of}"] = tensor.stride(place)
     with on_device(q):
         _prefix_kernel[(splits, kv_heads * tiles, rows)](
             nodes=nodes,
             kv_heads=kv_heads,
-            num_stages=_stages(q.device, max(dim, v_dim)),
-            **tile,
-            **shared,
+            QUERIES=tile["QUERIES"],
+            num_stages=num_stages(q.device, max(dim, v_dim)),
+            num_warps=4,
+            enable_fp_fusion=FP_FUSION,
+            **both,
         )
         _node_kernel[(nodes, kv_heads, rows)](
             out_ptr=out,
@@ -287,41 +278,26 @@ def tree_attention(
             splits=splits,
             SINKS=sinks is not None,
             QUERIES=max(16, triton.next_power_of_2(group)),
-            KEYS=tile["KEYS"],
             num_stages=1,
-            **shared,
+            num_warps=4,
+            enable_fp_fusion=FP_FUSION,
+            **both,
         )
     return out
 
 
-def tile_sizes(queries: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Queries and keys per tile, as many as fit into registers for up to 256 dimensions.
-
-    float32 is multiplied without tensor cores, which takes a register for every operand.
-    """
-    keys = 16 if dtype == torch.float32 else 32 if dim > 128 else 64
-    return {"QUERIES": min(keys, max(16, triton.next_power_of_2(queries))), "KEYS": keys}
-
-
-def _keys_per_split(slots: int, programs: int, device: torch.device) -> int:
-    """Keys of one program: two programs per processor where the cache is long enough.
-
-    It depends on the capacity and not on the lengths, so that no bit changes in mid-text.
-    """
-    splits = max(1, min(64, 2 * _processors(device) // programs))
-    return max(128, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 128
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@lru_cache
-def _stages(device: torch.device, dim: int) -> int:
-    """Three tiles in flight where they fit: Hopper and later, at up to 128 dimensions."""
-    if device.type != "cuda" or torch.version.hip or dim > 128:
-        return 2
-    return 3 if torch.cuda.get_device_capability(device)[0] >= 9 else 2
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    """The arguments that tell where queries, keys and values lie."""
+    assert q.stride(3) == k.stride(3) == v.stride(3) == 1
+    arguments: dict[str, Any] = {
+        "GROUP": q.shape[1] // k.shape[1],
+        "DIM": k.shape[3],
+        "DIM_V": v.shape[3],
+        "BLOCK_D": max(16, triton.next_power_of_2(k.shape[3])),
+        "BLOCK_V": max(16, triton.next_power_of_2(v.shape[3])),
+    }
+    for name, tensor, third in (("q", q, "node"), ("k", k, "slot"), ("v", v, "slot")):
+        arguments[f"{name}_ptr"] = tensor
+        for axis, of in enumerate(("row", "head", third)):
+            arguments[f"{name}_stride_{of}"] = tensor.stride(axis)
+    return arguments

@@ -1,0 +1,41 @@
+"""How many queries, keys, splits and stages a launch of the attention kernels takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+
+
+def tile_sizes(queries: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Queries and keys per tile, as many as fit into registers for up to 256 dimensions.
+
+    float32 is multiplied without tensor cores, which takes a register for every operand.
+    """
+    keys = 16 if dtype == torch.float32 else 32 if dim > 128 else 64
+    return {"QUERIES": min(keys, max(16, triton.next_power_of_2(queries))), "KEYS": keys}
+
+
+def keys_per_split(slots: int, programs: int, device: torch.device) -> int:
+    """Keys of one program: two programs per processor where the cache is long enough.
+
+    It depends on the capacity and not on the lengths, so that no bit changes in mid-text.
+    """
+    splits = max(1, min(64, 2 * _processors(device) // programs))
+    return max(128, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 128
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache
+def num_stages(device: torch.device, dim: int) -> int:
+    """Three tiles in flight where they fit: Hopper and later, at up to 128 dimensions."""
+    if device.type != "cuda" or torch.version.hip or dim > 128:
+        return 2
+    return 3 if torch.cuda.get_device_capability(device)[0] >= 9 else 2
