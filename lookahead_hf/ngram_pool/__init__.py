@@ -9,11 +9,14 @@ from lookahead_hf.ngram_pool.compilation import (
     compile_now,
     compiled,
 )
+from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
 from lookahead_hf.ngram_pool.suffix_index import Continuations, SuffixIndex
 
 __all__ = [
     "Continuations",
+    "NgramPool",
     "NumbaMissingError",
+    "PoolInfo",
     "SuffixIndex",
     "available",
     "compile_in_background",

@@ -1,0 +1,219 @@
+"""Compiled functions that read and write the arrays of a pool.
+
+Three arrays make a pool (`pool` owns and enlarges them, `store` keeps them in a file):
+
+* `log`: the tokens in the order of their arrival, a negative one between two texts. In a full log
+  the newest token takes the place of the oldest.
+* `links[p, k]`: how many tokens before place `p` its key k last occurred; 0: it did not.
+  Key k is the `2**k` tokens before `p`, and an occurrence the place of the token that follows it.
+* `table`: a hash table in buckets. An entry is the newest occurrence of a key: the time of its
+  arrival below a tag, some bits of the key's hash. A full bucket gives up its oldest entry.
+
+Tokens are told by their *age*: the newest has age 1, the oldest age `live`. Entries and links are
+believed only if the age that they lead to is at most `live` and the tokens there are the key: what
+was overwritten is found out so, and no file, whatever it holds, makes us read outside the log.
+
+The table grows bucket by bucket (linear hashing, Litwin 1980): no addition has to wait for all.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.store import FEWEST_BUCKETS, ROOM_TO_GROW, WAYS
+from lookahead_hf.ngram_pool.suffix_index import BORDER, NUM_KEYS
+
+FREE = 0
+LONGEST_KEY = 1 << (NUM_KEYS - 1)
+
+
+@jit
+def append(log, links, table, num_buckets, num_added, max_tokens, time_bits, token_ids):
+    """Append tokens; returns by how many the borders in the log have become more.
+
+    The arrays have room for them. `table` ends with the buckets that are needed after that, of
+    which `num_buckets` are in use.
+    """
+    context = np.empty(LONGEST_KEY, np.int32)
+    more_borders = 0
+    for token in token_ids:
+        head, live = num_added % max_tokens, min(num_added, max_tokens)
+        now = time_of(num_added, time_bits)
+        if live == max_tokens:
+            more_borders -= log[head] <= BORDER
+            _forget(table[num_added % num_buckets], now, live, time_bits)
+        elif num_buckets < min(len(table), ROOM_TO_GROW * (live + 1) // WAYS):
+            num_buckets += 1
+            _split(log, table[:num_buckets], head, live, now, time_bits, context)
+        links[head, :] = 0
+        if token <= BORDER:
+            more_borders += 1
+        else:
+            known = _gather(log, head, live, context)
+            _enter(
+                log, links[head], table[:num_buckets], head, live, now, time_bits, context[:known]
+            )
+        log[head] = token
+        num_added += 1
+    return more_borders
+
+
+@jit
+def newest_occurrence(log, table, head, live, now, time_bits, context, k, key):
+    """Bucket, way and age of the newest occurrence of key k; way -1 and age 0: none is known.
+
+    The context stands newest first, and `key` is the hash of its last `2**k` tokens.
+    """
+    bucket, tag = bucket_of_key(key, len(table)), tag_of(key, time_bits)
+    for way in range(WAYS):
+        entry = table[bucket, way]
+        if entry >> time_bits == tag and entry != FREE:
+            age = age_of(entry, now, time_bits)
+            if match_length(log, head, live, age, context, 1 << k) == 1 << k:
+                return bucket, way, age
+    return bucket, -1, np.int64(0)
+
+
+@jit
+def match_length(log, head, live, age, context, most):
+    """Length of the match before the token of that age, at most `most`."""
+    most = min(most, live - age)
+    equal = 0
+    while equal < most and log[place_of(log, head, age + 1 + equal)] == context[equal]:
+        equal += 1
+    return equal
+
+
+@jit
+def place_of(log, head, age):
+    """Place of the token of that age, which is at most `live`."""
+    place = head - age
+    return place if place >= 0 else place + len(log)
+
+
+@jit
+def time_of(num_added, time_bits):
+    """Time of arrival of the token that comes after so many, never 0."""
+    return 1 + num_added % ((1 << time_bits) - 1)
+
+
+@jit
+def age_of(entry, now, time_bits):
+    """Age of the token that an entry stands for, 1 or more; the next token would arrive `now`."""
+    period = (np.int64(1) << time_bits) - 1
+    age = now - (np.int64(entry) & period)
+    return age if age > 0 else age + period
+
+
+@jit
+def longer_key(key, context, k):
+    """Hash of the context's last `2**k` tokens, from that of the next shorter key."""
+    for i in range((1 << k) >> 1, 1 << k):
+        key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
+        key ^= key >> np.uint64(32)
+    return key
+
+
+@jit
+def bucket_of_key(key, num_buckets):
+    """As many bits of the key's hash as number the buckets, one less where that is too much."""
+    mask = num_buckets - 1
+    for shift in (1, 2, 4, 8, 16):
+        mask |= mask >> shift
+    bucket = np.int64(key >> np.uint64(32)) & mask
+    return bucket if bucket < num_buckets else bucket & (mask >> 1)
+
+
+@jit
+def tag_of(key, time_bits):
+    """Bits of the key's hash that an entry keeps."""
+    return np.int64(key & np.uint64(0xFFFFFFFF)) >> time_bits
+
+
+@jit
+def _enter(log, place_links, table, head, live, now, time_bits, context):
+    """Make the next token the newest occurrence of its keys."""
+    key = np.uint64(0)
+    for k in range(NUM_KEYS):
+        if len(context) < 1 << k:
+            break
+        key = longer_key(key, context, k)
+        bucket, way, age = newest_occurrence(
+            log, table, head, live, now, time_bits, context, k, key
+        )
+        place_links[k] = age
+        if way < 0:
+            way = _way_to_take(table[bucket], now, time_bits)
+        table[bucket, way] = tag_of(key, time_bits) << time_bits | now
+
+
+@jit
+def _way_to_take(bucket, now, time_bits):
+    """Way of a new entry: a free one or that of the oldest entry."""
+    oldest, greatest_age = 0, np.int64(0)
+    for way in range(WAYS):
+        if bucket[way] == FREE:
+            return way
+        age = age_of(bucket[way], now, time_bits)
+        if age > greatest_age:
+            oldest, greatest_age = way, age
+    return oldest
+
+
+@jit
+def _forget(bucket, now, live, time_bits):
+    """Free the entries of keys that have left the log, long before their time comes round again."""
+    for way in range(WAYS):
+        if age_of(bucket[way], now, time_bits) >= live:
+            bucket[way] = FREE
+
+
+@jit
+def _split(log, table, head, live, now, time_bits, context):
+    """Begin the last bucket of the table with the entries of another that now belong there."""
+    new = len(table) - 1
+    table[new, :] = FREE
+    highest_bit = FEWEST_BUCKETS
+    while 2 * highest_bit <= new:
+        highest_bit *= 2
+    old, moved = new - highest_bit, 0
+    for way in range(WAYS):
+        entry = table[old, way]
+        if entry != FREE:
+            key = _key_of_entry(log, head, live, now, time_bits, entry, old, new, context)
+            if bucket_of_key(key, new + 1) == new:
+                table[old, way] = FREE
+                table[new, moved] = entry
+                moved += 1
+
+
+@jit
+def _key_of_entry(log, head, live, now, time_bits, entry, bucket, num_buckets, context):
+    """Hash of the key of an entry, 0 if it is no longer there."""
+    key = np.uint64(0)
+    age = age_of(entry, now, time_bits)
+    if age < live:
+        known = _gather(log, place_of(log, head, age), live - age, context)
+        for k in range(NUM_KEYS):
+            if known < 1 << k:
+                break
+            key = longer_key(key, context, k)
+            if (
+                tag_of(key, time_bits) == entry >> time_bits
+                and bucket_of_key(key, num_buckets) == bucket
+            ):
+                return key
+    return np.uint64(0)
+
+
+@jit
+def _gather(log, place, known, context):
+    """Fill `context`, newest first, with the `known` tokens before `place`; returns how many."""
+    for i in range(min(known, len(context))):
+        context[i] = log[place_of(log, place, i + 1)]
+        if context[i] <= BORDER:
+            return i
+    return min(known, len(context))

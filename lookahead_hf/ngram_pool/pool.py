@@ -1,0 +1,326 @@
+"""What followed this context in any text so far? A bounded memory of n-grams across requests."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+
+from lookahead_hf.ngram_pool import store
+from lookahead_hf.ngram_pool.compilation import NumbaMissingError, register
+from lookahead_hf.ngram_pool.store import (
+    FEWEST_BUCKETS,
+    MOST_TOKENS,
+    MOST_VOCABULARY,
+    WAYS,
+    Contents,
+)
+from lookahead_hf.ngram_pool.suffix_index import (
+    BORDER,
+    LONGEST_MATCH,
+    NUM_BUCKETS,
+    NUM_KEYS,
+    Continuations,
+    check_limits,
+)
+
+CHUNK = 1024
+"""Tokens that are added at once; a look-up of another thread waits no longer than for these."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """What a pool holds.
+
+    Attributes:
+        num_tokens: Tokens held.
+        num_texts: Ends of texts that are held.
+        max_tokens: Most tokens and ends of texts that are held.
+        num_ngrams: Different 1-, 2-, 4- and 8-grams that can be looked up.
+        nbytes: Size of what is held, in memory as in a file.
+        vocab_size: All token ids are below; None: not said.
+        tokenizer_fingerprint: What tells the tokenizer from others; None: not said.
+    """
+
+    num_tokens: int
+    num_texts: int
+    max_tokens: int
+    num_ngrams: int
+    nbytes: int
+    vocab_size: int | None
+    tokenizer_fingerprint: str | None
+
+
+class NgramPool:
+    """Remembers the newest tokens of all texts that were added, and finds n-grams in them.
+
+    Texts leave in the order in which they came: an n-gram is gone with its last occurrence, so what
+    is said often stays. Of frequent n-grams only the newest occurrences are counted, so what was
+    usual once fades. All methods may be called from several threads.
+
+    A pool that was loaded reads its file as it needs it and never writes to it: what is added stays
+    in this process until `save`.
+
+    Example:
+        >>> pool = NgramPool()
+        >>> pool.add([5, 6, 7, 8])
+        >>> pool.grow([1, 5, 6], np.full(NUM_BUCKETS, 0.5), max_nodes=3).token_ids.tolist()
+        [7, 8]
+    """
+
+    def __init__(
+        self,
+        max_tokens: int = 10_000_000,
+        *,
+        vocab_size: int | None = None,
+        tokenizer_fingerprint: str | None = None,
+    ) -> None:
+        """Start an empty pool, which takes memory as it fills: 32 bytes a token when it is full.
+
+        Args:
+            max_tokens: Most tokens to hold; the end of each text takes the place of one.
+            vocab_size: Token ids must be below.
+            tokenizer_fingerprint: What tells the texts' tokenizer from others.
+
+        Raises:
+            NumbaMissingError: numba cannot be imported.
+            ValueError: `max_tokens` or `vocab_size` is out of its range.
+        """
+        if not 1 <= max_tokens <= MOST_TOKENS:
+            raise ValueError(f"max_tokens is {max_tokens}, but must lie in 1..{MOST_TOKENS}")
+        if vocab_size is not None and not 1 <= vocab_size <= MOST_VOCABULARY:
+            raise ValueError(f"vocab_size is {vocab_size}, but must lie in 1..{MOST_VOCABULARY}")
+        _functions()
+        self._start(
+            Contents(
+                log=np.empty(0, np.int32),
+                links=np.empty((0, NUM_KEYS), np.uint32),
+                table=np.zeros((FEWEST_BUCKETS, WAYS), np.uint32),
+                max_tokens=max_tokens,
+                num_added=0,
+                num_texts=0,
+                vocab_size=vocab_size,
+                tokenizer_fingerprint=tokenizer_fingerprint,
+            )
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        vocab_size: int | None = None,
+        tokenizer_fingerprint: str | None = None,
+    ) -> NgramPool:
+        """Open what `save` wrote, by memory map.
+
+        Args:
+            path: The file.
+            vocab_size: Refuse a pool of another vocabulary size.
+            tokenizer_fingerprint: Refuse a pool of another tokenizer.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no pool, is damaged, or belongs to another tokenizer.
+        """
+        file = store.read(path)
+        needed = {"vocab_size": vocab_size, "tokenizer_fingerprint": tokenizer_fingerprint}
+        for name, value in needed.items():
+            found = getattr(file, name)
+            if value is not None and found != value:
+                raise ValueError(
+                    f"{os.fspath(path)}: the pool has {name}={found!r}, but {value!r} is needed: "
+                    "build a pool with the tokenizer of this model"
+                )
+        _functions()
+        pool = cls.__new__(cls)
+        pool._start(file)
+        return pool
+
+    def _start(self, contents: Contents) -> None:
+        self._contents = contents
+        # Adding, merging and saving exclude each other; a look-up waits for one chunk at most.
+        self._adding = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Tokens that are held."""
+        return self._contents.live - self._contents.num_texts
+
+    @property
+    def info(self) -> PoolInfo:
+        """What the pool holds."""
+        with self._adding:
+            contents = self._contents
+            return PoolInfo(
+                num_tokens=len(self),
+                num_texts=contents.num_texts,
+                max_tokens=contents.max_tokens,
+                num_ngrams=int(np.count_nonzero(contents.arrays()["table"])),
+                nbytes=sum(array.nbytes for array in contents.arrays().values()),
+                vocab_size=contents.vocab_size,
+                tokenizer_fingerprint=contents.tokenizer_fingerprint,
+            )
+
+    def add(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Add a text, [num_tokens]: no n-gram goes from it into the next one.
+
+        Raises:
+            ValueError: The ids are no whole numbers from 0 to the vocabulary's size.
+        """
+        ids = self._checked(token_ids)
+        if len(ids):
+            with self._adding:
+                self._append(np.append(ids, np.int32(BORDER)))
+
+    def merge(self, other: NgramPool) -> None:
+        """Add all texts of another pool, oldest first, as if they were added here once more.
+
+        Raises:
+            ValueError: The pools have different vocabulary sizes or tokenizers.
+        """
+        for name in ("vocab_size", "tokenizer_fingerprint"):
+            ours, theirs = getattr(self._contents, name), getattr(other._contents, name)
+            if None not in (ours, theirs) and ours != theirs:
+                raise ValueError(
+                    f"the pools have {name} {ours!r} and {theirs!r}: only pools of one tokenizer "
+                    "can be merged"
+                )
+        texts = other._texts()
+        with self._adding:
+            self._append(texts)
+
+    def grow(
+        self,
+        context: Sequence[int] | np.ndarray,
+        rates: np.ndarray,
+        max_nodes: int,
+        *,
+        min_ngram: int = 1,
+        max_ngram: int = LONGEST_MATCH,
+        min_score: float = 1e-4,
+    ) -> Continuations:
+        """Grow the tree of what may follow a context, best-first.
+
+        Args:
+            context: A text or its end, [num_tokens].
+            rates: Acceptance rate of each bucket, [NUM_BUCKETS], values from 0 to 1.
+            max_nodes: Most nodes of the tree.
+            min_ngram: Shortest match that counts.
+            max_ngram: Longest match that is told from shorter ones.
+            min_score: Paths with a lower score are left out.
+
+        Raises:
+            ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
+        """
+        check_limits(min_ngram, max_ngram)
+        newest_first = np.array(context[-max_ngram:][::-1], np.int32)
+        scores = np.empty(max_nodes)
+        nodes = np.empty((max_nodes, 7), np.int32)
+        contents = self._contents
+        with self._lock:
+            num_nodes = _functions().grow(
+                contents.log,
+                contents.links,
+                contents.table[: contents.num_buckets],
+                contents.num_added,
+                contents.max_tokens,
+                contents.time_bits,
+                contents.vocab_size or MOST_VOCABULARY,
+                newest_first,
+                (min_ngram, max_ngram),
+                np.array(rates, np.float64),
+                min_score,
+                scores,
+                nodes,
+            )
+        return Continuations(scores[:num_nodes], *nodes[:num_nodes].T.copy())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, or replace one when all is written.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        with self._adding:
+            store.write(path, self._contents)
+
+    def _checked(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        ids = np.asarray(token_ids)
+        if not ids.size:
+            return np.empty(0, np.int32)
+        most = self._contents.vocab_size or MOST_VOCABULARY
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= most:
+            raise ValueError(
+                f"a text must be a sequence of token ids from 0 to {most - 1}, not "
+                f"{token_ids!r:.80}"
+            )
+        return ids.astype(np.int32)
+
+    def _texts(self) -> np.ndarray:
+        """The tokens that are held and their borders, oldest first, as a copy."""
+        with self._adding:
+            contents = self._contents
+            head = contents.num_added % contents.max_tokens
+            log = contents.log[: contents.live]
+            full = contents.live == contents.max_tokens
+            return np.concatenate([log[head:], log[:head]]) if full else log.copy()
+
+    def _append(self, token_ids: np.ndarray) -> None:  # [num_tokens] int32
+        contents = self._contents
+        self._make_room(len(token_ids))
+        for start in range(0, len(token_ids), CHUNK):
+            chunk = token_ids[start : start + CHUNK]
+            after = replace(contents, num_added=contents.num_added + len(chunk))
+            with self._lock:
+                contents.num_texts += _functions().append(
+                    contents.log,
+                    contents.links,
+                    contents.table[: after.num_buckets],
+                    contents.num_buckets,
+                    contents.num_added,
+                    contents.max_tokens,
+                    contents.time_bits,
+                    chunk,
+                )
+                contents.num_added = after.num_added
+
+    def _make_room(self, num_tokens: int) -> None:
+        contents = self._contents
+        after = replace(contents, num_added=contents.num_added + num_tokens)
+        # Room for as much again, so that the arrays are seldom copied.
+        ahead = replace(contents, num_added=2 * after.num_added)
+        if after.live > len(contents.log):
+            contents.log = _enlarged(contents.log, ahead.live)
+            contents.links = _enlarged(contents.links, ahead.live)
+        if after.num_buckets > len(contents.table):
+            contents.table = _enlarged(contents.table, ahead.num_buckets)
+
+
+def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
+    larger = np.empty((length, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+@cache
+def _functions() -> ModuleType:
+    try:
+        from lookahead_hf.ngram_pool import _pool_numba
+    except ImportError as error:
+        raise NumbaMissingError from error
+    return _pool_numba
+
+
+def _warm_up() -> None:
+    pool = NgramPool()
+    pool.add(range(100))
+    pool.grow([1, 2], np.full(NUM_BUCKETS, 0.5), 1)
+
+
+register(_warm_up)
