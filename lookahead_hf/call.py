@@ -12,6 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead_hf import compat, stats
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.drafting.registry import Resources
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.records import Records
@@ -63,7 +64,7 @@ class Call:
         admission.check(model, generation_config, model_kwargs)
         if request.synced_gpus:
             raise Unserved(FallbackReason.SYNCED_GPUS)
-        self.model, self.input_ids = model, input_ids
+        self.model, self.input_ids, self.request = model, input_ids, request
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.pad = compat.pad_token(generation_config)
         self.rows = _rows(input_ids, model_kwargs)
@@ -76,6 +77,7 @@ class Call:
             input_ids,
             self.pad,
             self.records,
+            request.config.verification,
         )
         self.stream = ColumnStream(request.streamer, self.rows.num_rows, self.pad)
         self.drafts = DraftSession(
@@ -85,13 +87,26 @@ class Call:
             do_sample=bool(generation_config.do_sample),
             vocab_size=int(compat.text_config(model).vocab_size),
             max_new_tokens=int(generation_config.max_length) - input_ids.shape[1],
-            predictions=request.prediction,
+            resources=self._resources(logits_processor),
             prompt=self.target.prompt,
         )
         self.record = stats.StatsRecorder(self.rows.num_rows)
         cache = model_kwargs.get("past_key_values")
         returns = bool(generation_config.return_dict_in_generate)
         self._returns_cache = returns or compat.is_users_cache(cache)
+
+    def _resources(self, processors: Any) -> Resources:
+        """What the drafters of this call can draw on."""
+        request = self.request
+        draws = request.config.verification == "rejection" and self.generation_config.do_sample
+        return Resources(
+            predictions=request.prediction,
+            assistant=request.assistant_model,
+            tokenizers=(request.tokenizer, request.assistant_tokenizer),
+            vocab_size=int(compat.text_config(self.model).vocab_size),
+            processors=processors,
+            draws=bool(draws),
+        )
 
     def prefill(self) -> torch.Tensor:
         """Stream the prompt, run it, return the logits after it, [rows, 1, vocab]."""

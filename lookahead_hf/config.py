@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction")
+BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "assistant", "lookahead")
 """Drafters that a configuration can name."""
 
 DEFAULT_DRAFTERS = ("ngram", "recycling")
@@ -19,11 +19,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "default": {},
         "prompt_lookup": {"drafters": ("ngram",)},
         "recycling": {"drafters": ("recycling",)},
+        "assistant": {"drafters": ("assistant",)},
+        "lookahead": {"drafters": ("lookahead",)},
     }
 )
 """Names that `speculative=` takes, and the fields that each of them sets."""
 
-VERIFICATIONS = ("exact",)
+VERIFICATIONS = ("exact", "rejection")
 ON_FALLBACK = ("warn", "error", "silent")
 
 
@@ -36,7 +38,9 @@ class SpeculativeConfig:
         max_draft_nodes: Most draft tokens per row and step.
         budget: "auto" measures what draft tokens cost and takes what pays; an int is up to that
             many per row in every step, whatever they cost.
-        verification: "exact": the text of plain `generate`, also the same sample for the same seed.
+        verification: "exact": the text of plain `generate`, also the same sample for the same seed;
+            "rejection": samples of the same distribution, more of them accepted where an assistant
+            drew the drafts.
         on_fallback: What to do where a call cannot be speculated: "warn" (once per model and
             reason), "error" or "silent".
         options: Options of single drafters, `{drafter name: {option: value}}`.

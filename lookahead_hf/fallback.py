@@ -60,7 +60,6 @@ class FallbackReason(str, Enum):
     GUIDANCE = "guidance", "classifier-free guidance runs the model a second time per token"
     TOKEN_HEALING = "token_healing", "token healing changes the prompt", "pass token_healing=False"
     ARGUMENT = "argument", "this argument of the model is not served"
-    ASSISTANT = "assistant", "drafting by an assistant model is not served", "drop assistant_model"
     SYNCED_GPUS = "synced_gpus", "processes of the group must step together"
     TENSOR_PARALLEL = "tensor_parallel", "every process would have to draft the same tokens"
 

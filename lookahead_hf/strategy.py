@@ -96,8 +96,6 @@ def _request(model: Any, arguments: Arguments, config: SpeculativeConfig) -> Req
     fallback.check_settings(arguments.setting)
     fallback.check_model(model)
     arguments.check_original()
-    if given.get("assistant_model") is not None:
-        raise Unserved(FallbackReason.ASSISTANT)
     return Request(
         config=config,
         streamer=given.get("streamer"),

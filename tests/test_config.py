@@ -37,7 +37,7 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
         ({"budget": -1}, "from 0 to max_draft_nodes=64"),
         ({"budget": 65}, "from 0 to max_draft_nodes=64"),
         ({"budget": False}, '"auto" or an int'),
-        ({"verification": "rejection"}, "known: exact"),
+        ({"verification": "sure"}, "known: exact, rejection"),
         ({"on_fallback": "raise"}, "known: warn, error, silent"),
         ({"options": ["ngram"]}, "must be a dict"),
         ({"options": {"ngrams": {}}}, "no such drafter"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,44 +24,87 @@ _CLASSES = {
     "ngram": ("ngram", "NgramDrafter"),
     "recycling": ("recycling", "RecyclingDrafter"),
     "prediction": ("prediction", "PredictionDrafter"),
+    "assistant": ("assistant", "AssistantDrafter"),
+    "lookahead": ("lookahead", "LookaheadDrafter"),
 }
 
 _NEEDS_NUMBA = ("ngram", "recycling")
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What drafters of one call can draw on.
+
+    Attributes:
+        predictions: What the caller expects of each row, token ids.
+        assistant: The model that the caller gave to draft with.
+        tokenizers: The target's and the assistant's tokenizer, where the caller gave both.
+        vocab_size: Token ids of the target.
+        processors: The call's logits processors.
+        draws: Whether drafts of the assistant are to be drawn from its distribution.
+    """
+
+    predictions: Sequence[np.ndarray] | None = None
+    assistant: Any = None
+    tokenizers: tuple[Any, Any] = (None, None)
+    vocab_size: int | None = None
+    processors: Sequence[Any] = ()
+    draws: bool = False
+
+
 def build(
     drafters: Sequence[str | Drafter] | None,
     options: Mapping[str, Mapping[str, Any]],
-    predictions: Sequence[np.ndarray] | None = None,
+    resources: Resources = Resources(),  # noqa: B008 (frozen)
 ) -> list[Drafter]:
     """Make the drafters of one call.
 
     Args:
-        drafters: Names and objects; None is the default set. Predictions add the drafter
-            "prediction" where it is not named; without any, its name stands for nothing.
+        drafters: Names and objects; None is the default set. Predictions and an assistant add the
+            drafters of their names; without predictions, "prediction" stands for nothing.
         options: Options by drafter name, checked by the drafter.
-        predictions: What the caller expects of each row, token ids.
+        resources: What the drafters can draw on.
 
     Returns:
         The drafters in order. Where numba is missing, those that keep an index are left out with a
         warning.
 
     Raises:
-        ValueError: An unknown name or option.
+        ValueError: An unknown name or option, or "assistant" without one.
     """
     wanted = list(DEFAULT_DRAFTERS if drafters is None else drafters)
-    if predictions is not None and "prediction" not in wanted:
+    if resources.predictions is not None and "prediction" not in wanted:
         wanted.insert(0, "prediction")
+    if resources.assistant is not None and "assistant" not in wanted:
+        wanted.append("assistant")
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
             built.append(drafter if isinstance(drafter, Drafter) else Adapted(drafter))
         elif drafter == "prediction":
-            if predictions is not None:
-                built.append(_make(drafter, options, predictions))
+            if resources.predictions is not None:
+                built.append(_make(drafter, options, resources.predictions))
+        elif drafter == "assistant":
+            built.append(_make_assistant(options, resources))
         elif _is_usable(drafter):
             built.append(_make(drafter, options))
     return built
+
+
+def _make_assistant(options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
+    if resources.assistant is None:
+        raise ValueError(
+            'the drafter "assistant" needs a model to draft with: pass assistant_model= in the call'
+        )
+    target_tokenizer, assistant_tokenizer = resources.tokenizers
+    given = {
+        "target_tokenizer": target_tokenizer,
+        "assistant_tokenizer": assistant_tokenizer,
+        "vocab_size": resources.vocab_size,
+        "processors": resources.processors,
+        "probs": resources.draws,
+    }
+    return _make("assistant", options, resources.assistant, **given)
 
 
 def _is_usable(name: str) -> bool:
@@ -80,14 +124,18 @@ def _is_usable(name: str) -> bool:
     return True
 
 
-def _make(name: str, options: Mapping[str, Mapping[str, Any]], *arguments: Any) -> Drafter:
+def _make(
+    name: str, options: Mapping[str, Mapping[str, Any]], *arguments: Any, **own: Any
+) -> Drafter:
     module, cls = _CLASSES[name]
     make: Callable[..., Drafter] = getattr(
         importlib.import_module(f"lookahead_hf.drafting.{module}"), cls
     )
     given = dict(options.get(name, {}))
+    if clash := given.keys() & own.keys():
+        raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
     try:
-        return make(*arguments, **given)
+        return make(*arguments, **own, **given)
     except TypeError as error:
         raise ValueError(f"options of the drafter {name!r}: {given!r}: {error}") from error
 

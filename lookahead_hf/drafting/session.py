@@ -19,7 +19,7 @@ from lookahead_hf.drafting.costs import CostModel
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
 from lookahead_hf.drafting.prompt_logits import seed
 from lookahead_hf.drafting.recycling import RecyclingDrafter
-from lookahead_hf.drafting.registry import build
+from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
@@ -64,7 +64,7 @@ class DraftSession:
         do_sample: bool,
         vocab_size: int,
         max_new_tokens: int,
-        predictions: Sequence[np.ndarray] | None,
+        resources: Resources,
         prompt: PromptStates,
     ) -> None:
         """Build the sources that `config` names, and go on from what earlier calls learned.
@@ -74,7 +74,8 @@ class DraftSession:
         """
         self._memory = memory_of(model)
         self._do_sample = do_sample
-        self._sources = build(config.drafters, config.options, _per_row(predictions, rows.num_rows))
+        _check_predictions(resources.predictions, rows.num_rows)
+        self._sources = build(config.drafters, config.options, resources)
         self._calibration = self._memory.rates.lease(self._sources, do_sample)
         self._ensemble = Ensemble(
             self._sources,
@@ -179,13 +180,10 @@ class DraftSession:
             return None
 
 
-def _per_row(predictions: Sequence[np.ndarray] | None, rows: int) -> Sequence[np.ndarray] | None:
-    """One prediction per row; a single one is meant for all."""
-    if predictions is None or len(predictions) == rows:
-        return predictions
-    if len(predictions) == 1:
-        return [predictions[0]] * rows
-    raise ValueError(
-        f"prediction holds {len(predictions)} texts, but the batch has {rows} rows: give one for "
-        "every row (an empty list where there is none), or a single one for all"
-    )
+def _check_predictions(predictions: Sequence[np.ndarray] | None, num_rows: int) -> None:
+    """One prediction for all rows, or as many for each prompt."""
+    if predictions is not None and (not predictions or num_rows % len(predictions)):
+        raise ValueError(
+            f"prediction holds {len(predictions)} texts, but the batch has {num_rows} rows: give "
+            "one for every row (an empty list where there is none), or a single one for all"
+        )

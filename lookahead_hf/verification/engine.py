@@ -15,6 +15,7 @@ from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.verification.generators import same_as_multinomial
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
+from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules, Walk
 
@@ -30,6 +31,7 @@ class Engine:
         input_ids: torch.Tensor,  # [rows, columns]
         pad: int | None,
         records: Records,
+        verification: str = "exact",
     ) -> None:
         """Take over a call's processors and criteria as `generate` prepared them."""
         num_rows, columns = input_ids.shape
@@ -45,7 +47,9 @@ class Engine:
         self._in_order = num_rows == 1 and not (known and replayed)
         apart = not (self._processors.unserved() or self._stopping.unserved())
         apart &= replayed or num_rows == 1
-        self.name = Walk.name if apart else Lockstep.name
+        rejects = verification == Rejection.name and self._do_sample
+        decider = Rejection if rejects else Walk
+        self.name = decider.name if apart else Lockstep.name
 
     @contextmanager
     def sampling(self, rows: Rows, logits: torch.Tensor) -> Iterator[None]:
@@ -61,21 +65,23 @@ class Engine:
                 *self._given, self._do_sample, self._pad, self._device, self._records
             )
             yield
+        elif self.name == Rejection.name:
+            self._decider = Rejection(self._rules(None))
+            yield
         elif not self._do_sample:
-            self._decider = self._walk(None)
+            self._decider = Walk(self._rules(None))
             yield
         else:
             shape = rows.num_rows, logits.shape[-1]
             with NoiseInOrder() if self._in_order else Noise(*shape, self._device) as noise:
-                self._decider = self._walk(noise)
+                self._decider = Walk(self._rules(noise))
                 try:
                     yield
                 finally:
                     noise.finish(int(rows.num_emitted.max()))
 
-    def _walk(self, noise: Noise | NoiseInOrder | None) -> Walk:
-        rules = Rules(self._processors, self._stopping, noise, self._records, self._device)
-        return Walk(rules)
+    def _rules(self, noise: Noise | NoiseInOrder | None) -> Rules:
+        return Rules(self._processors, self._stopping, noise, self._records, self._device)
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
         """Add to a draft what verification needs beside it."""

@@ -14,7 +14,7 @@ from lookahead_hf.drafting import registry
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.registry import build
+from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 
@@ -54,7 +54,7 @@ def names_of(drafters: list[Drafter]) -> list[str]:
 )
 def test_names_become_drafters(drafters: Any, predictions: Any, expected: list[str]) -> None:
     pytest.importorskip("numba")
-    assert names_of(build(drafters, {}, predictions)) == expected
+    assert names_of(build(drafters, {}, Resources(predictions))) == expected
 
 
 def test_objects_are_taken_as_they_are() -> None:
@@ -89,7 +89,7 @@ def test_options_reach_the_drafter_of_their_name() -> None:
 def test_without_numba_what_needs_no_index_still_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "has_numba", lambda: False)
     with pytest.warns(RuntimeWarning, match="numba, which is not installed") as caught:
-        drafters = build(["ngram", "recycling", Own()], {}, GUESS)
+        drafters = build(["ngram", "recycling", Own()], {}, Resources(GUESS))
     assert names_of(drafters) == ["prediction", "own"]
     assert len(caught) == 2
 
@@ -143,7 +143,7 @@ def draft_two_steps() -> None:
     from lookahead_hf.drafting.tree import head
     from lookahead_hf.steps import Verdict
 
-    sources = build(None, {}, [np.array([1, 2, 3])] * 2)
+    sources = build(None, {}, Resources([np.array([1, 2, 3])] * 2))
     rows = Rows(np.tile(np.arange(6), (2, 2)), np.array([[False] + [True] * 11, [True] * 12]))
     for row in range(2):
         rows.emit(row, 0)
