@@ -51,6 +51,7 @@ def fixed_seed() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """No call decodes plainly because numba still compiles."""
+    import lookahead_hf.drafting.session  # noqa: F401 (says what there is to compile)
     from lookahead_hf import ngram_pool
 
     if ngram_pool.available():
