@@ -153,6 +153,16 @@ class NgramPool:
         return self._contents.live - self._contents.num_texts
 
     @property
+    def vocab_size(self) -> int | None:
+        """All token ids are below; None: not said."""
+        return self._contents.vocab_size
+
+    @property
+    def tokenizer_fingerprint(self) -> str | None:
+        """What tells the tokenizer from others; None: not said."""
+        return self._contents.tokenizer_fingerprint
+
+    @property
     def info(self) -> PoolInfo:
         """What the pool holds."""
         with self._adding:
@@ -185,7 +195,7 @@ class NgramPool:
             ValueError: The pools have different vocabulary sizes or tokenizers.
         """
         for name in ("vocab_size", "tokenizer_fingerprint"):
-            ours, theirs = getattr(self._contents, name), getattr(other._contents, name)
+            ours, theirs = getattr(self, name), getattr(other, name)
             if None not in (ours, theirs) and ours != theirs:
                 raise ValueError(
                     f"the pools have {name} {ours!r} and {theirs!r}: only pools of one tokenizer "
