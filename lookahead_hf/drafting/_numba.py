@@ -20,32 +20,23 @@ def merge_trees(
     vocab_size, max_nodes,
 ):  # fmt: skip
     num_rows = row_offsets.shape[1] - 1
-    room, most_entries = _largest_row(row_offsets, entry_offsets)
     capacity = min(len(token_ids), num_rows * max_nodes)
     offsets = np.zeros(num_rows + 1, np.int64)
     out_tokens = np.empty(capacity, np.int64)
-    out_parents = np.empty(capacity, np.int32)
-    out_depth = np.empty(capacity, np.int32)
+    out_fields = np.empty((2, capacity), np.int32)
     out_score = np.empty(capacity, np.float32)
-    out_entries = np.zeros(capacity + 1, np.int64)
-    out_source = np.empty(len(buckets), np.int32)
-    out_bucket = np.empty(len(buckets), np.int32)
     out_origin = np.empty(capacity, np.int64)
+    out_offsets = np.zeros(capacity + 1, np.int64)
+    out_entries = np.empty((2, len(buckets)), np.int32)
 
-    slots = 16
-    while slots < 2 * room:
-        slots *= 2
-    table = np.full(slots, -1, np.int32)
+    room, most_entries = _largest_row(row_offsets, entry_offsets)
+    table = np.empty(_table_size(room), np.int32)
     nodes = np.empty((7, room), np.int32)
     entries = np.empty((3, most_entries), np.int32)
-    united = np.empty(room, np.int32)
-    origin = np.empty(room, np.int64)
-    tokens = np.empty(room, np.int64)
-    reach = np.empty(room, np.float64)
-    total = np.empty(room + 1, np.float64)
-    heap = np.empty(room, np.int32)
+    united, heap = np.empty(room, np.int32), np.empty(room, np.int32)
+    tokens, origin = np.empty(room, np.int64), np.empty(room, np.int64)
+    reach, total = np.empty(room, np.float64), np.empty(room + 1, np.float64)
 
-    written = 0
     for row in range(num_rows):
         count = _unite(
             row, row_offsets, token_ids, parents, entry_offsets, buckets, bucket_starts,
@@ -53,39 +44,42 @@ def merge_trees(
         )  # fmt: skip
         _reach(count, nodes, entries, rates, bucket_starts, reach, total)
         kept = _take_likeliest(count, nodes, reach, heap, max_nodes)
-        for place in range(kept):
-            node = heap[place]
+        written = offsets[row]
+        for node in heap[:kept]:
             above = nodes[PARENT, node]
             out_tokens[written] = tokens[node]
-            out_parents[written] = nodes[PLACE, above] if above >= 0 else -1
-            out_depth[written] = nodes[DEPTH, node]
+            out_fields[0, written] = nodes[PLACE, above] if above >= 0 else -1
+            out_fields[1, written] = nodes[DEPTH, node]
             out_score[written] = reach[node]
             out_origin[written] = origin[node]
-            out_entries[written + 1] = _copy_entries(
-                nodes[FIRST_ENTRY, node], entries, out_entries[written], out_source, out_bucket
+            out_offsets[written + 1] = _copy_entries(
+                nodes[FIRST_ENTRY, node], entries, out_offsets[written], out_entries
             )
             written += 1
         offsets[row + 1] = written
-    num_entries = out_entries[written]
+    end = offsets[num_rows]
+    last = out_offsets[end]
     return (
-        offsets,
-        out_tokens[:written],
-        out_parents[:written],
-        out_depth[:written],
-        out_score[:written],
-        out_entries[: written + 1],
-        out_source[:num_entries],
-        out_bucket[:num_entries],
-        out_origin[:written],
-    )
+        offsets, out_tokens[:end], out_fields[0, :end], out_fields[1, :end], out_score[:end],
+        out_offsets[: end + 1], out_entries[0, :last], out_entries[1, :last], out_origin[:end],
+    )  # fmt: skip
 
 
 @jit
-def _copy_entries(entry, entries, end, out_source, out_bucket):
+def _table_size(num_nodes):
+    """A power of two that leaves at least half of a hash table free."""
+    size = 16
+    while size < 2 * num_nodes:
+        size *= 2
+    return size
+
+
+@jit
+def _copy_entries(entry, entries, end, out_entries):
     """Write a node's list of entries from `end` on; returns where it ends."""
     while entry >= 0:
-        out_source[end] = entries[ENTRY_SOURCE, entry]
-        out_bucket[end] = entries[ENTRY_BUCKET, entry]
+        out_entries[0, end] = entries[ENTRY_SOURCE, entry]
+        out_entries[1, end] = entries[ENTRY_BUCKET, entry]
         end += 1
         entry = entries[NEXT_ENTRY, entry]
     return end
