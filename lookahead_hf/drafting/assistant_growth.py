@@ -54,14 +54,20 @@ class Growth:
         first = len(self.tokens)
         tokens, classes, drawn_from = picked
         for index, (node, _) in enumerate(self.frontier):
+            most = 1.0
             for pick in np.flatnonzero(tokens[index] >= 0).tolist():
-                self._add(node, int(tokens[index, pick]), int(classes[index, pick]), rates)
+                self._add(node, int(tokens[index, pick]), int(classes[index, pick]), rates, most)
+                # Few tests make a rate uncertain: what is less likely must not come first for that.
+                most = min(most, float(rates[self.buckets[-1]]))
                 if drawn_from is not None:
                     self.drawn_from.append(drawn_from[index, pick])
         new = sorted(range(first, len(self.tokens)), key=lambda n: -self.reach[n])
         self.frontier = [(node, 0) for node in new[:beam] if self.reach[node] >= min_reach]
 
-    def _add(self, parent: int, token: int, likeliness: int, rates: np.ndarray) -> None:
+    def _add(
+        self, parent: int, token: int, likeliness: int, rates: np.ndarray, most: float = 1.0
+    ) -> None:
+        """Hang a node on another; its rate is the learned one, but no higher than `most`."""
         depth = 1 if parent == ROOT else self._depths[parent] + 1
         bucket = _bucket(depth, likeliness)
         above = 1.0 if parent == ROOT else self.reach[parent]
@@ -69,7 +75,7 @@ class Growth:
         self.parents.append(parent)
         self._depths.append(depth)
         self.buckets.append(bucket)
-        self.reach.append(above * float(rates[bucket]))
+        self.reach.append(above * min(float(rates[bucket]), most))
 
     def next_chain(self) -> list[int]:
         """Token to feed behind what was kept; none where the row does not go on."""

@@ -132,6 +132,8 @@ def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
         return False
     if target_tokenizer is assistant_tokenizer:
         return False
+    if len(target_tokenizer) != len(assistant_tokenizer):
+        return True
     return target_tokenizer.get_vocab() != assistant_tokenizer.get_vocab()
 
 

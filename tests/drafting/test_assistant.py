@@ -153,6 +153,17 @@ def test_a_draft_ends_where_its_like_are_not_accepted() -> None:
     assert set(drafter.propose(rows, 2).depth.tolist()) == {1, 2}
 
 
+def test_the_likeliest_token_is_gone_on_from_whatever_was_learned() -> None:
+    model = tiny("llama")
+    rows = rows_of([TEXTS[0]])
+    drafter = begun(model, rows, num_draft=2)
+    drafter.rates = np.linspace(1, 0.5, drafter.num_buckets, dtype=np.float32)
+    tree = drafter.propose(rows, 64)
+    best = logits_after(model, TEXTS[0]).argmax()
+    (gone_on,) = set(tree.parents.tolist()) - {ROOT}
+    assert int(tree.token_ids[gone_on]) == int(best)
+
+
 def test_evidence_tells_depth_and_likeliness_apart() -> None:
     rows = rows_of([TEXTS[0]])
     drafter = begun(tiny("llama"), rows)
