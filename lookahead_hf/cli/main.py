@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lookahead_hf.cli import chat, demo, env, generate
+from lookahead_hf.cli import chat, demo, env, generate, pool
 from lookahead_hf.cli.screen import CommandError, open_screen
 
 _EPILOG = """\
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-colour", action="store_true", help="plain text on a terminal too")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, generate, chat, env):
+    for command in (demo, generate, chat, pool, env):
         command.add_parser(commands)
     return parser
 
