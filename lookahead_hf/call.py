@@ -106,6 +106,8 @@ class Call:
             vocab_size=int(compat.text_config(self.model).vocab_size),
             processors=processors,
             draws=bool(draws),
+            pool=request.config.pool,
+            learn=request.config.learn,
         )
 
     def prefill(self) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "assistant", "lookahead")
+BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "lookahead")
 """Drafters that a configuration can name."""
 
 DEFAULT_DRAFTERS = ("ngram", "recycling")
@@ -41,6 +42,10 @@ class SpeculativeConfig:
         verification: "exact": the text of plain `generate`, also the same sample for the same seed;
             "rejection": samples of the same distribution, more of them accepted where an assistant
             drew the drafts.
+        pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
+            the drafter. Without it "pool" fills an empty one that is kept with the model.
+        learn: Whether generated texts are added to the pool. Not by default: what one user's text
+            holds must not show in another's speed.
         on_fallback: What to do where a call cannot be speculated: "warn" (once per model and
             reason), "error" or "silent".
         options: Options of single drafters, `{drafter name: {option: value}}`.
@@ -50,6 +55,8 @@ class SpeculativeConfig:
     max_draft_nodes: int = 64
     budget: str | int = "auto"
     verification: str = "exact"
+    pool: Any = None
+    learn: bool = False
     on_fallback: str = "warn"
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -59,6 +66,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
         _check_nodes(self.max_draft_nodes, self.budget)
         _check_choice("verification", self.verification, VERIFICATIONS)
+        _check_pool(self.pool, self.learn)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)
         known = {*BUILT_IN_DRAFTERS, *map(drafter_name, self.drafters or ())}
         object.__setattr__(self, "options", _checked_options(self.options, known))
@@ -173,6 +181,13 @@ def _check_nodes(max_draft_nodes: Any, budget: Any) -> None:
             f'budget must be "auto" or an int from 0 to max_draft_nodes={max_draft_nodes}, '
             f"not {budget!r}"
         )
+
+
+def _check_pool(pool: Any, learn: Any) -> None:
+    if pool is not None and not isinstance(pool, (str, os.PathLike)) and not hasattr(pool, "grow"):
+        raise ValueError(f"pool must be an NgramPool or the path of one, not {pool!r}")
+    if not isinstance(learn, bool):
+        raise ValueError(f"learn must be True or False, not {learn!r}")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -75,7 +75,9 @@ def test_it_is_frozen_and_keeps_what_it_was_given() -> None:
     "config",
     [
         SpeculativeConfig(),
-        SpeculativeConfig(("ngram",), 32, 8, "exact", "error", {"ngram": {"sizes": (2, 3)}}),
+        SpeculativeConfig(
+            ("ngram",), 32, 8, on_fallback="error", options={"ngram": {"sizes": (2, 3)}}
+        ),
     ],
 )
 def test_through_json_and_back(config: SpeculativeConfig) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.ngram_pool import NgramPool
 from tests.models import prompt, tiny
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
@@ -99,3 +100,40 @@ def test_rejection_is_exact_where_nothing_is_drawn() -> None:
     with lookahead_hf.enabled(model):
         ours = model.generate(prompt(), **GREEDY, assistant_model=tiny("llama"), speculative=config)
     assert ours.tolist() == plain.tolist()
+
+
+def test_a_pool_learns_only_where_it_is_told_to() -> None:
+    model, ids = tiny("llama"), prompt()
+    plain = model.generate(ids, **GREEDY)
+    accepted = []
+    with lookahead_hf.enabled(model):
+        for learn in (False, True, True):
+            config = config_of(("pool",), learn=learn)
+            assert model.generate(ids, **GREEDY, speculative=config).tolist() == plain.tolist()
+            stats = lookahead_hf.last_stats(model)
+            assert stats is not None and stats.fallback_reason is None
+            accepted.append(stats.num_accepted)
+    assert accepted[:2] == [0, 0]
+    assert accepted[2] > 20
+
+
+def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:
+    model, ids = tiny("llama"), prompt()
+    plain = model.generate(ids, **GREEDY)
+    pool = NgramPool(max_tokens=10_000)
+    pool.add(plain[0].tolist())
+    pool.save(tmp_path / "texts.pool")
+    for given in (pool, tmp_path / "texts.pool", str(tmp_path / "texts.pool")):
+        with lookahead_hf.enabled(model):
+            ours = model.generate(ids, **GREEDY, speculative=config_of(("ngram",), pool=given))
+        assert ours.tolist() == plain.tolist()
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.per_source["pool"].accepted > 20
+
+
+def test_a_file_that_is_no_pool_is_refused_before_any_work(tmp_path: Any) -> None:
+    path = tmp_path / "broken.pool"
+    path.write_bytes(b"nothing of the kind")
+    model = tiny("llama")
+    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="broken.pool"):
+        model.generate(prompt(), **GREEDY, speculative=config_of(("ngram",), pool=path))

@@ -24,11 +24,12 @@ _CLASSES = {
     "ngram": ("ngram", "NgramDrafter"),
     "recycling": ("recycling", "RecyclingDrafter"),
     "prediction": ("prediction", "PredictionDrafter"),
+    "pool": ("pool", "PoolDrafter"),
     "assistant": ("assistant", "AssistantDrafter"),
     "lookahead": ("lookahead", "LookaheadDrafter"),
 }
 
-_NEEDS_NUMBA = ("ngram", "recycling")
+_NEEDS_NUMBA = ("ngram", "recycling", "pool")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Resources:
         vocab_size: Token ids of the target.
         processors: The call's logits processors.
         draws: Whether drafts of the assistant are to be drawn from its distribution.
+        pool: The pool of n-grams that "pool" draws from, or its path; None: the model's own.
+        own_pool: The pool that is kept with the model, made when it is first asked for.
+        learn: Whether generated texts are added to the pool.
     """
 
     predictions: Sequence[np.ndarray] | None = None
@@ -50,6 +54,9 @@ class Resources:
     vocab_size: int | None = None
     processors: Sequence[Any] = ()
     draws: bool = False
+    pool: Any = None
+    own_pool: Callable[[], Any] | None = None
+    learn: bool = False
 
 
 def build(
@@ -77,6 +84,8 @@ def build(
         wanted.insert(0, "prediction")
     if resources.assistant is not None and "assistant" not in wanted:
         wanted.append("assistant")
+    if resources.pool is not None and "pool" not in wanted:
+        wanted.append("pool")
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
@@ -87,8 +96,21 @@ def build(
         elif drafter == "assistant":
             built.append(_make_assistant(options, resources))
         elif _is_usable(drafter):
-            built.append(_make(drafter, options))
+            is_pool = drafter == "pool"
+            built.append(_make_pool(options, resources) if is_pool else _make(drafter, options))
     return built
+
+
+def _make_pool(options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
+    from lookahead_hf.drafting.pool import open_pool
+
+    if resources.pool is not None:
+        pool = open_pool(resources.pool)
+    else:
+        assert resources.own_pool is not None
+        pool = resources.own_pool()
+    own = {"learn": resources.learn, "vocab_size": resources.vocab_size}
+    return _make("pool", options, pool, **own)
 
 
 def _make_assistant(options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:

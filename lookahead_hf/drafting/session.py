@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -29,12 +30,22 @@ if TYPE_CHECKING:
     import torch
 
 
+OWN_POOL_TOKENS = 1_000_000
+
+
 class ModelMemory:
-    """What drafting keeps of a model between calls: rates and costs, never a token."""
+    """What drafting keeps of a model between calls: rates and costs, and tokens only in a pool."""
 
     def __init__(self) -> None:
         self.rates = KeptRates()
         self.costs = CostModel()
+        self._pool: ngram_pool.NgramPool | None = None
+
+    def own_pool(self) -> ngram_pool.NgramPool:
+        """The model's own pool; it stays empty unless a call is told to learn."""
+        with _lock:
+            self._pool = self._pool or ngram_pool.NgramPool(max_tokens=OWN_POOL_TOKENS)
+            return self._pool
 
 
 _memories: WeakKeyDictionary[Any, ModelMemory] = WeakKeyDictionary()
@@ -75,6 +86,7 @@ class DraftSession:
         self._memory = memory_of(model)
         self._do_sample = do_sample
         _check_predictions(resources.predictions, rows.num_rows)
+        resources = replace(resources, own_pool=self._memory.own_pool)
         self._sources = build(config.drafters, config.options, resources)
         self._calibration = self._memory.rates.lease(self._sources, do_sample)
         self._ensemble = Ensemble(
