@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 10_000_000
 
 PIECE = 1 << 16
-"""Characters of a text file that are tokenised at once, and more or fewer to end with a line."""
+"""Bytes of a text file, up to the end of a line, that are tokenised and held as one text."""
 
 RECORDS = 256
 """Records of a JSON lines file that are tokenised at once."""
 
 _EXAMPLES = """\
 examples:
-  lookahead-hf pool build --tokenizer Qwen/Qwen3-0.6B --output code.pool src/*.py
+  lookahead-hf pool build --tokenizer Qwen/Qwen3-0.6B --output code.safetensors src/*.py
   lookahead-hf pool build --tokenizer ./model --field answer answers.jsonl
-  lookahead-hf pool info code.pool
-  lookahead-hf pool merge both.pool code.pool answers.pool
-  lookahead-hf pool check both.pool
+  lookahead-hf pool info code.safetensors
+  lookahead-hf pool merge both.safetensors code.safetensors answers.safetensors
+  lookahead-hf pool check both.safetensors
 
 Drafting from it:
   model.generate(..., speculative=SpeculativeConfig(drafters=("ngram", "recycling", "pool"),
-                                                    pool="code.pool"))
+                                                    pool="code.safetensors"))
 """
 
 
@@ -64,7 +64,7 @@ def _add_build(actions: Any) -> None:
     )
     build.add_argument("--tokenizer", required=True, help="a folder or a name of the hub")
     build.add_argument(
-        "--output", type=Path, default=Path("ngrams.pool"), help="default: %(default)s"
+        "--output", type=Path, default=Path("pool.safetensors"), help="default: %(default)s"
     )
     build.add_argument(
         "--field", default="text", help="of each JSON record, dots lead inside (default: text)"
@@ -90,7 +90,7 @@ def _add_max_tokens(parser: Any, default: int | None, text: str) -> None:
 
 
 def _with_messages(run: Callable[..., int]) -> Callable[..., int]:
-    """Let a file that is missing, damaged or of another tokenizer end the command in one message."""
+    """Let a file that is missing, damaged or of another tokenizer be one message."""
 
     def guarded(arguments: argparse.Namespace, screen: Screen) -> int:
         try:
@@ -205,12 +205,15 @@ def _merge(arguments: argparse.Namespace, screen: Screen) -> int:
     from lookahead_hf.ngram_pool import NgramPool
 
     pools = [NgramPool.load(file) for file in arguments.files]
-    held = sum(pool.info.num_tokens + pool.info.num_texts for pool in pools)
-    most = arguments.max_tokens or max(held, *(pool.info.max_tokens for pool in pools))
+    infos = [pool.info for pool in pools]
+    most = arguments.max_tokens
+    if most is None:
+        held = sum(info.num_tokens + info.num_texts for info in infos)
+        most = max(held, *(info.max_tokens for info in infos))
     merged = NgramPool(
         most,
-        vocab_size=pools[0].vocab_size,
-        tokenizer_fingerprint=pools[0].tokenizer_fingerprint,
+        vocab_size=infos[0].vocab_size,
+        tokenizer_fingerprint=infos[0].tokenizer_fingerprint,
     )
     with screen.task(f"merging {len(pools)} pools"):
         for pool in pools:

@@ -1,50 +1,172 @@
-"""Pools from the command line: built from files, told apart, checked."""
+"""`lookahead-hf pool`: from texts to a file, and what is said of files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lookahead_hf.cli import main
+from lookahead_hf.drafting.pool import fingerprint
 from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.ngram_pool.suffix_index import NUM_BUCKETS
 from tests.cli.tiny_chat import byte_tokenizer
 
-
-@pytest.fixture
-def built(tmp_path: Path) -> Path:
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    texts = [tmp_path / name for name in ("one.txt", "two.txt")]
-    texts[0].write_text("abcabc")
-    texts[1].write_text("xyz")
-    file = tmp_path / "texts.pool"
-    words = ["pool", "build", str(file), *map(str, texts), "--model", str(tmp_path / "tokenizer")]
-    assert main(words) == 0
-    return file
+EVEN = np.full(NUM_BUCKETS, 0.5)
 
 
-def test_a_pool_holds_the_tokens_of_its_files(built: Path) -> None:
-    info = NgramPool.load(built).info
-    assert (info.num_tokens, info.num_texts) == (9, 2)
-    assert info.vocab_size == len(byte_tokenizer())
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
-def test_info_says_what_a_pool_holds(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["pool", "info", str(built), "--check"]) == 0
-    assert "num_tokens: 9" in capsys.readouterr().out.splitlines()
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_a_changed_bit_is_found(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = bytearray(built.read_bytes())
-    content[-1] ^= 1
-    built.write_bytes(content)
-    assert main(["pool", "info", str(built), "--check"]) == 1
-    assert str(built) in capsys.readouterr().err
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """Run a command with --json and return what it says."""
+    assert main(["pool", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-def test_a_file_that_is_not_there_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def continuation(file: str, text: str) -> str:
+    pool = NgramPool.load(file)
+    ids = byte_tokenizer()(text)["input_ids"]
+    tree = pool.grow(ids, EVEN, 4, min_ngram=4)
+    return byte_tokenizer().decode(tree.token_ids)
+
+
+def test_a_pool_is_built_from_text(
+    folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["pool", "info", str(tmp_path / "nothing.pool")]) == 1
-    assert "nothing.pool" in capsys.readouterr().err
+    (folder / "a.txt").write_text("the quick brown fox\njumps\n")
+    (folder / "b.txt").write_text("")
+    said = run(capsys, "build", "--tokenizer", tokenizer, "a.txt", "b.txt")
+    assert said["file"] == "pool.safetensors"
+    assert (said["num_tokens"], said["num_texts"]) == (26, 1)
+    assert said["vocab_size"] == len(byte_tokenizer())
+    assert said["tokenizer_fingerprint"] == fingerprint(byte_tokenizer())
+    assert continuation("pool.safetensors", "a quick") == " bro"
+
+
+def test_a_long_text_is_cut_at_line_ends(
+    folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "long.txt").write_text("word ü and more of it\n" * 5_000)
+    said = run(capsys, "build", "--tokenizer", tokenizer, "long.txt")
+    assert said["num_tokens"] == 23 * 5_000
+    assert said["num_texts"] == 2
+
+
+def test_a_field_of_each_record_is_taken(
+    folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"turn": {"answer": f"number {i} is even"}, "text": "no"} for i in range(600)]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    words = ["build", "--tokenizer", tokenizer, "--output", "out", "--field", "turn.answer"]
+    said = run(capsys, *words, "a.jsonl")
+    assert said["num_texts"] == 600
+    assert continuation("out", "number 7 is") == " eve"
+
+
+def test_the_bound_can_be_chosen(
+    folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.txt").write_text("x" * 500)
+    said = run(capsys, "build", "--tokenizer", tokenizer, "--max-tokens", "100", "a.txt")
+    assert (said["num_tokens"], said["max_tokens"]) == (99, 100)
+
+
+def save(file: str, *texts: list[int], **options: Any) -> NgramPool:
+    pool = NgramPool(**{"max_tokens": 1_000, **options})
+    for text in texts:
+        pool.add(text)
+    pool.save(file)
+    return pool
+
+
+def test_info_says_what_a_pool_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    save("a", [1, 2, 3], vocab_size=49_152)
+    assert main(["pool", "info", "a"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens: 3 of 1,000 at most" in shown
+    assert "vocabulary: 49,152 tokens" in shown
+    assert "tokenizer: not said" in shown
+    assert run(capsys, "info", "a")["vocab_size"] == 49_152
+
+
+def test_pools_are_merged_in_order_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    save("a", list(range(900)))
+    save("b", list(range(900, 1_800)), max_tokens=901)
+    said = run(capsys, "merge", "c", "a", "b")
+    assert (said["num_tokens"], said["max_tokens"]) == (1_800, 1_802)
+    assert NgramPool.load("c").grow([899], EVEN, 1).token_ids.tolist() == []
+    assert NgramPool.load("c").grow([898], EVEN, 1).token_ids.tolist() == [899]
+    said = run(capsys, "merge", "c", "a", "b", "--max-tokens", "1000")
+    assert said["num_tokens"] == 998
+    # Into one of them.
+    assert run(capsys, "merge", "a", "a", "b")["num_tokens"] == 1_800
+
+
+def test_check_finds_a_changed_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("a", list(range(900)))
+    assert run(capsys, "check", "a") == {"file": "a", "intact": True}
+    assert main(["pool", "check", "a"]) == 0
+    assert capsys.readouterr().out == "a is intact\n"
+    content = bytearray((folder / "a").read_bytes())
+    content[-1] ^= 4
+    (folder / "a").write_bytes(content)
+    assert main(["pool", "check", "a"]) == 1
+    assert "checksum" in capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_one_message(
+    folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "text.txt").write_text("hello")
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
+    (folder / "other.jsonl").write_text('{"content": "a"}\n')
+    (folder / "number.jsonl").write_text('{"text": 5}\n')
+    save("a", [1], vocab_size=10)
+    save("b", [1], vocab_size=20)
+    build = ["build", "--tokenizer", tokenizer]
+    failing = {
+        "No such file": [*build, "nothing.txt"],
+        "could not be loaded": ["build", "--tokenizer", str(folder), "text.txt"],
+        "bytes.txt is no text in UTF-8": [*build, "bytes.txt"],
+        "broken.jsonl, line 2: no JSON": [*build, "broken.jsonl"],
+        "no field 'text' but content": [*build, "other.jsonl"],
+        "the field 'text' is no text": [*build, "number.jsonl"],
+        "max_tokens is 0": [*build, "text.txt", "--max-tokens", "0"],
+        "is no pool": ["info", "text.txt"],
+        "only pools of one tokenizer": ["merge", "c", "a", "b"],
+    }
+    for message, words in failing.items():
+        assert main(["pool", *words]) == 1, words
+        said = capsys.readouterr().err
+        assert message in said and "Traceback" not in said
+    assert not (folder / "pool.safetensors").exists() and not (folder / "c").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["build"], ["info"], ["merge"], ["check"]])
+def test_help_has_examples(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["pool", *words, "--help"])
+    assert caught.value.code == 0
+    assert "  lookahead-hf pool build --tokenizer" in capsys.readouterr().out
+
+
+def test_an_action_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["pool"])
+    assert caught.value.code == 2
+    assert "ACTION" in capsys.readouterr().err
