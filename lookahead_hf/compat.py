@@ -66,12 +66,13 @@ def is_users_cache(cache: Any) -> bool:
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:
     """Names that the model's forward accepts."""
-    return _signature(type(model))
+    kind: Any = type(model)
+    return _signature(kind)
 
 
 @functools.lru_cache(maxsize=256)
-def _signature(model_class: type) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)  # type: ignore[attr-defined]
+def _signature(model_class: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 def text_config(model: Any) -> Any:
@@ -129,14 +130,15 @@ def takes_mask_dict(model: nn.Module) -> bool:
 
 
 def _decoder_sources(model: nn.Module) -> list[str]:
-    return [s for kind in {type(m) for m in model.modules()} if (s := _forward_source(kind))]
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return [source for kind in kinds if (source := _forward_source(kind))]
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward_source(module_class: type) -> str:
+def _forward_source(module_class: Any) -> str:
     """Source of a forward that deals with masks, else nothing."""
     try:
-        source = inspect.getsource(inspect.unwrap(module_class.forward))  # type: ignore[attr-defined]
+        source = inspect.getsource(inspect.unwrap(module_class.forward))
     except (OSError, TypeError, AttributeError):
         return ""
     return source if "attention_mask" in source else ""

@@ -61,23 +61,26 @@ class DraftTree:
         counts = np.where(rows, len(chain), np.diff(self.row_offsets))
         new = np.repeat(rows, counts)
         depth = np.arange(1, len(chain) + 1)
-        arrays = []
-        for held, added in (
-            (self.token_ids, chain),
-            (self.parents, depth - 2),
-            (self.depth, depth),
-            (self.score, np.zeros(len(chain))),
-        ):
+
+        def with_new(held: np.ndarray, added: np.ndarray) -> np.ndarray:
             merged = np.empty(len(new), held.dtype)
             merged[~new], merged[new] = held, np.tile(added, int(rows.sum()))
-            arrays.append(merged)
+            return merged
+
         evidence = self.evidence
         if evidence is not None:
             sizes = np.zeros(len(new), np.int64)
             sizes[~new] = np.diff(evidence.offsets)
             offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
             evidence = Evidence(offsets, evidence.source, evidence.bucket)
-        return DraftTree(np.concatenate([[0], counts.cumsum()]), *arrays, evidence)
+        return DraftTree(
+            np.concatenate([[0], counts.cumsum()]),
+            with_new(self.token_ids, chain),
+            with_new(self.parents, depth - 2),
+            with_new(self.depth, depth),
+            with_new(self.score, np.zeros(len(chain))),
+            evidence,
+        )
 
     @staticmethod
     def empty(num_rows: int) -> DraftTree:
@@ -97,7 +100,7 @@ class DraftTree:
         Raises:
             ValueError: A parent does not stand before its child.
         """
-        offsets, tokens, parents, depth = [0], [], [], []
+        offsets, tokens, parents, depth = [0], list[int](), list[int](), list[int]()
         for row_tokens, row_parents in rows:
             row_depth: list[int] = []
             for node, parent in enumerate(row_parents):

@@ -80,8 +80,13 @@ def _folding(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         folded = getattr(_step, "folded", None)
         groups = query.shape[1] // key.shape[1]
-        foldable = folded is not None and attention_mask is not None and groups > 1
-        if not foldable or kwargs.get("position_bias") is not None or kwargs.get("softcap"):
+        foldable = attention_mask is not None and groups > 1
+        if (
+            folded is None
+            or not foldable
+            or kwargs.get("position_bias") is not None
+            or kwargs.get("softcap")
+        ):
             return original(
                 module,
                 query,
