@@ -68,3 +68,26 @@ def test_prompts_that_are_too_long_are_not_counted(
     found = list(benchmark.common.batches(byte_tokenizer(), prompts, slice(1, 4), 2))
     assert [batch.indices for batch in found] == [(2, 3), (4,)]
     assert [batch.inputs["input_ids"].shape[0] for batch in found] == [2, 1]
+
+
+def test_an_interrupted_run_gives_what_there_is(
+    benchmark: ModuleType,
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = benchmark.common.timed_call
+    calls: list[object] = []
+
+    def interrupted(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 4 + 4 + 2:  # warm-up, the first prompt, half of the second
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(benchmark.common, "timed_call", interrupted)
+    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "2"]
+    benchmark.main([*words, "--new-tokens", "8", "--rounds", "1"])
+    shown = capsys.readouterr()
+    assert "interrupted" in shown.err
+    assert shown.out.count("of 1 |") == 2 * 4  # one text each, in its family and in all
