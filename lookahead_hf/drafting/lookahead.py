@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.kernels import topk_rows
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Evidence, Verdict
 
@@ -26,6 +25,9 @@ DEPTH_CLASSES = 4
 NEWEST_NGRAM, OLDER_NGRAM, WINDOW = range(3)
 _PRIOR = [0.35, 0.15, 0.08]
 """Kinds of proposals and how often they are accepted before anything was learned."""
+
+_CUT = -2
+"""Stands for a node that was not verified; no node has it for a parent."""
 
 
 class NgramPool:
@@ -241,14 +243,10 @@ def _last_level(draft: DraftTree, row: int, levels: list[list[int]]) -> list[int
     return places
 
 
-_CUT = -2
-"""Stands for a node that was not verified; no node has it for a parent."""
-
-
 def _likeliest(logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
     """The likeliest token after each of some places, of logits [rows, width, vocab]."""
-    if not len(rows):
-        return np.empty(0, np.int64)
-    device = logits.device
-    at = torch.from_numpy(rows).to(device), torch.from_numpy(places).to(device)
-    return topk_rows(logits[at], 1)[1][:, 0].cpu().numpy()
+    if logits.device.type == "cpu":  # numpy takes 5 us for 49,152 entries, torch 60
+        at = zip(rows.tolist(), places.tolist(), strict=True)
+        return np.array([logits[r, p].float().numpy().argmax() for r, p in at], np.int64)
+    on_device = torch.from_numpy(np.stack([rows, places])).to(logits.device)
+    return logits[on_device[0], on_device[1]].argmax(-1).cpu().numpy()
