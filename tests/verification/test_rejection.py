@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from lookahead_hf import kernels
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig, kernels
 from lookahead_hf.drafting.assistant_picks import Drawn
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
@@ -29,6 +31,7 @@ from lookahead_hf.verification import rejection
 from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules
+from tests.models import prompt, tiny
 
 VOCAB, TEXTS, LENGTH = 4, 1500, 3
 CRITICAL = 103.4
@@ -250,3 +253,43 @@ def test_what_rounding_leaves_empty_is_drawn_from_the_target() -> None:
     probs = torch.tensor([0.0, 1.0, 0.0])
     token = rejection.choose(probs, [0], [torch.tensor([1e-9, 1.0, 0.0])])
     assert token == (None, 1)
+
+
+def chances_of(model: Any, ids: torch.Tensor, warper: Any, length: int) -> dict[Any, float]:
+    """Probability of every continuation of `length` tokens."""
+    if not length:
+        return {(): 1.0}
+    with torch.no_grad():
+        probs = warper(None, model(input_ids=ids).logits[:, -1]).softmax(-1)[0]
+    found = {}
+    for token in probs.nonzero().flatten().tolist():
+        longer = torch.cat([ids, torch.tensor([[token]])], 1)
+        for rest, chance in chances_of(model, longer, warper, length - 1).items():
+            found[(token, *rest)] = float(probs[token]) * chance
+    return found
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 2, "beam": 2}], ids=["chain", "tree"])
+def test_generate_with_an_assistant_samples_as_plain_does(options: dict[str, Any]) -> None:
+    model, assistant, ids, texts = tiny("llama"), tiny("llama", scale=4.0), prompt(), 700
+    warper = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(3.0), hf.TopKLogitsWarper(3)])
+    expected = {text: texts * p for text, p in chances_of(model, ids, warper, 3).items()}
+    config = SpeculativeConfig(
+        drafters=("assistant",), verification="rejection", budget=16,
+        options={"assistant": {"min_reach": 0.0, "num_draft": 2, **options}},
+    )  # fmt: skip
+    call = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 3}
+    call |= {"num_return_sequences": texts, "pad_token_id": 0, "assistant_model": assistant}
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        with lookahead_hf.enabled(model):
+            outputs.append(model.generate(ids, **call, speculative=config)[:, ids.shape[1] :])
+    assert torch.equal(*outputs)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    assert stats.engine == "rejection" and stats.num_accepted > 0.3 * texts
+    seen = Counter(map(tuple, outputs[0].tolist()))
+    assert set(seen) <= set(expected)
+    statistic = sum((seen[text] - count) ** 2 / count for text, count in expected.items())
+    assert len(expected) == 27 and statistic < 54.1  # one seed in a thousand
