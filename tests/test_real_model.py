@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,23 @@ from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import PlainScreen
 
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "data" / "prompts_dev.jsonl"
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 CONFIG = lookahead_hf.SpeculativeConfig(budget=16)
 
 
 @pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
+def loaded() -> Iterator[tuple[Any, Any]]:
     folder = ensure_demo_model(PlainScreen())
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     lookahead_hf.enable(model)
-    return model, tokenizer
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield model, tokenizer
+    torch.set_num_threads(threads)
 
 
-def texts(per_family: int, longest: int = 2000) -> list[str]:
+def texts(per_family: int, longest: int = 1500) -> list[str]:
     """Prompts of every family, short enough for a test."""
     families: dict[str, list[str]] = defaultdict(list)
     for line in PROMPTS.read_text(encoding="utf-8").splitlines():
