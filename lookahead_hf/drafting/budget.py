@@ -24,11 +24,20 @@ RENEW_AFTER = (1, 4, 16, 128)
 """Drafted steps before a plain step measures the cost that all others are compared with, by how
 often that was done."""
 
-FIRST_REST, LONGEST_REST = 8, 256
-"""Plain steps before drafting is tried again; doubled with every try that does not pay."""
+FIRST_REST, LONGEST_REST = 8, 128
+"""Steps before drafting is tried again; doubled with every try that does not pay."""
+
+TRY_SIZE = 8
+"""Most nodes of the first step after a rest: what failed before is tried cheaply."""
 
 PATIENCE = 3
 """Steps in a row without a draft worth its cost until drafting rests."""
+
+CHEAP = 0.01
+"""Part of a plain step that drafting may take to go on proposing while it rests."""
+
+SURE = 1.25
+"""How much faster than a plain step a draft must look to be taken in a rest after failures."""
 
 RECOVERY = 8
 """Steps in a row that paid until the next rest is a short one again."""
@@ -40,7 +49,8 @@ class Budget:
     With "auto" it takes the size n of the greatest E[tokens(n)] / (cost(n) + drafting): the nodes'
     calibrated probabilities say what to expect, corrected by how such promises were kept, and the
     cost is measured. No draft at all is one of the sizes; where it wins again and again drafting
-    rests, for growing intervals, and is then tried again.
+    rests, for growing intervals, and is then tried again. If proposing costs next to nothing, a
+    draft that looks very good is taken in a rest, too: a text may begin to copy at any token.
     """
 
     def __init__(
@@ -59,7 +69,8 @@ class Budget:
         self._max_nodes = max_nodes
         self._costs, self._rows, self._engine = costs, rows, engine
         self._trust, self._pace, self._rest = Trust(), Pace(), Rest()
-        self._draft_seconds = 0.0
+        self._asked = self._in_rest = False
+        self._draft_seconds: float | None = None
         self._num_steps = 0
         self._num_drafted = 0
         self._curve = self._curve_for_length()
@@ -69,12 +80,11 @@ class Budget:
         """Nodes per row to ask the drafter for in this step; 0 while drafting rests."""
         if self._fixed is not None:
             return min(self._fixed, self._max_nodes)
-        if not self._rest.is_resting:
-            return self._max_nodes
-        self._rest.step()
-        if not self._rest.is_resting:
+        self._in_rest = self._rest.is_resting
+        if self._in_rest and self._rest.step():
             self._trust.ease()
-        return 0
+        self._asked = self._is_cheap or not self._in_rest
+        return self._max_nodes if self._asked else 0
 
     def choose(self, tree: DraftTree) -> int:
         """Nodes per row that are worth verifying.
@@ -87,9 +97,15 @@ class Budget:
         if self._fixed is not None:
             return min(self._fixed, most)
         most = min(most, max(2 * self._curve.greatest_size, BLIND_SIZE))
+        if self._rest.is_trying:
+            most = min(most, TRY_SIZE)
         sizes = np.array([*(n for n in SIZES if n < most), most])
         tokens = self._expected_tokens(tree)[sizes]
-        best = int((tokens / self._seconds(sizes)).argmax())
+        rates = tokens / self._seconds(sizes)
+        best = int(rates.argmax())
+        if self._in_rest:
+            asked = SURE if self._rest.has_failed else 1.0
+            return int(sizes[best]) if rates[best] > asked * rates[0] else 0
         chosen = self._size_to_measure(sizes, tokens, best) or int(sizes[best])
         self._rest.note_offer(pays=chosen > 0)
         return chosen if self._plain_due > 0 else 0
@@ -108,27 +124,35 @@ class Budget:
         self._num_steps += 1
         if self._num_steps > 1:  # the first step after a prefill also allocates and warms up
             self._curve.observe(draft.max_nodes, step_seconds)
+        if self._asked:
+            known = draft_seconds if self._draft_seconds is None else self._draft_seconds
+            self._draft_seconds = 0.9 * known + 0.1 * draft_seconds
         if draft.max_nodes:
-            self._observe_draft(draft, verdict, step_seconds, draft_seconds)
+            self._observe_draft(draft, verdict)
         else:
             self._plain_due = self._next_plain_step()
         curve = self._curve_for_length()
         if curve is not self._curve:
             self._curve, self._plain_due = curve, min(self._plain_due, RENEW_AFTER[1])
 
-    def _observe_draft(
-        self, draft: DraftTree, verdict: Verdict, step_seconds: float, draft_seconds: float
-    ) -> None:
+    def _observe_draft(self, draft: DraftTree, verdict: Verdict) -> None:
         self._plain_due -= 1
         self._num_drafted += 1
-        weight = 1.0 if self._num_drafted == 1 else 0.1
-        self._draft_seconds += weight * (draft_seconds - self._draft_seconds)
         self._trust.observe(float(draft.score.sum()), len(verdict.path))
         if self._curve.num_samples(0):
             # Estimates on both sides: a disturbed step says nothing about drafting.
             seconds = float(self._seconds(np.array([draft.max_nodes]))[0])
             self._pace.observe(verdict, seconds, self._curve.plain_seconds)
             self._rest.note_outcome(pays=not self._pace.is_behind)
+
+    @property
+    def _is_cheap(self) -> bool:
+        return self._drafting <= CHEAP * self._curve.plain_seconds
+
+    @property
+    def _drafting(self) -> float:
+        """Seconds that drafting takes in a step, 0 while unknown."""
+        return self._draft_seconds or 0.0
 
     def _next_plain_step(self) -> int:
         """Drafted steps from now until a plain one is due."""
@@ -141,7 +165,7 @@ class Budget:
 
     def _seconds(self, sizes: np.ndarray) -> np.ndarray:
         """What steps with so many nodes per row are expected to take, drafting included."""
-        return self._curve.seconds(sizes) + self._draft_seconds * (sizes > 0)
+        return self._curve.seconds(sizes) + self._drafting * (sizes > 0)
 
     def _expected_tokens(self, tree: DraftTree) -> np.ndarray:
         """Tokens that a step is expected to emit over all rows, by nodes per row, [1 + most]."""
@@ -167,7 +191,7 @@ class Budget:
         known = float(tokens[best] / self._seconds(sizes[best]))
         for size in FIRST_TRIES:
             if size in expected and self._curve.num_samples(size) < enough:
-                seconds = self._curve.seconds_at_best(size, hopeful=trying) + self._draft_seconds
+                seconds = self._curve.seconds_at_best(size, hopeful=trying) + self._drafting
                 if expected[size] / seconds > known:
                     return size
         return 0
@@ -183,7 +207,7 @@ class Trust:
     @property
     def factor(self) -> float:
         """What a promise is worth: 1 at first and where promises are kept, less where not."""
-        return min(1.0, (1.0 + self._accepted) / (1.0 + self._promised))
+        return min(1.0, (2.0 + self._accepted) / (2.0 + self._promised))
 
     def observe(self, promised: float, accepted: float) -> None:
         """Note a step's expected and actual number of accepted nodes."""
@@ -224,10 +248,12 @@ class Rest:
 
     Attributes:
         is_trying: A rest has just ended and nothing was drafted since.
+        has_failed: Drafts were not accepted; otherwise it is good ones that are missing.
     """
 
     def __init__(self) -> None:
         self.is_trying = False
+        self.has_failed = False
         self._left = 0
         self._length = FIRST_REST
         self._misses = 0
@@ -242,23 +268,29 @@ class Rest:
         """Note whether a draft looked worth its cost; after a rest a single one decides."""
         self._misses = 0 if pays else self._misses + 1
         if self._misses >= (1 if self.is_trying else PATIENCE):
-            self.begin()
+            self.begin(has_failed=False)
         self.is_trying = False
 
     def note_outcome(self, pays: bool) -> None:
-        """Note whether the latest drafts were worth their cost."""
+        """Note whether the latest drafts were worth their cost; if so, a rest is over."""
         self._hits = self._hits + 1 if pays else 0
         if self._hits >= RECOVERY:
             self._length = FIRST_REST
-        if not pays:
-            self.begin()
+        if pays:
+            self._left = 0
+        elif self.is_resting:
+            self.has_failed = True
+        else:
+            self.begin(has_failed=True)
 
-    def begin(self) -> None:
+    def begin(self, has_failed: bool) -> None:
         """Stop drafting for a while."""
+        self.has_failed = has_failed
         self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)
         self._misses = 0
 
-    def step(self) -> None:
-        """Count a step of the rest."""
-        self._left -= 1
+    def step(self) -> bool:
+        """Count a step; returns whether a rest has just ended."""
+        self._left = max(0, self._left - 1)
         self.is_trying = self._left == 0
+        return self.is_trying

@@ -170,11 +170,18 @@ def test_a_batch_has_one_size_and_counts_all_rows() -> None:
 @pytest.mark.parametrize("curve", [*CURVES, "steep"])
 @pytest.mark.parametrize("promise", [1.0, 0.3])
 def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> None:
-    cost = CURVES.get(curve, steep)
-    run = simulate(cost, accepts=lambda step: 0.0, scores=promise * SCORES, noise=unsteady)
-    plain = len(run.sizes) * cost(0)
-    assert run.seconds < (1.03 if curve != "steep" else 1.05) * plain
-    assert run.sizes[-64:].count(0) > 60
+    cost, costs = CURVES.get(curve, steep), CostModel()
+    runs = [
+        simulate(
+            cost, costs=costs, accepts=lambda step: 0.0, scores=promise * SCORES, noise=unsteady
+        )
+        for _ in range(2)
+    ]
+    first, later = [run.seconds / (len(run.sizes) * cost(0)) for run in runs]
+    # The first call of a model also finds out what sizes cost; a step's cost per node is the worst.
+    assert first < (1.035 if curve != "steep" else 1.06)
+    assert later < 1.03
+    assert runs[1].sizes[-64:].count(0) > 60
 
 
 def test_nothing_is_asked_for_while_drafting_rests() -> None:
@@ -185,10 +192,33 @@ def test_nothing_is_asked_for_while_drafting_rests() -> None:
         asked.append(budget.wanted())
         if asked[-1]:
             budget.choose(DraftTree.empty(1))
-        budget.observe(DraftTree.empty(1), verdict_of([0]), 0.02, 0.0)
+        budget.observe(DraftTree.empty(1), verdict_of([0]), 0.02, 0.001)
     # After the rest a single try, then twice the rest.
     expected = [64] * PATIENCE + [0] * FIRST_REST + [64] + [0] * (2 * FIRST_REST) + [64]
     assert asked[: len(expected)] == expected
+
+
+def test_a_cheap_drafter_is_asked_on_and_taken_when_it_is_sure() -> None:
+    """Nothing to copy for long, then a text to copy begins: the first such draft is taken."""
+    rows, costs, taken = rows_of(), CostModel(), []
+    budget = Budget("auto", 64, costs, rows)
+    sure = np.full(8, 0.9) ** np.arange(1, 9)
+    for step in range(120):
+        assert budget.wanted() == 64
+        tree = tree_of(sure) if step >= 100 else DraftTree.empty(1)
+        taken.append(budget.choose(tree))
+        draft = head(tree, taken[-1])
+        accepted = round(float(draft.score.sum()))
+        budget.observe(draft, verdict_of([accepted]), points(BF16)(taken[-1]), 1e-4)
+    assert taken[100] > 0
+    assert taken[110:].count(8) >= 8
+
+
+def test_a_draft_that_failed_before_is_taken_in_a_rest_only_if_it_looks_very_good() -> None:
+    rest_of_text = simulate(
+        points(BF16), accepts=lambda step: 0.0, scores=np.full(8, 0.05), steps=200
+    )
+    assert rest_of_text.sizes[-50:].count(0) >= 48
 
 
 def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:
@@ -224,7 +254,7 @@ def test_slow_drafting_is_noticed_even_if_every_promise_is_kept() -> None:
 
 def length_of(rest: Rest) -> int:
     """Begin a rest and sit it out."""
-    rest.begin()
+    rest.begin(has_failed=True)
     steps = 0
     while rest.is_resting:
         rest.step()
