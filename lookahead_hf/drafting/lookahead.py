@@ -129,9 +129,11 @@ class _Comb:
             self.buckets.append(kind * DEPTH_CLASSES + min(depth, DEPTH_CLASSES) - 1)
         return node
 
-    def add_ngrams(self, ngrams: Sequence[Sequence[int]]) -> None:
-        """Hang the n-grams of a pool on the last token."""
+    def add_ngrams(self, ngrams: Sequence[Sequence[int]], max_nodes: int) -> None:
+        """Hang the n-grams of a pool on the last token, as long as they fit."""
         for rank, ngram in enumerate(ngrams):
+            if len(self.tokens) + len(ngram) > max_nodes:
+                return
             node = ROOT
             for token in ngram:
                 node = self.child(node, token, OLDER_NGRAM if rank else NEWEST_NGRAM)
@@ -198,7 +200,9 @@ class LookaheadDrafter(Drafter):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         combs = [_Comb() for _ in self._rows]
         for row in np.flatnonzero(rows.live).tolist():
-            combs[row].add_ngrams(self._rows[row].pool.after(rows.last_token(row)))
+            # They are likelier than the window, which needs room to bring forth new ones.
+            ngrams = self._rows[row].pool.after(rows.last_token(row))
+            combs[row].add_ngrams(ngrams, max_nodes // 2)
             combs[row].add_window(self._rows[row].levels.tolist())
         tree = DraftTree.from_rows((comb.tokens, comb.parents) for comb in combs)
         nodes = tree.num_nodes

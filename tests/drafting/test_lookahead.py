@@ -106,6 +106,18 @@ def test_a_draft_is_the_ngrams_and_the_window_with_shared_beginnings() -> None:
     assert tree.evidence.bucket.max() < drafter.num_buckets == len(drafter.prior())
 
 
+def test_a_small_draft_leaves_room_for_the_window() -> None:
+    rows = rows_of(PROMPTS[:1])
+    drafter = begun(rows, num_ngrams=9)
+    for token in range(12, 20):
+        drafter._rows[0].pool.add([rows.last_token(0), token, token, token])
+    for max_nodes, num_ngrams in ((64, 9), (20, 3), (5, 0)):
+        tree = drafter.propose(rows, max_nodes)
+        assert tree.evidence is not None
+        of_ngrams = tree.evidence.bucket < 2 * 4  # two kinds at four depths
+        assert 3 * num_ngrams - 2 <= of_ngrams.sum() <= max(0, max_nodes // 2)
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 99])
 def test_the_window_moves_on_by_what_was_emitted(most: int) -> None:
     rows = rows_of(PROMPTS)
