@@ -174,14 +174,12 @@ def test_sampling_after_a_refusal_is_plains(model: Any, decoding: PlainDecoding)
         assert torch.equal(run(model, do_sample=True, speculative=True), expected)
 
 
-def test_an_assistant_decodes_plain_assisted(model: Any, decoding: PlainDecoding) -> None:
+def test_an_assistant_is_handed_over_to_decoding(model: Any, decoding: PlainDecoding) -> None:
     expected = run(model)
     assistant = lookahead_hf.enable(tiny("llama"))
-    lookahead_hf.set_default(assistant, True)
-    with pytest.warns(Warned, match="assistant"):
-        got = run(model, assistant_model=assistant, speculative=True)
+    got = run(model, assistant_model=assistant, speculative=True)
     assert torch.equal(got, expected)
-    assert not decoding.calls
+    assert [call.request.assistant_model for call in decoding.calls] == [assistant]
 
 
 def test_a_processor_may_ask_for_speculation_of_its_own(
