@@ -21,7 +21,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "prompt_lookup": {"drafters": ("ngram",)},
         "recycling": {"drafters": ("recycling",)},
         "assistant": {"drafters": ("assistant",)},
-        "lookahead": {"drafters": ("lookahead",)},
+        "lookahead": {"drafters": ("lookahead",), "budget": 64},
     }
 )
 """Names that `speculative=` takes, and the fields that each of them sets."""

@@ -6,13 +6,16 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "AssistantDrafter": "assistant",
     "Budget": "budget",
     "Calibration": "calibration",
     "CostModel": "costs",
     "Drafter": "drafter",
     "Ensemble": "ensemble",
     "KeptRates": "calibration",
+    "LookaheadDrafter": "lookahead",
     "NgramDrafter": "ngram",
+    "PoolDrafter": "pool",
     "PredictionDrafter": "prediction",
     "RecyclingDrafter": "recycling",
     "SourceCounts": "ensemble",
