@@ -7,15 +7,13 @@ from _model import ask, load
 import lookahead_hf
 
 model, tokenizer = load()
-task = (
-    "Write a Python function {name}(path) that reads a file and counts how often each word occurs."
-)
+task = "Write a Python function {name}(numbers) that returns the mean of a list."
 limits = {"max_new_tokens": 128, "do_sample": False}
 
-first = ask(tokenizer, task.format(name="count_words"))
+first = ask(tokenizer, task.format(name="average"))
 before = model.generate(**first, **limits)[0, first.input_ids.shape[1] :]
 
-changed = ask(tokenizer, task.format(name="word_counts"))
+changed = ask(tokenizer, task.format(name="mean_of"))
 plain = model.generate(**changed, **limits)
 fast = model.generate(**changed, **limits, speculative=True, prediction=before)
 

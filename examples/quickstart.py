@@ -6,8 +6,13 @@ from _model import ask, load
 
 import lookahead_hf
 
+FUNCTION = """def area(width, height):
+    if width < 0 or height < 0:
+        raise ValueError("negative size")
+    return width * height"""
+
 model, tokenizer = load()
-inputs = ask(tokenizer, "Repeat these words three times: red green blue yellow black white")
+inputs = ask(tokenizer, f"Print this function again:\n\n```python\n{FUNCTION}\n```")
 
 plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)
 fast = model.generate(**inputs, max_new_tokens=64, do_sample=False, speculative=True)
