@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
+from packaging import version
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.logits.warpers import fuse
@@ -53,6 +55,10 @@ _BY_PREFIX = frozenset(
 
 _SUM_OVER_VOCAB = frozenset({hf.EtaLogitsWarper, hf.TypicalLogitsWarper})
 """Of these a CPU sums one row in pieces, one per thread, but a row of several in one go."""
+
+
+_SHARES_TEXTS = version.parse(transformers.__version__) >= version.parse("5.23")
+"""Whether an encoder penalty of one text serves several rows; 5.17 penalises the first row alone."""
 
 
 class RowProcessors:
@@ -166,7 +172,8 @@ def _bind_repetition(processor: Any, row: int, num_rows: int) -> Processor:
 
 
 def _encoder_repetition_serves(processor: Any, num_rows: int) -> bool:
-    return num_rows % len(processor.encoder_input_ids) == 0
+    num_texts = len(processor.encoder_input_ids)
+    return num_rows == num_texts or (_SHARES_TEXTS and num_rows % num_texts == 0)
 
 
 def _bind_encoder_repetition(processor: Any, row: int, num_rows: int) -> Processor:
