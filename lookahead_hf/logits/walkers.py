@@ -58,7 +58,7 @@ _SUM_OVER_VOCAB = frozenset({hf.EtaLogitsWarper, hf.TypicalLogitsWarper})
 
 
 _SHARES_TEXTS = version.parse(transformers.__version__) >= version.parse("5.23")
-"""Whether an encoder penalty of one text serves several rows; in 5.17 it touches the first alone."""
+"""Whether an encoder penalty of one text serves several rows; 5.17 penalises the first only."""
 
 
 class RowProcessors:
