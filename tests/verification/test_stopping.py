@@ -155,11 +155,14 @@ def test_the_warning_about_the_models_length_is_kept():
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("transformers.generation.stopping_criteria")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)  # a command line that ran before may have silenced the library
     try:
         for columns in range(5, 12):
             assert not asked(ours, torch.zeros(1, columns, dtype=torch.long))
             assert len(heard) == (columns > 7)
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
     assert "(7)" in heard[0]
