@@ -95,10 +95,10 @@ def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, 
         if len(context) < 1 << k:
             break
         key = longer_key(key, context, k)
-        _, way, newest[k] = newest_occurrence(
-            log, table, head, live, now, time_bits, context, k, key
+        _, _, newest[k] = newest_occurrence(
+            log, table, len(table), head, live, now, time_bits, context, k, key
         )
-        if way < 0:
+        if newest[k] == 0:
             break
         longest = k
     num_found = 0

@@ -7,7 +7,8 @@ Three arrays make a pool (`pool` owns and enlarges them, `store` keeps them in a
 * `links[p, k]`: how many tokens before place `p` its key k last occurred; 0: it did not.
   Key k is the `2**k` tokens before `p`, and an occurrence the place of the token that follows it.
 * `table`: a hash table in buckets. An entry is the newest occurrence of a key: the time of its
-  arrival below a tag, some bits of the key's hash. A full bucket gives up its oldest entry.
+  arrival below a tag, some bits of the key's hash. Free ways come last in their bucket; a full one
+  gives up its oldest entry.
 
 Tokens are told by their *age*: the newest has age 1, the oldest age `live`. Entries and links are
 believed only if the age that they lead to is at most `live` and the tokens there are the key: what
@@ -44,37 +45,52 @@ def append(log, links, table, num_buckets, num_added, max_tokens, time_bits, tok
         now = time_of(num_added, time_bits)
         if live == max_tokens:
             more_borders -= log[head] <= BORDER
-            _forget(table[num_added % num_buckets], now, live, time_bits)
+            _forget(table, num_added % num_buckets, live, now, time_bits)
         elif num_buckets < min(len(table), ROOM_TO_GROW * (live + 1) // WAYS):
+            _split(log, table, num_buckets, head, live, now, time_bits, context)
             num_buckets += 1
-            _split(log, table[:num_buckets], head, live, now, time_bits, context)
-        links[head, :] = 0
-        if token <= BORDER:
-            more_borders += 1
-        else:
+        known = 0
+        if token > BORDER:
             known = _gather(log, head, live, context)
-            _enter(
-                log, links[head], table[:num_buckets], head, live, now, time_bits, context[:known]
-            )
+        else:
+            more_borders += 1
+        key = np.uint64(0)
+        for k in range(NUM_KEYS):
+            age = np.int64(0)
+            if known >= 1 << k:
+                key = longer_key(key, context, k)
+                bucket, way, age = newest_occurrence(
+                    log, table, num_buckets, head, live, now, time_bits, context, k, key
+                )
+                table[bucket, way] = tag_of(key, time_bits) << time_bits | now
+            links[head, k] = age
         log[head] = token
         num_added += 1
     return more_borders
 
 
 @jit
-def newest_occurrence(log, table, head, live, now, time_bits, context, k, key):
-    """Bucket, way and age of the newest occurrence of key k; way -1 and age 0: none is known.
+def newest_occurrence(log, table, num_buckets, head, live, now, time_bits, context, k, key):
+    """Bucket and way of key k's entry and the age of its newest occurrence, 0 if none is known.
 
-    The context stands newest first, and `key` is the hash of its last `2**k` tokens.
+    The context stands newest first, and `key` is the hash of its last `2**k` tokens. The way of an
+    unknown key is the one that its entry would take: a free one, or that of the oldest entry.
     """
-    bucket, tag = bucket_of_key(key, len(table)), tag_of(key, time_bits)
+    bucket, tag = bucket_of_key(key, num_buckets), tag_of(key, time_bits)
+    oldest, greatest_age = 0, np.int64(0)
     for way in range(WAYS):
         entry = table[bucket, way]
-        if entry >> time_bits == tag and entry != FREE:
-            age = age_of(entry, now, time_bits)
-            if match_length(log, head, live, age, context, 1 << k) == 1 << k:
-                return bucket, way, age
-    return bucket, -1, np.int64(0)
+        if entry == FREE:
+            return bucket, way, np.int64(0)
+        age = age_of(entry, now, time_bits)
+        if (
+            entry >> time_bits == tag
+            and match_length(log, head, live, age, context, 1 << k) == 1 << k
+        ):
+            return bucket, way, age
+        if age > greatest_age:
+            oldest, greatest_age = way, age
+    return bucket, oldest, np.int64(0)
 
 
 @jit
@@ -134,60 +150,36 @@ def tag_of(key, time_bits):
 
 
 @jit
-def _enter(log, place_links, table, head, live, now, time_bits, context):
-    """Make the next token the newest occurrence of its keys."""
-    key = np.uint64(0)
-    for k in range(NUM_KEYS):
-        if len(context) < 1 << k:
-            break
-        key = longer_key(key, context, k)
-        bucket, way, age = newest_occurrence(
-            log, table, head, live, now, time_bits, context, k, key
-        )
-        place_links[k] = age
-        if way < 0:
-            way = _way_to_take(table[bucket], now, time_bits)
-        table[bucket, way] = tag_of(key, time_bits) << time_bits | now
-
-
-@jit
-def _way_to_take(bucket, now, time_bits):
-    """Way of a new entry: a free one or that of the oldest entry."""
-    oldest, greatest_age = 0, np.int64(0)
-    for way in range(WAYS):
-        if bucket[way] == FREE:
-            return way
-        age = age_of(bucket[way], now, time_bits)
-        if age > greatest_age:
-            oldest, greatest_age = way, age
-    return oldest
-
-
-@jit
-def _forget(bucket, now, live, time_bits):
+def _forget(table, bucket, live, now, time_bits):
     """Free the entries of keys that have left the log, long before their time comes round again."""
+    kept = 0
     for way in range(WAYS):
-        if age_of(bucket[way], now, time_bits) >= live:
-            bucket[way] = FREE
+        entry = table[bucket, way]
+        if entry != FREE and age_of(entry, now, time_bits) < live:
+            table[bucket, kept] = entry
+            kept += 1
+    table[bucket, kept:] = FREE
 
 
 @jit
-def _split(log, table, head, live, now, time_bits, context):
-    """Begin the last bucket of the table with the entries of another that now belong there."""
-    new = len(table) - 1
-    table[new, :] = FREE
+def _split(log, table, new, head, live, now, time_bits, context):
+    """Begin the next bucket with the entries of another that now belong there."""
     highest_bit = FEWEST_BUCKETS
     while 2 * highest_bit <= new:
         highest_bit *= 2
-    old, moved = new - highest_bit, 0
+    old, kept, moved = new - highest_bit, 0, 0
     for way in range(WAYS):
         entry = table[old, way]
         if entry != FREE:
             key = _key_of_entry(log, head, live, now, time_bits, entry, old, new, context)
             if bucket_of_key(key, new + 1) == new:
-                table[old, way] = FREE
                 table[new, moved] = entry
                 moved += 1
+            else:
+                table[old, kept] = entry
+                kept += 1
+    table[old, kept:] = FREE
+    table[new, moved:] = FREE
 
 
 @jit
