@@ -13,14 +13,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lookahead_hf import compat, stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.registry import Resources
-from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import Verdict
 from lookahead_hf.streaming import ColumnStream
-from lookahead_hf.target import admission
-from lookahead_hf.target.forward import Target
+from lookahead_hf.target import admission, positions
+from lookahead_hf.target.forward import BlockShape, Target
 from lookahead_hf.verification.engine import Engine
 
 
@@ -62,13 +62,16 @@ class Call:
     ) -> None:
         """Raises Unserved where the call cannot be served."""
         admission.check(model, generation_config, model_kwargs)
+        num_new = int(generation_config.max_length) - input_ids.shape[1]
+        position_ids = model_kwargs["position_ids"]
+        positions.check_length(model, position_ids, input_ids.shape[1], num_new)
         if request.synced_gpus:
             raise Unserved(FallbackReason.SYNCED_GPUS)
         self.model, self.input_ids, self.request = model, input_ids, request
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.pad = compat.pad_token(generation_config)
         self.rows = _rows(input_ids, model_kwargs)
-        self.target = Target(model, self.rows.num_rows)
+        self.target = Target(model, self.rows.num_rows, self._shape(num_new))
         self.records = Records(generation_config, self.rows.num_rows)
         self.engine = Engine(
             logits_processor,
@@ -86,7 +89,7 @@ class Call:
             self.rows,
             do_sample=bool(generation_config.do_sample),
             vocab_size=int(compat.text_config(model).vocab_size),
-            max_new_tokens=int(generation_config.max_length) - input_ids.shape[1],
+            max_new_tokens=positions.num_draftable(model, position_ids, num_new),
             resources=self._resources(logits_processor),
             prompt=self.target.prompt,
         )
@@ -94,6 +97,13 @@ class Call:
         cache = model_kwargs.get("past_key_values")
         returns = bool(generation_config.return_dict_in_generate)
         self._returns_cache = returns or compat.is_users_cache(cache)
+
+    def _shape(self, num_new: int) -> BlockShape | None:
+        """The shape of all blocks, where the text may not depend on what is drafted."""
+        if not self.request.config.draft_invariant:
+            return None
+        admission.check_invariance(self.model)
+        return BlockShape(INVARIANT_WIDTH, num_new + INVARIANT_WIDTH)
 
     def _resources(self, processors: Any) -> Resources:
         """What the drafters of this call can draw on."""

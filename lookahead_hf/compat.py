@@ -80,6 +80,37 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def position_table(model: Any) -> int | None:
+    """Positions that the model has a table for; None where they are rotary, which have no end."""
+    config = text_config(model)
+    if getattr(config, "rope_parameters", None):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def rope_limits(model: nn.Module) -> dict[str, int]:
+    """Rope types whose frequencies follow the longest position of a forward, and beyond what."""
+    config = text_config(model)
+    given = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [each for each in given.values() if isinstance(each, dict)]
+    limits = {}
+    for parameters in by_layer_type or [given]:
+        rope_type = parameters.get("rope_type") or "default"
+        if rope_type == "longrope":
+            limits[rope_type] = int(parameters["original_max_position_embeddings"])
+        elif "dynamic" in rope_type:
+            limits[rope_type] = int(config.max_position_embeddings)
+    # Some models call fixed frequencies "dynamic" and rename them in their modules.
+    return {kind: limits[kind] for kind in limits.keys() & _rope_types(model)} if limits else {}
+
+
+def _rope_types(model: nn.Module) -> set[str]:
+    """Rope types that the model's modules go by."""
+    found = (vars(module).get("rope_type") for module in model.modules())
+    each = (kind.values() if isinstance(kind, dict) else [kind] for kind in found if kind)
+    return {kind for kinds in each for kind in kinds}
+
+
 def attention_configs(model: nn.Module) -> list[Any]:
     """Every configuration object that the model's modules read their attention's name from."""
     found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
@@ -123,6 +154,11 @@ def mask_kinds(model: nn.Module) -> tuple[str, ...]:
     return ("sliding_attention",) if sliding and windowed else ("full_attention",)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether some layer sends every token to a few of its experts."""
+    return any("Expert" in type(module).__name__ for module in model.modules())
+
+
 def takes_mask_dict(model: nn.Module) -> bool:
     """Whether the decoder accepts a dict of masks by layer type."""
     has_types = bool(getattr(text_config(model), "layer_types", None))
@@ -163,6 +199,7 @@ __all__ = [
     "attention_name",
     "cache_layers",
     "forward_arguments",
+    "has_experts",
     "is_users_cache",
     "known_mask_length",
     "mask_kinds",

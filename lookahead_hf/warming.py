@@ -15,7 +15,7 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.hook import unwrap
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
-from lookahead_hf.target import admission, attention
+from lookahead_hf.target import admission, attention, positions
 from lookahead_hf.target.forward import Target
 
 REPEATS = 5
@@ -32,15 +32,20 @@ def warm_up(
     Args:
         model: The model that will generate.
         batch_size: Rows of the calls to come.
-        context_length: Tokens of their texts, roughly: costs are told apart by powers of two.
+        context_length: Tokens of their texts, roughly: costs are told apart by powers of two. What
+            a model has no positions for is not tried.
         max_draft_nodes: Most draft tokens per row, as in the configuration.
 
     Raises:
-        ValueError: A number below 1.
+        ValueError: A number that is no int from 1 on.
     """
-    for name, value in (("batch_size", batch_size), ("context_length", context_length)):
-        if value < 1:
-            raise ValueError(f"{name}={value} was given: it must be at least 1")
+    for name, value in (
+        ("batch_size", batch_size),
+        ("context_length", context_length),
+        ("max_draft_nodes", max_draft_nodes),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
     if ngram_pool.available():
         ngram_pool.compile_now()
     model = unwrap(model)
@@ -48,7 +53,12 @@ def warm_up(
         admission.check_model(model)
     except Unserved:
         return  # its calls will run plain generate
-    _measure(model, batch_size, context_length, [n for n in SIZES if n <= max_draft_nodes])
+    room = positions.room(model)
+    most = max_draft_nodes if room is None else min(max_draft_nodes, room // 2)
+    sizes = [n for n in SIZES if n <= most]
+    if room is not None:
+        context_length = max(1, min(context_length, room - 1 - sizes[-1]))
+    _measure(model, batch_size, context_length, sizes)
 
 
 @torch.no_grad()

@@ -58,23 +58,28 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
+    "phi3": ("phi3", {**_COMMON, "sliding_window": None}),
+    "opt": ("opt", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 48}),
 }
 
 _SCALE = {"llama": 5.0, "qwen3": 5.0, "gpt2": 4.0, "mixtral": 6.0}
 
 
-def tiny(name: str, attn: str = "sdpa", seed: int = 0, scale: float | None = None) -> Any:
+def tiny(
+    name: str, attn: str = "sdpa", seed: int = 0, scale: float | None = None, **own: Any
+) -> Any:
     """Return a tiny random model in eval mode whose texts are varied and do not end by themselves.
 
     Args:
-        name: One of `NAMES`.
+        name: One of `NAMES`, "phi3" or "opt".
         attn: Attention implementation.
         seed: Seed of the weights.
         scale: What the matrices are multiplied with; None is what makes its texts varied: some
             loops, which drafts can foresee, and much that is new.
+        **own: Fields of the configuration that differ.
     """
     model_type, fields = _FIELDS[name]
-    config = CONFIG_MAPPING[model_type](**fields)
+    config = CONFIG_MAPPING[model_type](**{**fields, **own})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()

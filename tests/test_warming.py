@@ -23,7 +23,24 @@ def test_costs_are_known_afterwards(batch_size: int) -> None:
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 
-@pytest.mark.parametrize("name", ["batch_size", "context_length"])
-def test_numbers_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        lookahead_hf.warm_up(tiny("llama"), **{name: 0})
+@pytest.mark.parametrize("name", ["batch_size", "context_length", "max_draft_nodes"])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "8", None])
+def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an int from 1 on"):
+        lookahead_hf.warm_up(tiny("llama"), **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_table_of_positions_is_not_outgrown() -> None:
+    model = tiny("gpt2", n_positions=32)
+    lookahead_hf.warm_up(model, context_length=256)
+    curve = memory_of(model).costs.curve(1, 15, cost_setting(model))
+    assert curve.num_samples(16) >= 3
+    assert curve.num_samples(24) == 0
+
+
+def test_positions_that_change_with_the_length_stay_as_they_are() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny("llama", max_position_embeddings=32, rope_parameters=rope)
+    before = model.model.rotary_emb.inv_freq.clone()
+    lookahead_hf.warm_up(model, context_length=256)
+    assert model.model.rotary_emb.inv_freq.tolist() == before.tolist()
