@@ -57,9 +57,13 @@ class FallbackReason(str, Enum):
         "gradient checkpointing in training mode keeps no cache",
         "call model.eval()",
     )
-    GUIDANCE = "guidance", "classifier-free guidance runs the model a second time per token"
     TOKEN_HEALING = "token_healing", "token healing changes the prompt", "pass token_healing=False"
     ARGUMENT = "argument", "this argument of the model is not served"
+    INVARIANCE = (
+        "invariance",
+        "a mixture of experts rounds a token by how many others go to its expert",
+        "leave draft_invariant out",
+    )
     SYNCED_GPUS = "synced_gpus", "processes of the group must step together"
     TENSOR_PARALLEL = "tensor_parallel", "every process would have to draft the same tokens"
 
@@ -144,7 +148,6 @@ _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
         FallbackReason.CACHE_IMPLEMENTATION,
         "cache_implementation",
     ),
-    (lambda value: value not in (None, 1), FallbackReason.GUIDANCE, "guidance_scale"),
     (bool, FallbackReason.TOKEN_HEALING, "token_healing"),
 )
 

@@ -46,7 +46,6 @@ SETTINGS = [
     ("beams", {"num_beams": 2, "do_sample": True}),
     ("no_cache", {"use_cache": False}),
     ("cache_implementation", {"cache_implementation": "static"}),
-    ("guidance", {"guidance_scale": 1.5}),
 ]
 
 
@@ -75,6 +74,7 @@ def test_settings_that_are_not_served(
         {"use_cache": True},
         {"cache_implementation": "dynamic"},
         {"guidance_scale": 1},
+        {"guidance_scale": 1.5},
         {"return_dict_in_generate": True},
         {"return_dict_in_generate": True, "output_scores": True},
         {"output_hidden_states": True},

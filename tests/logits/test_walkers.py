@@ -182,7 +182,7 @@ def test_what_does_not_fit_the_rows_of_the_batch_is_named():
         assert ours.unserved() == type(processor).__name__
 
 
-def test_guidance_that_keeps_a_model_cache_is_never_served():
+def test_guidance_keeps_a_model_cache_and_is_never_asked_row_by_row():
     guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
     for rows in (1, 2):
         ours = RowProcessors(hf.LogitsProcessorList([guidance]), rows, COLUMNS)
