@@ -34,15 +34,15 @@ class Records:
         self._chosen: dict[str, list[list[torch.Tensor]]] = {
             name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
         }
-        self._prefill: dict[str, Layers] = {}
-        self._observed: dict[str, list[list[Layers]]] = {
+        self._joined: dict[str, list[torch.Tensor]] = {"scores": [], "logits": []}
+        self._prefill: dict[str, Layers | None] = {}
+        self._observed: dict[str, list[list[Layers | None]]] = {
             name: [[] for _ in range(num_rows)] for name in ("hidden_states", "attentions")
         }
 
     def __bool__(self) -> bool:
         return self.chooses or self.observes
 
-    @property
     def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
         """What plain hands its stopping criteria; meaningful where rows advance together."""
         return self._columns("scores") if self._wants["scores"] else None
@@ -63,7 +63,7 @@ class Records:
         """Keep what the prompt's forward returned."""
         for name in ("hidden_states", "attentions"):
             if self._wants[name]:
-                self._prefill[name] = outputs[name]
+                self._prefill[name] = getattr(outputs, name, None)
 
     def observe(
         self,
@@ -89,8 +89,7 @@ class Records:
         if self._wants["attentions"]:
             for token, held in zip(tokens, slots, strict=True):
                 shown = [held if window is None else held[-window:] for window in windows]
-                layers = zip(outputs.attentions, shown, strict=True)
-                weights = tuple(_by_column(a, row, token, held) for a, held in layers)
+                weights = _weights(outputs.attentions, row, token, shown)
                 self._observed["attentions"][row].append(weights)
 
     def fields(self, num_columns: int) -> dict[str, Any]:
@@ -104,14 +103,33 @@ class Records:
         return out
 
     def _columns(self, name: str) -> tuple[torch.Tensor, ...]:
-        """Entries of all rows by column, [rows, vocab] each."""
-        return tuple(torch.stack(column) for column in zip(*self._chosen[name], strict=False))
+        """Entries of all rows by column, [rows, vocab] each; each column is put together once."""
+        rows, joined = self._chosen[name], self._joined[name]
+        for column in range(len(joined), min(map(len, rows))):
+            whole = torch.stack([row[column] for row in rows])
+            for row, entry in zip(rows, whole, strict=True):
+                row[column] = entry  # a view: the tensor that it was is freed
+            joined.append(whole)
+        return tuple(joined)
 
-    def _steps(self, name: str, num_columns: int) -> tuple[Layers, ...]:
+    def _steps(self, name: str, num_columns: int) -> tuple[Layers | None, ...]:
         """The prompt's entry, then one per further column, layer by layer."""
         columns = list(zip(*self._observed[name], strict=False))[: num_columns - 1]
-        later = [tuple(map(_stacked, zip(*column, strict=True))) for column in columns]
-        return (self._prefill[name], *later)
+        return (self._prefill[name], *map(_by_layer, columns))
+
+
+def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
+    """One column's entry from those of its rows."""
+    layers = [row for row in rows if row is not None]
+    return tuple(map(_stacked, zip(*layers, strict=True))) if layers else None
+
+
+def _weights(attentions: Any, row: int, token: int, slots: list[torch.Tensor]) -> Layers | None:
+    """One token's attention weights layer by layer; SDPA returns none, as (), for any of them."""
+    if not attentions:
+        return attentions
+    layers = zip(attentions, slots, strict=True)
+    return tuple(_by_column(weights, row, token, held) for weights, held in layers)
 
 
 def _by_column(weights: Any, row: int, token: int, slots: torch.Tensor) -> Any:

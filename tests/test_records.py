@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, SynthIDTextWatermarkingConfig
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
 
 import lookahead_hf
+from lookahead_hf.records import Records
 from tests.models import prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
 
@@ -68,6 +74,71 @@ def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
     steps = model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
     expected = model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True)
     assert_close(steps, expected)
+
+
+@pytest.mark.parametrize("kind", ["alone", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_attention_that_returns_no_weights(name: str, kind: str) -> None:
+    model, inputs = tiny(name, "sdpa"), batch(kind)
+    call = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": False, "eos_token_id": [5, 6]}
+    plain = model.generate(**inputs, **call, **ALL)
+    config = scripted(continuations(plain.sequences, 12), RandomTrees())
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**inputs, **call, **ALL, speculative=config)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.speculative_stats.fallback_reason is None
+    assert ours.speculative_stats.num_accepted > 0
+    assert ours.attentions == plain.attentions
+    assert_close(ours.hidden_states, plain.hidden_states)
+
+
+class Watches(StoppingCriteria):
+    """Keeps the scores that it is shown at every token."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.shown.append(scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def scored(model: Any, rows: int, truth: Any = None, criterion: Any = None) -> Any:
+    """A call that returns scores; speculative where the text is known."""
+    call: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
+    if criterion is not None:
+        call["stopping_criteria"] = StoppingCriteriaList([criterion])
+    if truth is not None:
+        call["speculative"] = scripted(continuations(truth, 12), RandomTrees())
+    with lookahead_hf.enabled(model):
+        return model.generate(prompt(rows), max_new_tokens=20, do_sample=False, **call)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_scores_are_put_together_once_for_those_who_look(rows: int) -> None:
+    model, seen, expected = tiny("llama"), Watches(), Watches()
+    plain = scored(model, rows, criterion=expected)
+    ours = scored(model, rows, plain.sequences, seen)
+    assert ours.speculative_stats.num_accepted > 0
+    assert ours.speculative_stats.engine == ("walk" if rows == 1 else "lockstep")
+    assert [len(shown) for shown in seen.shown] == [len(shown) for shown in expected.shown]
+    assert_close(ours.scores, plain.scores)
+    for column, scores in enumerate(ours.scores):
+        assert all(shown[column] is scores for shown in seen.shown[column:])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_scores_are_not_put_together_where_nobody_looks(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    plain = scored(model, rows)
+    asked: list[int] = []
+    monkeypatch.setattr(Records, "scores_so_far", lambda self: asked.append(1))
+    ours = scored(model, rows, plain.sequences)
+    assert ours.speculative_stats.num_accepted > 0
+    assert not asked
+    assert_close(ours.scores, plain.scores)
 
 
 class Remembers:

@@ -86,7 +86,7 @@ class Lockstep:
         for row, token in enumerate(tokens.tolist()):
             rows.emit(row, token)
         unfinished = torch.from_numpy(rows.live.astype(np.int64)).to(self._device)
-        unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far)
+        unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far())
         ended = unfinished.to("cpu").numpy() == 0
         for row in np.flatnonzero(ended & rows.live).tolist():
             rows.end(row)

@@ -81,7 +81,7 @@ class RowStopping:
         token_id: int,
         num_columns: int,
         ids: Callable[[], torch.Tensor],
-        scores: Any,
+        scores: Callable[[], Any],
     ) -> bool:
         """Whether the row's text ends with the token it has just emitted.
 
@@ -90,25 +90,25 @@ class RowStopping:
             token_id: Its newest token.
             num_columns: Its columns in plain's batch, prompt pads and the newest token included.
             ids: Makes the row as plain holds it, [1, columns]; called only where it is needed.
-            scores: What plain hands its criteria as `scores`.
+            scores: Makes what plain hands its criteria as `scores`; called only where it is needed.
         """
         if self._foreign:
             prefix = ids()
             unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
-            return bool((unfinished & ~self._criteria(prefix, scores)).max() == 0)
+            return bool((unfinished & ~self._criteria(prefix, scores())).max() == 0)
         ended = self._max_length is not None and num_columns >= self._max_length
         if self._warn_above:
-            self._warn(num_columns, ids, scores)
+            self._warn(num_columns, ids)
         if self._times:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
         return ended or any(c.end_with(token_id, ids) for c in self._strings)
 
-    def _warn(self, num_columns: int, ids: Callable[[], torch.Tensor], scores: Any) -> None:
+    def _warn(self, num_columns: int, ids: Callable[[], torch.Tensor]) -> None:
         """Let a length criterion say that the text has outgrown the model, once."""
         for criterion in self._warn_above:
             if criterion.max_position_embeddings < num_columns < criterion.max_length:
-                criterion(ids(), scores)
+                criterion(ids(), None)
                 self._warn_above = [c for c in self._warn_above if c is not criterion]
 
 

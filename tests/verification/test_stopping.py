@@ -35,7 +35,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def asked(stopping: RowStopping, ids: torch.Tensor, row: int = 0, scores: Any = None) -> bool:
-    return stopping.stops(row, int(ids[0, -1]), ids.shape[1], lambda: ids, scores)
+    return stopping.stops(row, int(ids[0, -1]), ids.shape[1], lambda: ids, lambda: scores)
 
 
 def plain_stops(criteria: StoppingCriteriaList, ids: torch.Tensor, scores: Any = None) -> bool:
