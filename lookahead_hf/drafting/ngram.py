@@ -6,6 +6,8 @@ a match of this length, so often confirmed, was worth so far decides how far eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -69,12 +71,12 @@ class NgramDrafter(Drafter):
             index.extend(rows.context(row))
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        sizes = np.zeros(rows.num_rows + 1, np.int64)
-        grown = []
-        for row in np.flatnonzero(rows.live).tolist():
-            grown.append(self._indexes[row].grow(self.rates, max_nodes))
-            sizes[row + 1] = len(grown[-1].score)
-        return _joined(grown, sizes.cumsum()) if grown else DraftTree.empty(rows.num_rows)
+        return joined(
+            [
+                None if finished else index.grow(self.rates, max_nodes)
+                for finished, index in zip(rows.finished.tolist(), self._indexes, strict=True)
+            ]
+        )
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         for row in np.flatnonzero(verdict.num_emitted).tolist():
@@ -84,19 +86,30 @@ class NgramDrafter(Drafter):
         self._indexes = []
 
 
-def _joined(grown: list[Continuations], row_offsets: np.ndarray) -> DraftTree:
-    """The trees of all rows, every node with its bucket as its evidence."""
-    num_nodes = int(row_offsets[-1])
+def joined(grown: Sequence[Continuations | None]) -> DraftTree:
+    """The trees of all rows, None for those without, every node with its bucket as its evidence."""
+    sizes = [0 if tree is None else len(tree.score) for tree in grown]
+    trees = [tree for tree in grown if tree is not None]
+    if not trees:
+        return DraftTree.empty(len(grown))
+    num_nodes = sum(sizes)
     evidence = Evidence(
         np.arange(num_nodes + 1),
         np.zeros(num_nodes, np.int32),
-        np.concatenate([tree.bucket for tree in grown]),
+        _flat([tree.bucket for tree in trees], np.int32),
     )
     return DraftTree(
-        row_offsets,
-        np.concatenate([tree.token_ids for tree in grown], dtype=np.int64),
-        np.concatenate([tree.parents for tree in grown]),
-        np.concatenate([tree.depth for tree in grown]),
-        np.concatenate([tree.score for tree in grown], dtype=np.float32),
+        np.array([0, *accumulate(sizes)], np.int64),
+        _flat([tree.token_ids for tree in trees], np.int64),
+        _flat([tree.parents for tree in trees], np.int32),
+        _flat([tree.depth for tree in trees], np.int32),
+        _flat([tree.score for tree in trees], np.float32),
         evidence,
     )
+
+
+def _flat(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """One array of all parts; joining a single one would cost more than converting it."""
+    if len(parts) == 1:
+        return parts[0].astype(dtype, copy=False)
+    return np.concatenate(parts, dtype=dtype)

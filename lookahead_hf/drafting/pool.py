@@ -1,8 +1,9 @@
 """Drafts from other requests: what followed the same tokens in a pool of n-grams.
 
-Texts of the same task repeat each other: on source code, 10 million tokens of other files bring a
-third more tokens per step than the text alone; on chat, unrelated texts bring a tenth. That a pool
-is told from the request's own text, and learned how much to believe, is what both rest on.
+In replays with 64 nodes on texts of a 135M model, a pool of 3 million tokens of source code raised
+the tokens per step of n-grams and recycling from 2.84 to 3.07, though the texts were chat, and to 26
+and more where the same had been asked before. That calibration learns how much to believe the pool,
+apart from the request's own text, makes the difference to plain pools of n-grams.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.ngram import MISSES_LEFT, SHARES_LEFT, _joined
-from lookahead_hf.ngram_pool import NgramPool
+from lookahead_hf.drafting.ngram import MISSES_LEFT, SHARES_LEFT, joined
+from lookahead_hf.ngram_pool import Continuations, NgramPool
 from lookahead_hf.ngram_pool.suffix_index import LONGEST_MATCH, NUM_BUCKETS, check_limits
 from lookahead_hf.steps import DraftTree
 
@@ -90,19 +91,16 @@ class PoolDrafter(Drafter):
         return rates.astype(np.float32).ravel()
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        sizes = np.zeros(rows.num_rows + 1, np.int64)
-        grown = []
-        for row in np.flatnonzero(rows.live).tolist():
-            tree = self._pool.grow(
-                rows.context(row),
-                self.rates,
-                max_nodes,
-                min_ngram=self._min_ngram,
-                max_ngram=self._max_ngram,
-            )
-            grown.append(tree)
-            sizes[row + 1] = len(tree.score)
-        return _joined(grown, sizes.cumsum()) if grown else DraftTree.empty(rows.num_rows)
+        return joined(
+            [
+                None if finished else self._grow(rows.context(row), max_nodes)
+                for row, finished in enumerate(rows.finished.tolist())
+            ]
+        )
+
+    def _grow(self, context: np.ndarray, max_nodes: int) -> Continuations:
+        limits = {"min_ngram": self._min_ngram, "max_ngram": self._max_ngram}
+        return self._pool.grow(context, self.rates, max_nodes, **limits)
 
     def end(self, rows: Rows) -> None:
         if self._learn:
