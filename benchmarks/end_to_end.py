@@ -17,28 +17,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from results import PLAIN, Run, plot, print_lines, store, summarize
+from results import plot, print_lines, store
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.cli.env import machine
+from lookahead_hf.cli.measuring import Run, measure, systems
+from lookahead_hf.cli.parsing import sampling
+from lookahead_hf.cli.screen import CommandError
+from lookahead_hf.cli.summary import summarize
 
-LOOKUP, OURS, CACHE_ONLY = "HF prompt lookup", "speculative", "budget 0"
-
-
-def systems(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The arguments that each system adds to `generate`."""
-    known: dict[str, dict[str, Any]] = {PLAIN: {}}
-    if arguments.batch == 1:  # HF's assisted decoding takes no batches
-        known[LOOKUP] = {"prompt_lookup_num_tokens": 10}
-    known[OURS] = {"speculative": True}
-    known[CACHE_ONLY] = {"speculative": SpeculativeConfig(budget=0)}
-    return known
+CACHE_ONLY = "budget 0"
 
 
 def shared_arguments(arguments: argparse.Namespace, pad_token_id: int) -> dict[str, Any]:
@@ -52,41 +46,6 @@ def shared_arguments(arguments: argparse.Namespace, pad_token_id: int) -> dict[s
         temperature, top_p = arguments.sample
         shared |= {"do_sample": True, "temperature": temperature, "top_p": top_p}
     return shared
-
-
-def measure(
-    model: Any, batches: list[common.Batch], arguments: argparse.Namespace, shared: dict[str, Any]
-) -> Iterator[list[Run]]:
-    """Run every batch by every system, round after round; yield what there is after every batch."""
-    end_ids = common.end_tokens(model)
-    ways = systems(arguments)
-    for extra in ways.values():
-        common.timed_call(model, batches[0], shared | extra, 0, end_ids)
-    runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
-    for number in range(arguments.rounds):
-        for at, batch in enumerate(batches):
-            for name, extra in _rotated(ways, number + at):
-                run = runs[at][name]
-                run.calls.append(common.timed_call(model, batch, shared | extra, at, end_ids))
-                if name in (OURS, CACHE_ONLY):
-                    run.stats.append(_checked_stats(model))
-            print(f"round {number + 1}, call {at + 1} of {len(batches)}", file=sys.stderr)
-            done = runs if number else runs[: at + 1]
-            yield [run for by_system in done for run in by_system.values()]
-
-
-def _rotated(ways: dict[str, dict[str, Any]], by: int) -> Iterable[tuple[str, dict[str, Any]]]:
-    """The systems in another order each time: what runs first meets colder caches."""
-    items = list(ways.items())
-    shift = by % len(items)
-    return items[shift:] + items[:shift]
-
-
-def _checked_stats(model: Any) -> dict[str, Any]:
-    stats = lookahead_hf.last_stats(model)
-    if stats is None or stats.fallback_reason is not None:
-        raise SystemExit(f"the call was not speculated: {stats and stats.fallback_reason}")
-    return stats.to_dict()
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -103,16 +62,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=1, help="prompts of a family per call")
-    parser.add_argument("--sample", type=_sample, metavar="T,TOP_P", help="default: greedy")
+    parser.add_argument("--sample", type=sampling, metavar="T,TOP_P", help="default: greedy")
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines and every call's seconds there")
     parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
     return parser.parse_args(argv)
-
-
-def _sample(text: str) -> tuple[float, float]:
-    temperature, top_p = map(float, text.split(","))
-    return temperature, top_p
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,13 +81,19 @@ def main(argv: list[str] | None = None) -> None:
     lengths = {length.bit_length(): length for length in map(common.num_columns, batches)}
     for length in lengths.values():  # costs are told apart by powers of two
         lookahead_hf.warm_up(model, batch_size=arguments.batch, context_length=length)
-    about = common.machine(model) | {"command": " ".join(sys.argv[1:])}
+    about = machine(model) | {"command": " ".join(sys.argv[1:])}
     runs: list[Run] = []
     try:
         shared = shared_arguments(arguments, tokenizer.pad_token_id)
-        for runs in measure(model, batches, arguments, shared):
+        ways = systems(arguments.batch)
+        ways[CACHE_ONLY] = {"speculative": SpeculativeConfig(budget=0)}
+        measured = measure(model, batches, ways, shared, arguments.rounds)
+        for done, runs in enumerate(measured, 1):
+            print(f"{done} of {arguments.rounds * len(batches)}", file=sys.stderr)
             if arguments.json:
                 store(arguments.json, about, runs)
+    except CommandError as error:
+        raise SystemExit(str(error)) from error
     except KeyboardInterrupt:
         print("interrupted: the result is that of a part", file=sys.stderr)
     print(json.dumps(about))

@@ -1,113 +1,13 @@
-"""Add up what the end-to-end benchmark measured; print, store and plot it."""
+"""Print, store and plot what the end-to-end benchmark measured."""
 
 from __future__ import annotations
 
 import json
-import statistics
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import common
-
-PLAIN = "plain"
-
-
-@dataclass
-class Run:
-    """What the rounds of one batch by one system gave."""
-
-    family: str
-    system: str
-    calls: list[common.Call] = field(default_factory=list)
-    stats: list[dict[str, Any]] = field(default_factory=list)  # ours only, one per round
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(call.seconds for call in self.calls)
-
-    @property
-    def texts(self) -> tuple[tuple[int, ...], ...]:
-        return self.calls[-1].rows
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the result: a system on a family, or on all of them."""
-
-    family: str
-    system: str
-    texts: int
-    tokens: int
-    tokens_per_second: float
-    ratio: float
-    tokens_per_step: float
-    outside_forward: float | None  # share of the time after the prefill
-    identical: float  # share of the texts that are plain's
-
-
-def summarize(runs: list[Run]) -> list[Line]:
-    """A line per family and system, then the same over all families."""
-    families = list(dict.fromkeys(run.family for run in runs))
-    lines = []
-    for family in [*families, "all"]:
-        chosen = [run for run in runs if family in (run.family, "all")]
-        plain = [run for run in chosen if run.system == PLAIN]
-        for system in dict.fromkeys(run.system for run in chosen):
-            lines.append(_line(family, [run for run in chosen if run.system == system], plain))
-    return lines
-
-
-def _line(family: str, runs: list[Run], plain: list[Run]) -> Line:
-    pairs = [
-        pair
-        for run, reference in zip(runs, plain, strict=True)
-        for pair in zip(run.texts, reference.texts, strict=True)
-    ]
-    speed = _tokens_per_second(runs)
-    return Line(
-        family=family,
-        system=runs[0].system,
-        texts=len(pairs),
-        tokens=sum(len(text) for text, _ in pairs),
-        tokens_per_second=speed,
-        ratio=speed / _tokens_per_second(plain),
-        tokens_per_step=_tokens_per_step(runs),
-        outside_forward=_outside_forward(runs),
-        identical=sum(text == reference for text, reference in pairs) / len(pairs),
-    )
-
-
-def _tokens_per_second(runs: list[Run]) -> float:
-    return sum(run.calls[-1].num_tokens for run in runs) / sum(run.seconds for run in runs)
-
-
-def _tokens_per_step(runs: list[Run]) -> float:
-    """(emitted - rows) / row steps; systems without statistics have their forwards counted."""
-    if runs[0].stats:
-        last = [run.stats[-1] for run in runs]
-        emitted = sum(stats["num_emitted"] - stats["rows"] for stats in last)
-        return _ratio(emitted, sum(stats["row_steps"] for stats in last))
-    if runs[0].system == PLAIN:
-        return 1.0
-    emitted = sum(run.calls[-1].num_tokens - len(run.texts) for run in runs)
-    return _ratio(emitted, sum(run.calls[-1].forwards - 1 for run in runs))
-
-
-def _outside_forward(runs: list[Run]) -> float | None:
-    """Share of the wall time after the prefill that is not inside a forward of the target."""
-    if not runs[0].stats:
-        return None
-    loop = inside = 0.0
-    for run in runs:
-        for call, stats in zip(run.calls, run.stats, strict=True):
-            loop += call.seconds * 1000 - stats["prefill_ms"]
-            inside += stats["forward_ms"]
-    return 1 - _ratio(inside, loop)
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else float("nan")
+from lookahead_hf.cli.measuring import PLAIN, Run
+from lookahead_hf.cli.summary import Line, summarize
 
 
 def print_lines(lines: list[Line]) -> None:

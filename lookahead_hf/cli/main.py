@@ -7,14 +7,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lookahead_hf.cli import chat, demo, env, generate, pool
-from lookahead_hf.cli.screen import CommandError, open_screen
+from lookahead_hf.cli import bench, chat, demo, env, generate, pool
+from lookahead_hf.cli.screen import CommandError, JsonScreen, Screen, open_screen
 
 _EPILOG = """\
 examples:
   lookahead-hf demo
   lookahead-hf generate --model Qwen/Qwen3-0.6B "Write a haiku about caches"
+  lookahead-hf bench --model Qwen/Qwen3-0.6B --prompts mine.txt
   lookahead-hf env > environment.txt
+
+With --json, stdout holds the result as JSON (chat: one line per turn) and nothing else.
 
 exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 """
@@ -30,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-colour", action="store_true", help="plain text on a terminal too")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, generate, chat, pool, env):
+    for command in (demo, generate, chat, bench, pool, env):
         command.add_parser(commands)
     return parser
 
@@ -45,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = build_parser().parse_args(argv)
-    screen = open_screen(False if arguments.no_colour else None)
+    screen: Screen = open_screen(False if arguments.no_colour else None)
+    if arguments.json:
+        # Of a conversation, a program reads one turn after the other.
+        screen = JsonScreen(indent=None if arguments.command == "chat" else 2)
     try:
         return int(arguments.run(arguments, screen))
     except CommandError as error:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lookahead_hf.cli.parsing import add_command
 from lookahead_hf.cli.screen import CommandError, Screen
 
 if TYPE_CHECKING:
@@ -73,16 +74,10 @@ def _add_build(actions: Any) -> None:
 
 
 def _add_action(actions: Any, name: str, text: str, run: Callable[..., int]) -> Any:
-    parser = actions.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    about = f"{text[0].upper()}{text[1:]}."
+    return add_command(
+        actions, name, _with_messages(run), help=text, about=about, examples=_EXAMPLES
     )
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    parser.set_defaults(run=_with_messages(run))
-    return parser
 
 
 def _add_max_tokens(parser: Any, default: int | None, text: str) -> None:
@@ -198,7 +193,7 @@ def _decoded(file: Path, content: bytes) -> str:
 def _info(arguments: argparse.Namespace, screen: Screen) -> int:
     from lookahead_hf.ngram_pool import NgramPool
 
-    return _show(NgramPool.load(arguments.file), arguments.file, arguments, screen)
+    return _show(NgramPool.load(arguments.file), arguments.file, screen)
 
 
 def _merge(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -224,7 +219,7 @@ def _merge(arguments: argparse.Namespace, screen: Screen) -> int:
 def _save(pool: NgramPool, arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.task(f"writing {arguments.output}"):
         pool.save(arguments.output)
-    return _show(pool, arguments.output, arguments, screen)
+    return _show(pool, arguments.output, screen)
 
 
 def _check(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -232,17 +227,13 @@ def _check(arguments: argparse.Namespace, screen: Screen) -> int:
 
     with screen.task(f"reading {arguments.file}"):
         store.check(arguments.file)
-    if arguments.json:
-        screen.line(json.dumps({"file": str(arguments.file), "intact": True}))
-    else:
-        screen.line(f"{arguments.file} is intact")
+    screen.result({"file": str(arguments.file), "intact": True})
+    screen.line(f"{arguments.file} is intact")
     return 0
 
 
-def _show(pool: NgramPool, file: Path, arguments: argparse.Namespace, screen: Screen) -> int:
-    if arguments.json:
-        screen.line(json.dumps({"file": str(file), **asdict(pool.info)}, indent=2))
-        return 0
+def _show(pool: NgramPool, file: Path, screen: Screen) -> int:
+    screen.result({"file": str(file), **asdict(pool.info)})
     screen.line(str(file), "bold")
     for name, value in _readable(pool.info).items():
         screen.line(f"  {name}: {value}")

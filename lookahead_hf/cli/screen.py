@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,12 @@ class Screen(Protocol):
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Write a table, the first column to the left and the others to the right."""
 
+    def result(self, data: Any) -> None:
+        """Give a program what `line` and `table` tell people; nothing where people read."""
+
     @contextmanager
-    def task(self, label: str, total: int | None = None) -> Iterator[Report]:
-        """Show that something is under way; of a known `total`, how far it is."""
+    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
+        """Show that something is under way; of a known `total` of a `unit`, how far it is."""
 
 
 class PlainScreen:
@@ -54,8 +58,11 @@ class PlainScreen:
             first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
             self.line("  ".join([cells[0].ljust(len(first)), *others]))
 
+    def result(self, data: Any) -> None:
+        pass
+
     @contextmanager
-    def task(self, label: str, total: int | None = None) -> Iterator[Report]:
+    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
         print(f"{label} ...", file=sys.stderr, flush=True)
         yield lambda done: None
 
@@ -90,16 +97,52 @@ class RichScreen:
             table.add_row(*map(Text, row))
         self._out.print(table)
 
+    def result(self, data: Any) -> None:
+        pass
+
     @contextmanager
-    def task(self, label: str, total: int | None = None) -> Iterator[Report]:
+    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
         from rich import progress
 
         columns: list[Any] = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
         if total is not None:
-            columns += [progress.BarColumn(), progress.DownloadColumn()]
+            columns.append(progress.BarColumn())
+            is_size = unit == "bytes"
+            columns.append(progress.DownloadColumn() if is_size else progress.MofNCompleteColumn())
         with progress.Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=done)
+
+
+class JsonScreen:
+    """One JSON object per result on stdout and nothing else there: for programs.
+
+    Args:
+        indent: As in `json.dumps`; None writes JSON lines.
+    """
+
+    has_colour = False
+
+    def __init__(self, indent: int | None = 2) -> None:
+        self._indent = indent
+        self._tasks = _rich_or_plain(sys.stderr.isatty())
+
+    def line(self, text: str = "", style: str = "") -> None:
+        pass
+
+    def write(self, text: str, style: str = "") -> None:
+        pass
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        pass
+
+    def result(self, data: Any) -> None:
+        print(json.dumps(data, indent=self._indent), flush=True)
+
+    @contextmanager
+    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
+        with self._tasks.task(label, total, unit) as report:
+            yield report
 
 
 def open_screen(colour: bool | None = None) -> Screen:
@@ -109,7 +152,11 @@ def open_screen(colour: bool | None = None) -> Screen:
         colour: False asks for plain text; None takes colours where stdout is a terminal and rich is
             installed.
     """
-    if colour is False or not sys.stdout.isatty():
+    return _rich_or_plain(colour is not False and sys.stdout.isatty())
+
+
+def _rich_or_plain(wants_rich: bool) -> Screen:
+    if not wants_rich:
         return PlainScreen()
     try:
         return RichScreen()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import json
 from typing import Any
 
 import pytest
@@ -46,19 +46,23 @@ def test_demo_shows_identical_texts_and_what_was_drafted(
     assert steps > 1.0
 
 
+def test_demo_and_generate_as_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--model", folder, "--new-tokens", "24", "--json"]
+    assert main(["demo", *common, "--dtypes", "float32", "--prompt", "abc abc"]) == 0
+    (outcome,) = json.loads(capsys.readouterr().out)
+    assert outcome["dtype"] == "float32" and outcome["num_same"] is None
+    assert main(["generate", *common, "abc abc"]) == 0
+    speculative = json.loads(capsys.readouterr().out)
+    assert main(["generate", *common, "--plain", "abc abc"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert speculative["text"] == plain["text"] and plain["num_tokens"] == 24
+    assert speculative["stats"]["num_accepted"] > 0 and plain["stats"] is None
+
+
 def test_generate_prints_the_statistics(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "--model", folder, "--new-tokens", "40", "--sample", "0.5,0.9"]
     assert main([*words, "--stats", "abc abc"]) == 0
     assert "tokens per step" in capsys.readouterr().out
-
-
-def test_chat_answers_until_an_empty_line(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = iter(["abc", "abcd", ""])
-    monkeypatch.setattr(builtins, "input", lambda: next(lines))
-    assert main(["chat", "--model", folder, "--new-tokens", "16"]) == 0
-    assert capsys.readouterr().out.count("tokens per step") == 2
 
 
 @pytest.mark.parametrize(

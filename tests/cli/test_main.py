@@ -13,7 +13,7 @@ import pytest
 from lookahead_hf.cli import main
 from lookahead_hf.fallback import FallbackReason
 
-COMMANDS = ("demo", "generate", "chat", "pool", "env")
+COMMANDS = ("demo", "generate", "chat", "bench", "pool", "env")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,159 @@
+"""Timed calls of `generate`: one text or batch by several systems, round after round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lookahead_hf.cli.screen import CommandError
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN, LOOKUP, OURS = "plain", "HF prompt lookup", "speculative"
+
+
+def systems(batch_size: int = 1) -> dict[str, dict[str, Any]]:
+    """The arguments that plain generation, HF's prompt lookup and ours add to `generate`."""
+    known: dict[str, dict[str, Any]] = {PLAIN: {}}
+    if batch_size == 1:  # HF's assisted decoding takes no batches
+        known[LOOKUP] = {"prompt_lookup_num_tokens": 10}
+    known[OURS] = {"speculative": True}
+    return known
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are generated in one call."""
+
+    family: str
+    indices: tuple[int, ...]  # of the prompts within their family
+    inputs: dict[str, torch.Tensor]  # input_ids and attention_mask, [rows, columns]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One timed call of `generate`."""
+
+    seconds: float
+    rows: tuple[tuple[int, ...], ...]  # new tokens of each row, up to and with its end token
+    forwards: int  # forwards of the model, the prefill's included
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+@dataclass
+class Run:
+    """What the rounds of one batch by one system gave."""
+
+    family: str
+    system: str
+    calls: list[Call] = field(default_factory=list)
+    stats: list[dict[str, Any]] = field(default_factory=list)  # ours only, one per round
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(call.seconds for call in self.calls)
+
+    @property
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        return self.calls[-1].rows
+
+
+def measure(
+    model: Any,
+    batches: Sequence[Batch],
+    ways: Mapping[str, dict[str, Any]],
+    shared: dict[str, Any],
+    rounds: int,
+) -> Iterator[list[Run]]:
+    """Run every batch by every system, round after round; yield what there is after every batch.
+
+    Args:
+        model: An enabled model.
+        batches: What to generate from.
+        ways: The arguments that each system adds to `generate`, by its name.
+        shared: The arguments that all systems pass to `generate`.
+        rounds: How often.
+
+    Raises:
+        CommandError: A call that was to be speculated ran plainly.
+    """
+    end_ids = end_tokens(model)
+    for extra in ways.values():
+        timed_call(model, batches[0], shared | extra, 0, end_ids)
+    runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
+    for number in range(rounds):
+        for at, batch in enumerate(batches):
+            for name, extra in _rotated(ways, number + at):
+                run = runs[at][name]
+                run.calls.append(timed_call(model, batch, shared | extra, at, end_ids))
+                if "speculative" in extra:
+                    run.stats.append(_checked_stats(model))
+            done = runs if number else runs[: at + 1]
+            yield [run for by_system in done for run in by_system.values()]
+
+
+def _rotated(ways: Mapping[str, dict[str, Any]], by: int) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The systems in another order each time: what runs first meets colder caches."""
+    items = list(ways.items())
+    shift = by % len(items)
+    return items[shift:] + items[:shift]
+
+
+def _checked_stats(model: Any) -> dict[str, Any]:
+    import lookahead_hf
+
+    stats = lookahead_hf.last_stats(model)
+    if stats is None or stats.fallback_reason is not None:
+        raise CommandError(f"The call was not speculated: {stats and stats.fallback_reason}")
+    return stats.to_dict()
+
+
+def timed_call(
+    model: Any, batch: Batch, arguments: dict[str, Any], seed: int, end_ids: frozenset[int]
+) -> Call:
+    """Run `generate` once, seeded, and count the model's forwards."""
+    import torch
+
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
+    handle = model.register_forward_pre_hook(count)
+    torch.manual_seed(seed)
+    try:
+        wait = _synchronizer(model.device)
+        start = time.perf_counter()
+        output = model.generate(**inputs, **arguments)
+        wait()
+        seconds = time.perf_counter() - start
+    finally:
+        handle.remove()
+    new = output[:, inputs["input_ids"].shape[1] :].tolist()
+    return Call(seconds, tuple(_until_end(row, end_ids) for row in new), forwards)
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    import torch
+
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def _until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
+    ends = [index for index, token in enumerate(row) if token in end_ids]
+    return tuple(row[: ends[0] + 1] if ends else row)
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The token ids at which a text of this model ends."""
+    ids = model.generation_config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

@@ -1,0 +1,106 @@
+"""`lookahead-hf bench`: three systems on the user's prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lookahead_hf.cli import main, measuring
+from tests.cli.tiny_chat import save_tiny_chat
+
+SYSTEMS = ["plain", "HF prompt lookup", "speculative"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+def words(folder: str, *more: str) -> list[str]:
+    return ["bench", "--model", folder, "--rounds", "1", "--new-tokens", "32", *more]
+
+
+def test_lines_of_a_file_are_prompts(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("abc abc abc\n\nabcd\nleft out\n")
+    more = ["--prompts", str(tmp_path / "mine.txt"), "--limit", "2", "--json"]
+    assert main(words(folder, *more)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["about"]["dtype"] == "float32"
+    assert [line["system"] for line in found["lines"]] == SYSTEMS
+    plain, _, ours = found["lines"]
+    assert {line["family"] for line in found["lines"]} == {"mine.txt"}
+    assert (plain["texts"], plain["ratio"], plain["tokens_per_step"]) == (2, 1.0, 1.0)
+    assert ours["identical"] == 1.0 and ours["tokens_per_step"] > 1.0
+
+
+def test_records_are_prompts(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "abc abc"}\n\n{"question": "abcd"}\n')
+    more = ["--prompts", str(tmp_path / "mine.jsonl"), "--field", "question"]
+    assert main(words(folder, *more)) == 0
+    assert "2 of 2" in capsys.readouterr().out
+
+
+def test_without_a_file_the_demos_prompts_are_taken(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(folder)) == 0
+    shown = capsys.readouterr()
+    assert all(name in shown.out for name in ("an edit of a function", "all", *SYSTEMS))
+    assert "measuring" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("nothing.txt", None, "No such file"),
+        ("empty.txt", "\n\n", "no prompt"),
+        ("broken.jsonl", "{", "could not be read"),
+        ("other.jsonl", '{"text": "a"}', "line 1 has no text 'prompt'"),
+        ("number.jsonl", "5", "line 1 has no text 'prompt'"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_one_message(
+    name: str,
+    content: str | None,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert main(["bench", "--prompts", str(tmp_path / name)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_run_shows_what_there_is(
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mine.txt").write_text("abc abc\nabcd\n")
+    whole = measuring.timed_call
+    calls: list[object] = []
+
+    def interrupted(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 3 + 3 + 2:  # warm-up, the first prompt, half of the second
+            raise KeyboardInterrupt
+        return whole(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measuring, "timed_call", interrupted)
+    assert main(words(folder, "--prompts", str(tmp_path / "mine.txt"))) == 0
+    shown = capsys.readouterr().out
+    assert "interrupted" in shown and shown.count("1 of 1") == 3
+
+
+def test_a_count_of_nothing_is_wrong_usage(folder: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words(folder, "--rounds", "0"))
+    assert caught.value.code == 2

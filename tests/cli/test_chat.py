@@ -1,0 +1,110 @@
+"""`lookahead-hf chat`: turns on one cache, as text and as JSON lines."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lookahead_hf
+from lookahead_hf.cli import main
+from lookahead_hf.cli.chat import Conversation
+from lookahead_hf.cli.comparison import Stage
+from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.screen import JsonScreen
+from tests.cli.tiny_chat import save_tiny_chat
+
+TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def stage(folder: str) -> Stage:
+    model = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
+    generation = {"max_new_tokens": 24, "do_sample": False}
+    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, JsonScreen())
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    left = iter(lines)
+    monkeypatch.setattr(builtins, "input", lambda: next(left))
+
+
+@pytest.fixture
+def fed(stage: Stage) -> Iterator[list[int]]:
+    """Collects how many tokens each forward is fed."""
+    widths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        widths.append(kwargs["input_ids"].shape[1])
+
+    handle = stage.model.register_forward_pre_hook(note, with_kwargs=True)
+    yield widths
+    handle.remove()
+
+
+def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
+    stage: Stage, fed: list[int]
+) -> None:
+    conversation, messages = Conversation(stage), []
+    before: list[int] = []
+    for turn in TURNS:
+        messages.append({"role": "user", "content": turn})
+        inputs = encode_chat(stage.model, stage.tokenizer, messages)
+        expected = stage.model.generate(**inputs, **stage.generation, speculative=False)
+        prompt = inputs["input_ids"][0].tolist()
+        fed.clear()
+        timed, known = conversation.answer(turn)
+        assert [*prompt, *timed.ids] == expected[0].tolist()
+        assert fed[0] == len(prompt) - known
+        # The end token that the template puts after an answer was not in the cache.
+        text = stage.tokenizer.decode(timed.ids, skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": text})
+        same = [a == b for a, b in zip(before, prompt, strict=False)]
+        assert known == min((*(i for i, each in enumerate(same) if not each), len(same)))
+        before = [*prompt, *timed.ids[:-1]]
+    assert known > 40
+    assert timed.stats is not None and timed.stats.num_accepted > 0
+
+
+def test_a_cache_that_cannot_be_shortened_is_made_anew(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = Conversation(stage)
+    conversation.answer(TURNS[0])
+    conversation._cached[5] = -1  # as if the template had changed what it wrote
+    assert conversation.answer(TURNS[1])[1] == 5
+    conversation._cached[5] = -1
+
+    def crop(count: int) -> None:
+        raise RuntimeError("a window has moved on")
+
+    monkeypatch.setattr(conversation._cache, "crop", crop)
+    assert conversation.answer(TURNS[2])[1] == 0
+
+
+def test_it_answers_until_an_empty_line(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "abc", "abcd", "")
+    assert main(["chat", "--model", folder, "--new-tokens", "16"]) == 0
+    assert capsys.readouterr().out.count("tokens per step") == 2
+
+
+def test_json_has_a_line_per_turn(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "abc", "abcd", "")
+    assert main(["chat", "--model", folder, "--new-tokens", "16", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["prompt"], first["cached_tokens"]) == ("abc", 0)
+    assert second["cached_tokens"] > 4
+    assert second["stats"]["fallback_reason"] is None
