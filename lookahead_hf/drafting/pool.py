@@ -1,8 +1,8 @@
 """Drafts from other requests: what followed the same tokens in a pool of n-grams.
 
 In replays with 64 nodes on texts of a 135M model, a pool of 3 million tokens of source code raised
-the tokens per step of n-grams and recycling from 2.84 to 3.07, though the texts were chat, and to 26
-and more where the same had been asked before. That calibration learns how much to believe the pool,
+the tokens per step of n-grams and recycling from 2.84 to 3.07, though the texts were chat; to 26 or
+more where the same had been asked before. That calibration learns how much to believe the pool,
 apart from the request's own text, makes the difference to plain pools of n-grams.
 """
 

@@ -38,13 +38,16 @@ def merge(
         `probs` survives only where a single source drafts: what several sources agree on was not
         drawn from one of them.
     """
-    row_offsets, token_ids, parents = _flat_nodes(proposals)
-    entry_offsets, buckets = _flat_evidence(proposals)
+    row_offsets = np.array([tree.row_offsets for tree in proposals], np.int64)
+    token_ids = np.concatenate([tree.token_ids for tree in proposals], dtype=np.int64)
+    parents = np.concatenate([tree.parents for tree in proposals], dtype=np.int32)
+    entry_offsets, buckets = zip(*map(_evidence_of, proposals), strict=True)
     if max_depth is None:
         max_depth = np.full(row_offsets.shape[1] - 1, len(token_ids) + 1, np.int64)
     offsets, tokens, parents, depth, score, entries, source, bucket, origin = (
         functions().merge_trees(
-            row_offsets, token_ids, parents, entry_offsets, buckets,
+            row_offsets, token_ids, parents,
+            np.concatenate(entry_offsets, dtype=np.int64), np.concatenate(buckets, dtype=np.int32),
             calibration.rates, calibration.bucket_starts, max_depth, vocab_size, max_nodes,
         )
     )  # fmt: skip
@@ -77,30 +80,11 @@ def head(tree: DraftTree, num_nodes: int) -> DraftTree:
     )
 
 
-def _flat_nodes(proposals: Sequence[DraftTree]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row offsets [sources, rows + 1], token ids and parents of all sources in one array each."""
-    row_offsets = np.array([tree.row_offsets for tree in proposals], np.int64)
-    base = 0
-    for source, tree in enumerate(proposals):
-        row_offsets[source] += base
-        base += len(tree.token_ids)
-    token_ids = np.concatenate([tree.token_ids for tree in proposals], dtype=np.int64)
-    parents = np.concatenate([tree.parents for tree in proposals], dtype=np.int32)
-    return row_offsets, token_ids, parents
-
-
-def _flat_evidence(proposals: Sequence[DraftTree]) -> tuple[np.ndarray, np.ndarray]:
-    """Entry offsets [nodes + 1] and buckets [entries] of all sources in one array each."""
-    sizes = [np.zeros(1, np.int64)]
-    buckets = []
-    for tree in proposals:
-        if tree.evidence is None:
-            sizes.append(np.ones(len(tree.token_ids), np.int64))
-            buckets.append(np.zeros(len(tree.token_ids), np.int32))
-        else:
-            sizes.append(tree.evidence.offsets[1:] - tree.evidence.offsets[:-1])
-            buckets.append(tree.evidence.bucket)
-    return np.concatenate(sizes).cumsum(), np.concatenate(buckets, dtype=np.int32)
+def _evidence_of(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
+    """Entry offsets, [nodes + 1], and buckets, [entries], of one source's tree."""
+    if tree.evidence is not None:
+        return tree.evidence.offsets, tree.evidence.bucket
+    return np.arange(tree.num_nodes + 1), np.zeros(tree.num_nodes, np.int32)
 
 
 def _take_evidence(evidence: Evidence | None, order: np.ndarray) -> Evidence | None:
