@@ -42,6 +42,9 @@ class SpeculativeConfig:
         verification: "exact": the text of plain `generate`, also the same sample for the same seed;
             "rejection": samples of the same distribution, more of them accepted where an assistant
             drew the drafts.
+        draft_invariant: Whether the text, bit for bit, may not depend on what was drafted, in half
+            precision too: every step is one block of the same shape, and drafts are chains. Costs
+            more per step, and memory for the longest text that the call may write from the start.
         pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
             the drafter. Without it "pool" fills an empty one that is kept with the model.
         learn: Whether generated texts are added to the pool. Not by default: what one user's text
@@ -55,6 +58,7 @@ class SpeculativeConfig:
     max_draft_nodes: int = 64
     budget: str | int = "auto"
     verification: str = "exact"
+    draft_invariant: bool = False
     pool: Any = None
     learn: bool = False
     on_fallback: str = "warn"
@@ -66,7 +70,14 @@ class SpeculativeConfig:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
         _check_nodes(self.max_draft_nodes, self.budget)
         _check_choice("verification", self.verification, VERIFICATIONS)
-        _check_pool(self.pool, self.learn)
+        _check_flag("draft_invariant", self.draft_invariant)
+        if self.draft_invariant and self.verification == "rejection":
+            raise ValueError(
+                'draft_invariant=True needs verification="exact": with "rejection" the drafts '
+                "decide which sample comes out"
+            )
+        _check_pool(self.pool)
+        _check_flag("learn", self.learn)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)
         known = {*BUILT_IN_DRAFTERS, *map(drafter_name, self.drafters or ())}
         object.__setattr__(self, "options", _checked_options(self.options, known))
@@ -142,7 +153,12 @@ class SpeculativeConfig:
 
 def drafter_name(drafter: Any) -> str:
     """The name of a drafter that is given by name or as an object."""
-    return drafter if isinstance(drafter, str) else str(getattr(drafter, "name", "custom"))
+    if isinstance(drafter, str):
+        return drafter
+    try:
+        return str(getattr(drafter, "name", "custom"))
+    except Exception:  # an object's own property may raise anything
+        return "custom"
 
 
 def _checked_drafters(drafters: Any) -> tuple[Any, ...]:
@@ -183,11 +199,14 @@ def _check_nodes(max_draft_nodes: Any, budget: Any) -> None:
         )
 
 
-def _check_pool(pool: Any, learn: Any) -> None:
+def _check_pool(pool: Any) -> None:
     if pool is not None and not isinstance(pool, (str, os.PathLike)) and not hasattr(pool, "grow"):
         raise ValueError(f"pool must be an NgramPool or the path of one, not {pool!r}")
-    if not isinstance(learn, bool):
-        raise ValueError(f"learn must be True or False, not {learn!r}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -38,6 +38,8 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
         ({"budget": 65}, "from 0 to max_draft_nodes=64"),
         ({"budget": False}, '"auto" or an int'),
         ({"verification": "sure"}, "known: exact, rejection"),
+        ({"draft_invariant": 1}, "True or False"),
+        ({"draft_invariant": True, "verification": "rejection"}, 'needs verification="exact"'),
         ({"on_fallback": "raise"}, "known: warn, error, silent"),
         ({"options": ["ngram"]}, "must be a dict"),
         ({"options": {"ngrams": {}}}, "no such drafter"),

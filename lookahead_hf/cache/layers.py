@@ -83,6 +83,7 @@ class SlotCache(Cache):
     Attributes:
         lengths: Tokens of each row that are kept, [rows] int64.
         capacity: Slots that every layer has room for.
+        shown: Slots that the attention sees in every forward, None for those that are in use.
         block: Where the forward in progress writes.
     """
 
@@ -90,6 +91,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.lengths = np.zeros(num_rows, np.int64)
         self.capacity = 0
+        self.shown: int | None = None
         self.block: Block | None = None
         self._path_table: PathTable | None = None
         self._slots_by_device: dict[torch.device, torch.Tensor] = {}
@@ -115,7 +117,15 @@ class SlotCache(Cache):
         """Make room for `slots` in every layer."""
         if slots <= self.capacity:
             return
-        capacity = slots + max(GROWTH_SLOTS, slots // 16)
+        self._grow(slots + max(GROWTH_SLOTS, slots // 16))
+
+    def fix(self, slots: int) -> None:
+        """Make room for `slots` at once and show them all in every forward."""
+        if slots > self.capacity:
+            self._grow(slots)
+        self.shown = slots
+
+    def _grow(self, capacity: int) -> None:
         for layer in self.layers:
             if isinstance(layer, SlotLayer):
                 layer.grow(capacity)
@@ -129,7 +139,7 @@ class SlotCache(Cache):
             width: Tokens per row, padding included.
         """
         self.reserve(self.longest + width)
-        visible = self.longest + width
+        visible = max(self.longest + width, self.shown or 0)
         if len(self.lengths) == 1 or bool((self.lengths == self.lengths[0]).all()):
             self.block = Block(int(self.lengths[0]), None, width, visible)
             return

@@ -21,7 +21,7 @@ from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
 from lookahead_hf.drafting.prompt_logits import seed
 from lookahead_hf.drafting.recycling import RecyclingDrafter
 from lookahead_hf.drafting.registry import Resources, build
-from lookahead_hf.drafting.tree import head
+from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.target.prompt import PromptStates
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 
 
 OWN_POOL_TOKENS = 1_000_000
+
+INVARIANT_WIDTH = 16
+"""Tokens per row of every block where the text may not depend on the draft: the same for all
+drafters and budgets. A chain of 15 is seldom accepted further."""
+
+CHAIN_OF = 64
+"""Nodes of the tree from which such a chain is taken."""
 
 
 class ModelMemory:
@@ -56,6 +63,13 @@ def memory_of(model: Any) -> ModelMemory:
     """The model's memory, made at its first call."""
     with _lock:
         return _memories.setdefault(model, ModelMemory())
+
+
+def most_nodes(config: SpeculativeConfig) -> int:
+    """Most nodes that a row's draft can have in a call."""
+    if config.draft_invariant:
+        return min(config.max_draft_nodes, INVARIANT_WIDTH - 1)
+    return config.max_draft_nodes
 
 
 def cost_setting(model: Any) -> str:
@@ -97,11 +111,12 @@ class DraftSession:
         )
         self._budget = Budget(
             config.budget,
-            config.max_draft_nodes,
+            most_nodes(config),
             self._memory.costs,
             rows,
-            cost_setting(model),
+            cost_setting(model) + (" one shape" if config.draft_invariant else ""),
         )
+        self._chain = config.draft_invariant
         self._prompt, self._max_new_tokens = prompt, max_new_tokens
         self._seconds = 0.0
         self._failed = False
@@ -141,7 +156,10 @@ class DraftSession:
         wanted = self._budget.wanted()
         if not wanted:
             return None
-        tree = self._ensemble.propose(rows, wanted)
+        if self._chain:
+            tree = likeliest_chain(self._ensemble.propose(rows, CHAIN_OF), wanted)
+        else:
+            tree = self._ensemble.propose(rows, wanted)
         return head(tree, self._budget.choose(tree))
 
     def observe(

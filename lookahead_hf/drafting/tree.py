@@ -8,7 +8,7 @@ import numpy as np
 
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.compiled import functions
-from lookahead_hf.steps import DraftTree, Evidence
+from lookahead_hf.steps import ROOT, DraftTree, Evidence
 
 ANY_TOKEN = 2**62
 """Vocabulary size where the caller knows none."""
@@ -69,6 +69,35 @@ def head(tree: DraftTree, num_nodes: int) -> DraftTree:
         num_nodes: Nodes to keep per row.
     """
     offsets, order, parents = functions().head_order(tree.row_offsets, tree.parents, num_nodes)
+    return _taken(tree, offsets, order, parents)
+
+
+def likeliest_chain(tree: DraftTree, max_nodes: int) -> DraftTree:
+    """Keep of each row one path from the root down: at every node the likeliest child.
+
+    Args:
+        tree: As `merge` returns it, each row's nodes best first.
+        max_nodes: Longest chain.
+    """
+    order: list[int] = []
+    offsets = np.zeros(tree.num_rows + 1, np.int64)
+    for row in range(tree.num_rows):
+        nodes = tree.row(row)
+        at, first = ROOT, len(order)
+        # Children stand behind their parents, so one pass over the nodes is the walk.
+        for node, parent in enumerate(tree.parents[nodes].tolist()):
+            if parent == at and len(order) - first < max_nodes:
+                order.append(nodes.start + node)
+                at = node
+        offsets[row + 1] = len(order)
+    places = np.arange(len(order)) - np.repeat(offsets[:-1], np.diff(offsets))
+    return _taken(tree, offsets, np.array(order, np.int64), (places - 1).astype(np.int32))
+
+
+def _taken(
+    tree: DraftTree, offsets: np.ndarray, order: np.ndarray, parents: np.ndarray
+) -> DraftTree:
+    """The tree of the nodes `order`, [kept], which number their parents anew."""
     return DraftTree(
         offsets,
         tree.token_ids[order],

@@ -59,6 +59,12 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_invariance(model: Any) -> None:
+    """Raise Unserved where a token's bits depend on the other tokens of its block."""
+    if compat.has_experts(model):
+        raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
+
+
 def _check_attention(model: Any) -> None:
     name = compat.attention_name(compat.text_config(model))
     if name is not None and name.removeprefix("lookahead:") not in SERVED:

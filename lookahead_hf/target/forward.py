@@ -25,6 +25,19 @@ class BlockInputs:
     model_inputs: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """A shape that all blocks of a call have, whatever is drafted.
+
+    Attributes:
+        width: Tokens per row; what a draft leaves free is padding that nothing sees.
+        room: Slots behind the longest prompt.
+    """
+
+    width: int
+    room: int
+
+
 class Target:
     """A model whose cache has been taken over for the length of a call.
 
@@ -33,11 +46,13 @@ class Target:
         prompt: What the prefill left of the prompt, for drafting.
     """
 
-    def __init__(self, model: Any, num_rows: int) -> None:
+    def __init__(self, model: Any, num_rows: int, shape: BlockShape | None = None) -> None:
+        """`shape`: the shape of every block, None for as large as each draft needs."""
         self.model = model
         self.num_rows = num_rows
         self.cache: AdoptedCache | None = None
         self.prompt = PromptStates(model)
+        self._shape = shape
         self._extras: dict[str, Any] = {}
         self._kinds = mask_kinds(model)
         self._mask_dict = compat.takes_mask_dict(model)
@@ -61,7 +76,9 @@ class Target:
         mask = model_kwargs.get("attention_mask")
         attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
         self._extras = _passed_on(model_kwargs)
-        self._take_over(outputs.past_key_values, attended, model_kwargs["position_ids"])
+        cache = outputs.past_key_values
+        returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
+        self._take_over(cache, attended, model_kwargs["position_ids"], returned)
         return outputs
 
     def start(self, input_ids: torch.Tensor, cache: compat.Cache) -> None:
@@ -78,15 +95,22 @@ class Target:
         self._take_over(outputs.past_key_values, None, position_ids)
 
     def _take_over(
-        self, cache: compat.Cache, attended: np.ndarray | None, position_ids: torch.Tensor
+        self,
+        cache: compat.Cache,
+        attended: np.ndarray | None,  # [rows, columns]
+        position_ids: torch.Tensor,  # [..., rows, columns]
+        returned: bool = False,
     ) -> None:
-        self.cache = AdoptedCache(cache, attended, self.num_rows)
+        masks, trims = compat.layer_masks(self.model), self._shape is None
+        self.cache = AdoptedCache(cache, attended, self.num_rows, masks, trims, returned)
+        if self._shape is not None:
+            self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
 
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
         assert self.cache is not None
-        width = 1 + draft.max_nodes
+        width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
         tokens = np.zeros((self.num_rows, width), np.int64)
         for row in range(self.num_rows):
             nodes = draft.token_ids[draft.row(row)]
@@ -116,14 +140,12 @@ class Target:
         assert self.cache is not None
         slots, width = self.cache.slots, depths.shape[1]
         uniform = bool((slots.lengths == slots.lengths[0]).all())
-        if width == 1 and uniform and not self._windowed:
+        if width == 1 and uniform and not self._windowed and slots.shown is None:
             return None
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(self.num_rows)])
-        visible = slots.longest + width
-        columns = self._columns(depths, ahead, visible) if self._windowed else None
         built = {
             kind.name: masks.additive(
-                masks.allowed(kind, seen, slots.lengths, visible, columns, self.cache.pads),
+                self._allowed(kind, seen, depths, ahead),
                 self.model.dtype,
                 self._next_position.device,
             )
@@ -131,19 +153,20 @@ class Target:
         }
         return built if self._mask_dict else next(iter(built.values()))
 
-    def _columns(
-        self, depths: np.ndarray, ahead: np.ndarray, visible: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of the block, [rows, width], and of the visible slots, [rows, visible]."""
+    def _allowed(
+        self, kind: masks.MaskKind, seen: np.ndarray, depths: np.ndarray, ahead: np.ndarray
+    ) -> np.ndarray:
+        """Who sees which slot of the layers that take this mask, [rows, width, visible] bool."""
         assert self.cache is not None
-        query = self.cache.num_columns + ahead[:, None] + depths
-        key = np.arange(visible)[None] + self.cache.pads[:, None]
-        if self.cache.columns is not None:
-            for row, prompt in enumerate(self.cache.columns):
-                key[row, : len(prompt)] = prompt
-        for row, length in enumerate(self.cache.slots.lengths.tolist()):
-            key[row, length : length + depths.shape[1]] = query[row]
-        return query, key
+        group = self.cache.slots.groups[kind.name]
+        columns = None
+        if kind.window or kind.chunk:
+            query = self.cache.num_columns + ahead[:, None] + depths
+            key = self.cache.token_columns(group)
+            for row, length in enumerate(group.lengths.tolist()):
+                key[row, length : length + depths.shape[1]] = query[row]
+            columns = query, key
+        return masks.allowed(kind, seen, group.lengths, group.visible, columns, self.cache.pads)
 
     def forward(self, inputs: BlockInputs) -> Any:
         """Outputs of the model for the block; its logits are [rows, width, vocab]."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lookahead_hf.drafting import compiled, reference
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.tree import head, merge
+from lookahead_hf.drafting.tree import head, likeliest_chain, merge
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Evidence
 
@@ -101,6 +101,22 @@ def test_probs_follow_a_single_source_only() -> None:
     assert torch.equal(tree.probs, drawn.probs[[1, 0]])  # type: ignore[index]
     both = merge([drawn, base], Calibration([Fixed(0.1, 0.5), Fixed(0.1, 0.5)]), 8)
     assert both.probs is None
+
+
+def test_likeliest_chain_takes_the_first_child_at_every_node() -> None:
+    tree = DraftTree.from_rows([([5, 6, 7, 8, 9], [-1, -1, 1, 0, 3]), ([], []), ([4, 3], [-1, -1])])
+    evidence = Evidence(np.arange(8), np.zeros(7, np.int32), np.arange(7, dtype=np.int32))
+    tree = DraftTree(
+        tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
+    )
+    chain = likeliest_chain(tree, 2)
+    assert chain.row_offsets.tolist() == [0, 2, 2, 3]
+    assert chain.token_ids.tolist() == [5, 8, 4]
+    assert chain.parents.tolist() == [ROOT, 0, ROOT]
+    assert chain.depth.tolist() == [1, 2, 1]
+    assert chain.evidence is not None
+    assert chain.evidence.bucket.tolist() == [0, 3, 5]
+    assert likeliest_chain(tree, 9).token_ids.tolist() == [5, 8, 9, 4]
 
 
 def test_head_puts_the_likeliest_chain_first() -> None:

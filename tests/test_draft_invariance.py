@@ -1,0 +1,110 @@
+"""`draft_invariant`: the text does not depend on drafter or budget, bit for bit, in bf16 too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.cli.real_model import ensure_demo_model
+from lookahead_hf.cli.screen import PlainScreen
+from lookahead_hf.drafting.session import INVARIANT_WIDTH
+from tests.models import prompt, tiny
+from tests.scripted import RandomTrees, continuations, scripted
+from tests.test_real_model import encode, texts
+
+DRAFTED: tuple[dict[str, Any], ...] = (
+    {"drafters": ("ngram",), "budget": 15},
+    {"drafters": ("recycling",), "budget": 64},
+    {"drafters": ("ngram", "recycling"), "budget": 3},
+    {"drafters": ("lookahead",), "budget": 8, "max_draft_nodes": 8},
+    {},
+)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[tuple[Any, Any]]:
+    folder = ensure_demo_model(PlainScreen())
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with lookahead_hf.enabled(model):
+        yield model, tokenizer
+
+
+def generated(model: Any, fields: dict[str, Any], **kwargs: Any) -> tuple[list[list[int]], int]:
+    """The text, and how many draft tokens were accepted."""
+    torch.manual_seed(3)
+    config = SpeculativeConfig(draft_invariant=True, **fields)
+    output = model.generate(**kwargs, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason is None
+    return output.tolist(), stats.num_accepted
+
+
+def assert_one_text(model: Any, drafted: tuple[dict[str, Any], ...], **call: Any) -> None:
+    """The text without drafts is that of all these settings, and all of them speculate."""
+    without, accepted = generated(model, {"budget": 0}, **call)
+    assert accepted == 0
+    for fields in drafted:
+        text, accepted = generated(model, fields, **call)
+        assert text == without, fields
+        assert accepted > 0, fields
+
+
+def test_five_drafters_one_text(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    ragged = encode(tokenizer, texts(per_family=1, longest=400)[:2])
+    assert_one_text(model, DRAFTED, **ragged, max_new_tokens=48, do_sample=False)
+
+
+def test_one_sample_for_a_seed(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    alone = encode(tokenizer, texts(per_family=1, longest=400)[:1])
+    sampled = {"do_sample": True, "temperature": 0.6}
+    assert_one_text(model, DRAFTED[1:3], **alone, **sampled, max_new_tokens=48)
+
+
+def shapes_of(model: Any, config: SpeculativeConfig) -> set[tuple[int, ...]]:
+    """Shapes of ids and mask that the model was fed behind the prompt."""
+    seen: list[tuple[int, ...]] = []
+
+    def note(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        seen.append((*kwargs["input_ids"].shape, *(() if mask is None else mask.shape)))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    ids = prompt(2)
+    with lookahead_hf.enabled(model):
+        model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, speculative=config)
+    handle.remove()
+    return set(seen[1:])
+
+
+def test_every_block_has_one_shape_and_drafts_are_chains() -> None:
+    model = tiny("llama")
+    plain = model.generate(prompt(2), max_new_tokens=24, do_sample=False, pad_token_id=0)
+    trees = scripted(continuations(plain, 12), RandomTrees())
+    expected = {(2, INVARIANT_WIDTH, 2, 1, INVARIANT_WIDTH, 12 + 24 + INVARIANT_WIDTH)}
+    for fields in ({"budget": 0}, {"drafters": trees.drafters, "budget": 64}):
+        assert shapes_of(model, SpeculativeConfig(draft_invariant=True, **fields)) == expected
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.num_accepted > 0
+    assert stats.max_width == 1
+    assert len(shapes_of(model, trees)) > 1
+
+
+def test_a_mixture_of_experts_falls_back() -> None:
+    model = tiny("mixtral")
+    config = SpeculativeConfig(draft_invariant=True, on_fallback="silent")
+    with lookahead_hf.enabled(model):
+        model.generate(prompt(), max_new_tokens=4, pad_token_id=0, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason == "invariance"
