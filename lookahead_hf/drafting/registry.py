@@ -6,19 +6,14 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lookahead_hf.config import BUILT_IN_DRAFTERS, DEFAULT_DRAFTERS
+from lookahead_hf.config import BUILT_IN_DRAFTERS, DEFAULT_DRAFTERS, drafter_name
+from lookahead_hf.drafting.adapted import Adapted
 from lookahead_hf.drafting.compiled import has_numba
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.steps import DraftTree, Verdict
-
-if TYPE_CHECKING:
-    import torch
-
-    from lookahead_hf.rows import Rows
 
 _CLASSES = {
     "ngram": ("ngram", "NgramDrafter"),
@@ -89,7 +84,7 @@ def build(
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
-            built.append(drafter if isinstance(drafter, Drafter) else Adapted(drafter))
+            built += _adapted(drafter)
         elif drafter == "prediction":
             if resources.predictions is not None:
                 built.append(_make(drafter, options, resources.predictions))
@@ -99,6 +94,22 @@ def build(
             is_pool = drafter == "pool"
             built.append(_make_pool(options, resources) if is_pool else _make(drafter, options))
     return built
+
+
+def _adapted(drafter: Any) -> list[Drafter]:
+    """An object that the caller gave; nothing of one that cannot say what it is."""
+    if type(drafter).__module__.startswith(__package__ + "."):
+        return [drafter]
+    try:
+        return [Adapted(drafter)]
+    except Exception as error:
+        warnings.warn(
+            f"the drafter {drafter_name(drafter)!r} failed and is left out of this call: "
+            f"{type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return []
 
 
 def _make_pool(options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
@@ -160,28 +171,3 @@ def _make(
         return make(*arguments, **own, **given)
     except TypeError as error:
         raise ValueError(f"options of the drafter {name!r}: {given!r}: {error}") from error
-
-
-class Adapted(Drafter):
-    """A user's object that has `propose` and perhaps more, but is no `Drafter`."""
-
-    def __init__(self, drafter: Any) -> None:
-        self._drafter = drafter
-        self.name = str(getattr(drafter, "name", Drafter.name))  # type: ignore[misc]
-
-    def begin(self, rows: Rows) -> None:
-        self._call("begin", rows)
-
-    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return self._drafter.propose(rows, max_nodes)
-
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        self._call("observe", rows, draft, verdict, logits)
-
-    def end(self, rows: Rows) -> None:
-        self._call("end", rows)
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        call = getattr(self._drafter, method, None)
-        if call is not None:
-            call(*arguments)

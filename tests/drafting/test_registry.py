@@ -14,6 +14,7 @@ from lookahead_hf.drafting import registry
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.prediction import PredictionDrafter
 from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
@@ -57,8 +58,8 @@ def test_names_become_drafters(drafters: Any, predictions: Any, expected: list[s
     assert names_of(build(drafters, {}, Resources(predictions))) == expected
 
 
-def test_objects_are_taken_as_they_are() -> None:
-    own = Own()
+def test_objects_of_ours_are_taken_as_they_are() -> None:
+    own = PredictionDrafter(GUESS)
     assert build([own], {}) == [own]
 
 

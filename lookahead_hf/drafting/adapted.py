@@ -1,0 +1,178 @@
+"""A drafter of the user's among ours: what it says of itself and proposes is looked at before use.
+
+The compiled functions and the engines read what stands in a tree without looking back. So nothing
+that a user's object returns goes further unchecked; what is wrong raises here, which costs the call
+this drafter and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lookahead_hf.config import drafter_name
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.steps import ROOT, DraftTree, Evidence, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.rows import Rows
+
+
+class Adapted(Drafter):
+    """A user's object that has `propose`, and perhaps more of what a `Drafter` has."""
+
+    def __init__(self, drafter: Any) -> None:
+        """Ask the object once for what it says of itself.
+
+        Raises:
+            ValueError: It has no right number of buckets, or no prior for each of them.
+            Exception: Whatever the object raises.
+        """
+        self._drafter = drafter
+        self.name = drafter_name(drafter)  # type: ignore[misc]
+        self._num_buckets = _num_buckets(getattr(drafter, "num_buckets", 1))
+        prior = getattr(drafter, "prior", None)
+        self._prior = super().prior() if prior is None else _prior(prior(), self._num_buckets)
+        self.rates = self._prior
+
+    @property
+    def num_buckets(self) -> int:
+        return self._num_buckets
+
+    def prior(self) -> np.ndarray:
+        return self._prior
+
+    @property
+    def rates(self) -> np.ndarray:
+        """The object's own, where it is a `Drafter`."""
+        return self._rates
+
+    @rates.setter
+    def rates(self, rates: np.ndarray) -> None:
+        self._rates = rates
+        if isinstance(self._drafter, Drafter):
+            self._drafter.rates = rates
+
+    def begin(self, rows: Rows) -> None:
+        self._call("begin", rows)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return checked(self._drafter.propose(rows, max_nodes), rows.num_rows, self._num_buckets)
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        self._call("observe", rows, draft, verdict, logits)
+
+    def end(self, rows: Rows) -> None:
+        self._call("end", rows)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        call = getattr(self._drafter, method, None)
+        if call is not None:
+            call(*arguments)
+
+
+def _num_buckets(given: Any) -> int:
+    if not isinstance(given, (int, np.integer)) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"num_buckets must be an int from 1 on, not {given!r}")
+    return int(given)
+
+
+def _prior(given: Any, num_buckets: int) -> np.ndarray:
+    rates = np.asarray(given)
+    if rates.shape != (num_buckets,) or rates.dtype.kind not in "iuf":
+        raise ValueError(f"prior() must return {num_buckets} rates, one per bucket, not {given!r}")
+    if not ((rates >= 0) & (rates <= 1)).all():
+        raise ValueError(f"prior() must return rates between 0 and 1, not {given!r}")
+    return rates.astype(np.float32)
+
+
+def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
+    """A user's tree with arrays as ours have them.
+
+    Token ids that the target does not have are no error: they are left out when trees are merged.
+
+    Args:
+        tree: What `propose` returned; sequences stand for arrays, `depth` and `score` are not read.
+        num_rows: Rows of the batch.
+        num_buckets: Buckets of the drafter.
+
+    Raises:
+        ValueError: Its parts do not fit together, or a parent does not stand before its child.
+    """
+    if not isinstance(tree, DraftTree):
+        raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")
+    tokens, parents = _integers("token_ids", tree.token_ids), _integers("parents", tree.parents)
+    if len(parents) != len(tokens):
+        raise ValueError(f"the tree has {len(tokens)} token ids and {len(parents)} parents")
+    offsets = _offsets("row_offsets", tree.row_offsets, len(tokens))
+    if len(offsets) != num_rows + 1:
+        raise ValueError(f"the tree has {len(offsets) - 1} rows, the batch {num_rows}")
+    node = np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets))
+    wrong = np.flatnonzero((parents < ROOT) | (parents >= node))
+    if len(wrong):
+        raise ValueError(
+            f"node {node[wrong[0]]} names parent {parents[wrong[0]]}: a parent must stand before "
+            f"its child in the row (or be {ROOT}, the row's last emitted token)"
+        )
+    return DraftTree(
+        offsets,
+        tokens,
+        parents.astype(np.int32),
+        np.ones(len(tokens), np.int32),
+        np.ones(len(tokens), np.float32),
+        _evidence(tree.evidence, len(tokens), num_buckets),
+        _probs(tree.probs, tokens),
+    )
+
+
+def _integers(name: str, given: Any) -> np.ndarray:
+    array = np.asarray(given)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} must be a list or array of integers, not of type {array.dtype} and shape "
+            f"{list(array.shape)}"
+        )
+    return array.astype(np.int64)
+
+
+def _offsets(name: str, given: Any, last: int) -> np.ndarray:
+    offsets = _integers(name, given)
+    rises = len(offsets) and offsets[0] == 0 and offsets[-1] == last
+    if not rises or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(f"{name} must rise from 0 to {last}, not {offsets.tolist()}")
+    return offsets
+
+
+def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | None:
+    """A user's evidence; which source it is from is known here better than there."""
+    if evidence is None:
+        return None
+    buckets = _integers("evidence.bucket", evidence.bucket)
+    offsets = _offsets("evidence.offsets", evidence.offsets, len(buckets))
+    if len(offsets) != num_nodes + 1:
+        raise ValueError(f"the evidence does not fit {num_nodes} nodes")
+    if len(buckets) and not 0 <= buckets.min() <= buckets.max() < num_buckets:
+        raise ValueError(
+            f"evidence.bucket counts from 0 to {num_buckets - 1} (num_buckets={num_buckets}), but "
+            f"holds {buckets.min()} and {buckets.max()}"
+        )
+    return Evidence(offsets, np.zeros(len(buckets), np.int32), buckets.astype(np.int32))
+
+
+def _probs(probs: Any, tokens: np.ndarray) -> Any:
+    """What the nodes were drawn from; each node's token must be one that could be drawn."""
+    if probs is None:
+        return None
+    import torch  # not before a drafter draws: listing drafters takes no torch
+
+    if not isinstance(probs, torch.Tensor) or not probs.is_floating_point():
+        raise ValueError(f"probs must be a float tensor [nodes, vocab], not {type(probs).__name__}")
+    if probs.ndim != 2 or len(probs) != len(tokens) or (tokens >= probs.shape[1]).any():
+        raise ValueError(
+            f"probs must be [nodes, vocab] with every node's token in it, not "
+            f"{list(probs.shape)} for {len(tokens)} nodes"
+        )
+    return probs

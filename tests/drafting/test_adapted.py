@@ -1,0 +1,216 @@
+"""Whatever a drafter of the user's does, the call goes on and its text is plain's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.drafting.adapted import Adapted, checked
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.registry import build
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Evidence
+from tests.models import VOCAB, prompt, tiny
+
+Propose = Callable[[Rows, int], Any]
+
+
+class Own(Drafter):
+    """Proposes what it was told to."""
+
+    name = "own"
+
+    def __init__(self, propose: Propose) -> None:
+        self._propose = propose
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return self._propose(rows, max_nodes)
+
+
+def tree(
+    tokens: Any = (5, 6),
+    parents: Any = (-1, 0),
+    offsets: Any = None,
+    evidence: Any = None,
+    probs: Any = None,
+) -> DraftTree:
+    """A tree of one row from anything; the arrays that nobody reads are of no use."""
+    tokens, parents = np.asarray(tokens), np.asarray(parents)
+    offsets = [0, len(tokens)] if offsets is None else offsets
+    unread: Any = np.array([np.nan])
+    return DraftTree(np.asarray(offsets), tokens, parents, unread, unread, evidence, probs)
+
+
+def evidence(*buckets: int) -> Evidence:
+    each = np.arange(len(buckets) + 1)
+    return Evidence(each, np.full(len(buckets), 99), np.array(buckets))
+
+
+WRONG = {
+    "none": None,
+    "no tree": [[1, 2]],
+    "two rows": DraftTree.from_chains([[[1]], [[2]]]),
+    "a cycle": tree([5, 6, 7], [1, 2, 0]),
+    "its own parent": tree([5], [0]),
+    "a parent far below": tree(parents=[-5, 0]),
+    "a parent far above": tree(parents=[-1, 2**40]),
+    "a parent in another row": tree([5, 6], [-1, 1]),
+    "float ids": tree([5.0, 6.0]),
+    "bool ids": tree([True, False]),
+    "too large ids": tree([2**70, 1]),
+    "text": tree(["a", "b"]),
+    "columns": tree([[5], [6]]),
+    "a number": DraftTree(*[np.int64(0)] * 5),
+    "fewer parents": tree(parents=[-1]),
+    "offsets that end early": tree(offsets=[0, 1]),
+    "offsets that fall": tree(offsets=[0, 3, 2]),
+    "no offsets": tree(offsets=[]),
+    "evidence of one node": tree(evidence=evidence(0)),
+    "buckets below 0": tree(evidence=evidence(0, -7)),
+    "buckets too high": tree(evidence=evidence(0, 1)),
+    "evidence of another kind": tree(evidence="sure"),
+    "probs of numpy": tree(probs=np.ones((2, VOCAB))),
+    "probs of integers": tree(probs=torch.ones(2, VOCAB, dtype=torch.long)),
+    "probs of one node": tree(probs=torch.ones(1, VOCAB)),
+    "probs of few tokens": tree(probs=torch.ones(2, 6)),
+    "probs flat": tree(probs=torch.ones(2)),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lookahead_hf.enable(tiny("llama"))
+
+
+def text(model: Any, drafter: Any = None, verification: str = "exact", **call: Any) -> Any:
+    """A text of `model`, seed 1, plain where no drafter is given."""
+    if drafter is not None:
+        call["speculative"] = SpeculativeConfig(
+            drafters=(drafter,), budget=16, verification=verification
+        )
+    torch.manual_seed(1)
+    return model.generate(prompt(), max_new_tokens=12, **call).tolist()
+
+
+@pytest.mark.parametrize("value", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_tree_costs_the_drafter_alone(model: Any, value: Any) -> None:
+    own, plain = Own(lambda rows, max_nodes: value), text(model, do_sample=False)
+    with pytest.warns(RuntimeWarning, match="'own' failed and is left out") as caught:
+        assert text(model, own, do_sample=False) == plain
+    assert len(caught) == 1
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_drafted == 0
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if name.startswith("probs")])
+def test_wrong_probabilities_do_not_reach_rejection_sampling(model: Any, name: str) -> None:
+    own = Own(lambda rows, max_nodes: WRONG[name])
+    with pytest.warns(RuntimeWarning, match="'own' failed.*probs must be"):
+        assert len(text(model, own, "rejection", do_sample=True)[0]) == 24
+
+
+def test_probabilities_of_no_distribution_do_no_harm(model: Any) -> None:
+    for filler in (float("nan"), float("inf"), -1.0, 0.0):
+        own = Own(lambda rows, n, filler=filler: tree(probs=torch.full((2, VOCAB), filler)))  # type: ignore[misc]
+        assert len(text(model, own, "rejection", do_sample=True)[0]) == 24
+
+
+def test_tokens_that_the_target_does_not_have_are_left_out(model: Any) -> None:
+    plain = text(model, do_sample=False)
+    right = plain[0][12:]
+
+    def propose(rows: Rows, max_nodes: int) -> DraftTree:
+        token = right[int(rows.num_emitted[0])]
+        return tree([-5, VOCAB, 10**12, token], [-1, -1, -1, -1])
+
+    assert text(model, Own(propose), do_sample=False) == plain
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.num_accepted == stats.num_drafted > 0
+
+
+def test_lists_and_arrays_of_other_integers_will_do(model: Any) -> None:
+    plain = text(model, do_sample=False)
+    right = plain[0][12:]
+
+    def as_lists(rows: Rows, max_nodes: int) -> DraftTree:
+        token = right[int(rows.num_emitted[0])]
+        return DraftTree([0, 1], [token], [-1], [1], [1.0], Evidence([0, 1], [0], [0]))  # type: ignore[arg-type]
+
+    def as_bytes(rows: Rows, max_nodes: int) -> DraftTree:
+        token = right[int(rows.num_emitted[0])]
+        return tree(np.array([token], np.uint8), torch.tensor([-1]))
+
+    for propose in (as_lists, as_bytes):
+        assert text(model, Own(propose), do_sample=False) == plain
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.num_accepted > 0
+
+
+def failing(attribute: str) -> Any:
+    """A drafter of which one attribute raises."""
+
+    def fail(self: Any, *_: Any) -> Any:
+        raise ZeroDivisionError("no such luck")
+
+    is_property = attribute in ("name", "num_buckets")
+    body = {attribute: property(fail) if is_property else fail}
+    return type("Failing", (Own,), body)(lambda rows, n: DraftTree.empty(rows.num_rows))
+
+
+@pytest.mark.parametrize("attribute", ["num_buckets", "prior", "begin", "propose", "observe"])
+def test_a_drafter_that_raises_is_left_out(model: Any, attribute: str) -> None:
+    plain = text(model, do_sample=False)
+    with pytest.warns(RuntimeWarning, match="'own' failed.*ZeroDivisionError: no such luck"):
+        assert text(model, failing(attribute), do_sample=False) == plain
+
+
+def test_a_name_that_raises_is_no_name(model: Any) -> None:
+    plain = text(model, do_sample=False)
+    assert text(model, failing("name"), do_sample=False) == plain
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and list(stats.per_source) == ["custom"]
+
+
+@pytest.mark.parametrize(
+    ("num_buckets", "prior"),
+    [(0, []), (-1, [0.3]), (1.5, [0.3]), (True, [0.3]), (None, [0.3]), (2, [0.3]), (1, None)]
+    + [(1, [[0.3]]), (1, ["a"]), (1, [float("nan")]), (1, [-0.1]), (1, [1.1])],
+)
+def test_what_a_drafter_says_of_its_buckets_is_looked_at(num_buckets: Any, prior: Any) -> None:
+    class Odd(Own):
+        def prior(self) -> Any:
+            return prior
+
+    Odd.num_buckets = num_buckets  # type: ignore[method-assign, assignment]
+    sound = Own(lambda rows, n: DraftTree.empty(rows.num_rows))
+    with pytest.warns(RuntimeWarning, match="'own' failed.*(num_buckets must|prior\\(\\) must)"):
+        assert len(build([Odd(sound.propose), sound], {})) == 1
+
+
+def test_an_object_that_is_no_drafter_may_have_buckets_too() -> None:
+    class Bare:
+        num_buckets = 2
+
+        def prior(self) -> list[float]:
+            return [0.1, 0.9]
+
+        def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+            return tree(evidence=evidence(0, 1))
+
+    adapted = Adapted(Bare())
+    assert (adapted.name, adapted.num_buckets) == ("custom", 2)
+    assert adapted.prior().tolist() == pytest.approx([0.1, 0.9])
+    assert checked(Bare().propose(None, 8), 1, 2).evidence.bucket.tolist() == [0, 1]  # type: ignore[union-attr, arg-type]
+
+
+def test_a_drafter_sees_its_learned_rates() -> None:
+    own = Own(lambda rows, n: DraftTree.empty(rows.num_rows))
+    adapted = Adapted(own)
+    adapted.rates = np.array([0.7], np.float32)
+    assert own.rates is adapted.rates
