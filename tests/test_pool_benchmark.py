@@ -17,6 +17,11 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("pool")
 
 
+@pytest.fixture
+def drafting(benchmark: ModuleType) -> ModuleType:
+    return importlib.import_module("pool_drafting")
+
+
 def test_every_line_is_measured(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -24,16 +29,20 @@ def test_every_line_is_measured(
     benchmark.main(["--pool-tokens", "50000", "--looks", "5", "--json", str(tmp_path / "out")])
     lines = json.loads((tmp_path / "out").read_text())["lines"]
     by_name = {(line["what"], line["size"]): line for line in lines}
-    trees = ["suffix index", "n-grams, recycling, merged", "n-grams, recycling, pool"]
-    trees += ["KMP scan (10 tokens)", "HF prompt lookup (10)"]
+    parts = ["compiled", "propose"]
+    trees = [f"{part}: {names}" for part in parts for names in ("n-grams, recycling", "and a pool")]
+    trees += ["observe", "KMP scan (10 tokens)", "HF prompt lookup (10)"]
     assert {(what, size) for what in trees for size in (500, 5_000)} < set(by_name)
+    for names in ("n-grams, recycling", "and a pool"):
+        compiled, whole = (by_name[f"{part}: {names}", 5_000]["best"] for part in parts)
+        assert whole / 10 < compiled < whole
     assert {"fill a pool", "open a pool", "look a context up in a pool"} < {w for w, _ in by_name}
     assert all(0 < line["best"] < 1e6 for line in lines)
     memory = next(line for line in lines if line["unit"] == "bytes/token")
     assert 20 < memory["best"] < 45
 
 
-def test_the_scan_follows_the_first_occurrence_of_the_longest_suffix(benchmark: ModuleType) -> None:
+def test_the_scan_follows_the_first_occurrence_of_the_longest_suffix(drafting: ModuleType) -> None:
     rng = np.random.default_rng(0)
     for _ in range(300):
         text = rng.integers(0, 3, rng.integers(1, 30)).astype(np.int32)
@@ -44,4 +53,17 @@ def test_the_scan_follows_the_first_occurrence_of_the_longest_suffix(benchmark: 
             if len(found):
                 expected = text[found[0] + length :][:10].tolist()
                 break
-        assert benchmark.scan(text, 4, 10).tolist() == expected
+        assert drafting.scan(text, 4, 10).tolist() == expected
+
+
+def test_the_compiled_part_is_all_that_a_proposal_compiles(drafting: ModuleType) -> None:
+    pool = drafting.NgramPool()
+    text = np.random.default_rng(0).integers(0, 50, 3_000).astype(np.int32)
+    pool.add(text)
+    sources = [drafting.NgramDrafter(), drafting.RecyclingDrafter(), drafting.PoolDrafter(pool)]
+    step = drafting.Step(text, 500, sources)
+    step.advance_and_record()
+    assert [call.func for call in step._calls] == [
+        getattr(module, name) for module, name in drafting.COMPILED
+    ]
+    assert step.propose().num_nodes == drafting.NODES

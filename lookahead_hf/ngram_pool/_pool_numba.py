@@ -52,7 +52,7 @@ def grow(
     log, links, table, num_added, max_tokens, time_bits,
     vocab_size, context, limits, rates, min_score, scores, nodes,
 ):  # fmt: skip
-    """Fill `scores` [max_nodes] and `nodes` [max_nodes, 7] best-first; returns how many.
+    """Fill `scores` [max_nodes] and `nodes` [7, max_nodes] best-first; returns how many.
 
     Occurrences are looked up for the context alone. Those of a node's path lie side by side in
     `found`; growing the node sorts them by the token that comes next.
@@ -78,7 +78,8 @@ def grow(
         if node == num_ranked:
             return node
         best = ranked[order[node]]
-        _copy(best, nodes[node])
+        for field in range(len(nodes)):
+            nodes[field, node] = best[field]
         depth, first, last, score = best[DEPTH], best[FIRST], best[LAST], scores[node]
     return len(scores)
 
@@ -194,11 +195,6 @@ def _rank(ranked, order, scores, first, num_ranked, child, score):
         place -= 1
     scores[place] = score
     order[place] = row
-    _copy(child, ranked[row])
+    for i in range(NUM_COLUMNS):
+        ranked[row, i] = child[i]
     return min(num_ranked + 1, len(order))
-
-
-@jit
-def _copy(source, target):
-    for i in range(len(target)):
-        target[i] = source[i]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -147,6 +148,7 @@ class NgramPool:
         # Adding, merging and saving exclude each other; a look-up waits for one chunk at most.
         self._adding = threading.Lock()
         self._lock = threading.Lock()
+        self._readable = _readable(contents)
 
     def __len__(self) -> int:
         """Tokens that are held."""
@@ -230,26 +232,15 @@ class NgramPool:
         """
         check_limits(min_ngram, max_ngram)
         newest_first = np.array(context[-max_ngram:][::-1], np.int32)
+        rates = rates.astype(np.float64)
         scores = np.empty(max_nodes)
-        nodes = np.empty((max_nodes, 7), np.int32)
-        contents = self._contents
+        nodes = np.empty((7, max_nodes), np.int32)
+        limits = min_ngram, max_ngram
         with self._lock:
             num_nodes = _functions().grow(
-                contents.log,
-                contents.links,
-                contents.table[: contents.num_buckets],
-                contents.num_added,
-                contents.max_tokens,
-                contents.time_bits,
-                contents.vocab_size or MOST_VOCABULARY,
-                newest_first,
-                (min_ngram, max_ngram),
-                np.array(rates, np.float64),
-                min_score,
-                scores,
-                nodes,
+                *self._readable, newest_first, limits, rates, min_score, scores, nodes
             )
-        return Continuations(scores[:num_nodes], *nodes[:num_nodes].T.copy())
+        return Continuations(scores[:num_nodes], *nodes[:, :num_nodes])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, or replace one when all is written.
@@ -299,6 +290,7 @@ class NgramPool:
                     chunk,
                 )
                 contents.num_added = after.num_added
+                self._readable = _readable(contents)
 
     def _make_room(self, num_tokens: int) -> None:
         contents = self._contents
@@ -310,6 +302,19 @@ class NgramPool:
             contents.links = _enlarged(contents.links, ahead.live)
         if after.num_buckets > len(contents.table):
             contents.table = _enlarged(contents.table, ahead.num_buckets)
+
+
+def _readable(contents: Contents) -> tuple[Any, ...]:
+    """What a look-up is made in, put together once per change."""
+    return (
+        contents.log,
+        contents.links,
+        contents.table[: contents.num_buckets],
+        contents.num_added,
+        contents.max_tokens,
+        contents.time_bits,
+        contents.vocab_size or MOST_VOCABULARY,
+    )
 
 
 def _enlarged(array: np.ndarray, length: int) -> np.ndarray:

@@ -122,7 +122,7 @@ class SuffixIndex:
             self._heads,
             self._length,
             self._limits,
-            np.array(rates, np.float64),
+            rates.astype(np.float64),
             min_score,
             nodes,
             score,

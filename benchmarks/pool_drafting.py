@@ -1,0 +1,206 @@
+"""Times a step's drafting on one core: trees, the learning after a step, and two linear scans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from numba import njit
+from pool_text import VOCABULARY
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from lookahead_hf.drafting import _numba as merging
+from lookahead_hf.drafting import _recycling_numba as recycling
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.ngram import NgramDrafter
+from lookahead_hf.drafting.pool import PoolDrafter
+from lookahead_hf.drafting.recycling import RecyclingDrafter
+from lookahead_hf.drafting.tree import head
+from lookahead_hf.ngram_pool import NgramPool, _numba, _pool_numba
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+
+NODES = 64
+VERIFIED = 16
+"""Nodes of which a step's learning sees the logits."""
+
+COMPILED = (
+    (_numba, "grow"),
+    (recycling, "grow_trees"),
+    (_pool_numba, "grow"),
+    (merging, "merge_trees"),
+)
+"""What a proposal spends its time in, Python apart."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the result."""
+
+    what: str
+    size: int | None  # tokens of the context, or that were inserted
+    unit: str
+    best: float
+    median: float
+    cold: float | None = None  # median of the cold ones
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+class Looks:
+    """Times many look-ups of one kind."""
+
+    def __init__(self, num_looks: int) -> None:
+        self._num_looks = num_looks
+        self._other_memory = np.ones(64 << 20, np.uint8)
+
+    def time(
+        self, what: str, size: int, look: Callable[[], Any], advance: Callable[[], Any]
+    ) -> Line:
+        """Call `look` again and again, `advance` moves on to the next context in between."""
+        look()
+        warm, cold = [], []
+        for _ in range(self._num_looks):
+            advance()
+            warm.append(timed(look))
+        for _ in range(min(self._num_looks, 100)):
+            advance()
+            self._other_memory.sum()
+            cold.append(timed(look))
+        return Line(
+            what, size, "us", 1e6 * min(warm), 1e6 * float(np.median(warm)),
+            1e6 * float(np.median(cold)),
+        )  # fmt: skip
+
+
+def scans(text: np.ndarray, size: int, looks: Looks) -> Iterator[Line]:
+    """One chain by a linear pass over the context."""
+    end = [size]
+
+    def advance() -> None:
+        end[0] += 1
+
+    yield looks.time("KMP scan (10 tokens)", size, lambda: scan(text[: end[0]], 5, 10), advance)
+    lookup = PromptLookupCandidateGenerator(max_length=len(text))
+    ids = torch.from_numpy(text.astype(np.int64))[None]
+    yield looks.time(
+        "HF prompt lookup (10)", size, lambda: lookup.get_candidates(ids[:, : end[0]]), advance
+    )
+
+
+@njit
+def scan(text, max_ngram, num_tokens):  # type: ignore[no-untyped-def]
+    """What followed the first occurrence of the longest suffix, of `max_ngram` tokens at most.
+
+    The failure function of Knuth, Morris and Pratt over the reversed text: its prefixes are the
+    text's suffixes.
+    """
+    length, best, place = len(text), 0, 0
+    failure = np.zeros(max_ngram + 1, np.int64)
+    equal = 0
+    for i in range(1, length):
+        if equal == max_ngram:
+            equal = failure[equal - 1]
+        while equal > 0 and text[length - 1 - i] != text[length - 1 - equal]:
+            equal = failure[equal - 1]
+        if text[length - 1 - i] == text[length - 1 - equal]:
+            equal += 1
+        if i <= max_ngram:
+            failure[i] = equal
+        if equal >= best:
+            best, place = equal, length - 1 - i + equal
+    return text[place : place + num_tokens] if best else text[:0]
+
+
+class Step:
+    """A text of which one token more is known after every step, and what drafts it."""
+
+    def __init__(self, text: np.ndarray, size: int, sources: list[Any]) -> None:
+        self._ids = text.astype(np.int64)
+        self.rows = Rows(self._ids[None, : size - 1])
+        self.ensemble = Ensemble(sources, Calibration(sources), vocab_size=VOCABULARY)
+        self._sources = sources
+        self._draft, self._verdict = DraftTree.empty(1), self._emit()
+        self._logits = torch.randn(1, 1 + VERIFIED, VOCABULARY).bfloat16()
+        self.ensemble.begin(self.rows)
+        _teach(self._ids[: size + 1_000], sources)
+
+    def _emit(self) -> Verdict:
+        token = self._ids[len(self.rows.context(0))]
+        self.rows.emit(0, int(token))
+        return Verdict(
+            np.array([0, 1]), token[None], np.zeros(2, np.int64), np.empty(0, np.int32),
+            np.array([True]), np.array([False]),
+        )  # fmt: skip
+
+    def advance(self) -> None:
+        """Put the next token into the index of the text."""
+        self._verdict = self._emit()
+        self._sources[0].observe(self.rows, self._draft, self._verdict, self._logits)
+
+    def propose(self) -> DraftTree:
+        return self.ensemble.propose(self.rows, NODES)
+
+    def advance_and_record(self) -> None:
+        """Go on, and note what compiled functions a proposal calls."""
+        self.advance()
+        self._calls: list[Callable[[], Any]] = []
+        with ExitStack() as stack:
+            for module, name in COMPILED:
+                noting = partial(self._note, getattr(module, name))
+                stack.enter_context(patch.object(module, name, noting))
+            self.propose()
+
+    def _note(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._calls.append(partial(function, *arguments))
+        return function(*arguments)
+
+    def repeat_compiled(self) -> None:
+        """The recorded calls once more."""
+        for call in self._calls:
+            call()
+
+    def draft(self) -> None:
+        """Draft for a step, and emit what comes of it."""
+        self._draft = head(self.propose(), VERIFIED)
+        self._verdict = self._emit()
+
+    def observe(self) -> None:
+        self.ensemble.observe(self.rows, self._draft, self._verdict, self._logits)
+
+
+def trees(text: np.ndarray, size: int, pool: NgramPool, looks: Looks) -> Iterator[Line]:
+    """Trees of 64 nodes after `size` tokens and the ones that follow, and the learning of 16."""
+    for names, with_pool in (("n-grams, recycling", []), ("and a pool", [PoolDrafter(pool)])):
+        step = Step(text, size, [NgramDrafter(), RecyclingDrafter(), *with_pool])
+        step.advance_and_record()
+        yield looks.time(f"compiled: {names}", size, step.repeat_compiled, step.advance_and_record)
+        yield looks.time(f"propose: {names}", size, step.propose, step.advance)
+    step.draft()
+    yield looks.time("observe", size, step.observe, step.draft)
+
+
+def _teach(ids: np.ndarray, sources: list[Any]) -> None:
+    """Logits that rank the token that comes first and others behind it."""
+    rng = np.random.default_rng(0)
+    top = rng.integers(0, VOCABULARY, (len(ids) - 1, 12))
+    top[:, 0] = ids[1:]
+    probs = np.broadcast_to(0.5 ** np.arange(1.0, 13.0), top.shape)
+    rows = Rows(ids[None, :-1])
+    rows.emit(0, int(ids[-1]))
+    for source in sources:
+        if isinstance(source, RecyclingDrafter):
+            source.seed(rows, 0, 0, top, probs)
