@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import AnyToAnyPipeline, ImageTextToTextPipeline
+from transformers import AnyToAnyPipeline, ImageTextToTextPipeline, TextGenerationPipeline
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.hook import enable
+
+SERVED = {
+    "text-generation": TextGenerationPipeline,
+    "image-text-to-text": ImageTextToTextPipeline,
+    "any-to-any": AnyToAnyPipeline,
+}
+"""Tasks whose pipelines hand `generate` what their caller asks of it."""
 
 
 def pipeline(
@@ -30,14 +37,14 @@ def pipeline(
         The pipeline.
 
     Raises:
-        ValueError: The pipeline does not generate, or `speculative` is not understood.
+        ValueError: The pipeline does not generate text, or `speculative` is not understood.
     """
     SpeculativeConfig.resolve(speculative)
     pipe = transformers.pipeline(task, model, *args, **kwargs)
-    if not (pipe.model is not None and pipe.model.can_generate()):
+    if not isinstance(pipe, tuple(SERVED.values())):
         raise ValueError(
-            f"a {pipe.task} pipeline of {type(pipe.model).__name__} does not generate text: build "
-            "it with transformers.pipeline"
+            f"a {pipe.task} pipeline does not generate text: speculation is for the tasks "
+            f"{', '.join(SERVED)}; build the others with transformers.pipeline"
         )
     enable(pipe.model)
     pipe.__class__ = _NESTING.get(type(pipe), type(pipe))

@@ -78,8 +78,10 @@ def test_a_configuration_as_the_default(model: Any, decoding: PlainDecoding) -> 
 
 def test_what_does_not_generate_is_refused(model: Any) -> None:
     classifier = LlamaForSequenceClassification(model.config)
-    with pytest.raises(ValueError, match="does not generate text"):
-        lookahead_hf.pipeline("text-classification", classifier, tokenizer=characters())
+    for given in (classifier, model):  # a task does not become another by a model that generates
+        with pytest.raises(ValueError, match="for the tasks text-generation, image-text-to-text"):
+            lookahead_hf.pipeline("text-classification", given, tokenizer=characters())
+    assert "generate" not in vars(model)
     with pytest.raises(ValueError, match="speculative='fast'"):
         lookahead_hf.pipeline("text-generation", model, speculative="fast")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,30 +102,41 @@ def _build(arguments: argparse.Namespace, screen: Screen) -> int:
     from lookahead_hf.ngram_pool import NgramPool
 
     total = sum(file.stat().st_size for file in arguments.files)
-    with screen.task(f"loading the tokenizer {arguments.tokenizer}"):
-        tokenizer = _load_tokenizer(arguments.tokenizer)
-    pool = NgramPool(
-        arguments.max_tokens,
-        vocab_size=len(tokenizer),
-        tokenizer_fingerprint=fingerprint(tokenizer),
-    )
-    with screen.task(f"reading {len(arguments.files)} files", total) as report:
-        done = 0
-        for file in arguments.files:
-            for texts, num_bytes in _texts(file, arguments.field):
-                for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
-                    pool.add(ids)
-                done += num_bytes
-                report(done)
+    with _quiet_transformers():
+        with screen.task(f"loading the tokenizer {arguments.tokenizer}"):
+            tokenizer = _load_tokenizer(arguments.tokenizer)
+        pool = NgramPool(
+            arguments.max_tokens,
+            vocab_size=len(tokenizer),
+            tokenizer_fingerprint=fingerprint(tokenizer),
+        )
+        with screen.task(f"reading {len(arguments.files)} files", total) as report:
+            done = 0
+            for file in arguments.files:
+                for texts, num_bytes in _texts(file, arguments.field):
+                    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+                        pool.add(ids)
+                    done += num_bytes
+                    report(done)
     return _save(pool, arguments, screen)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Do not hear that texts are longer than a model reads at once, which is no matter here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    # Texts are longer than the model reads at once, which is no matter here.
-    logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

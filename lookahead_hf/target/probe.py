@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ TOLERANCE = {torch.float32: 0.01}
 TOLERANCE_HALF = 0.15
 """Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
 
+logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -50,10 +52,14 @@ def serves(model: Any) -> bool:
 
 def _try(model: Any) -> bool:
     """Any exception counts as no: what goes wrong here would go wrong in a call."""
+    name = type(model).__name__
     try:
-        return _differs_by(model) < TOLERANCE.get(model.dtype, TOLERANCE_HALF)
+        difference = _differs_by(model)
     except Exception:
+        logger.info("the trial of %s failed, so it is not served", name, exc_info=True)
         return False
+    logger.info("in its trial %s differed by %.2g deviations of its logits", name, difference)
+    return difference < TOLERANCE.get(model.dtype, TOLERANCE_HALF)
 
 
 @torch.no_grad()

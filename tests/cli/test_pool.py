@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.utils import logging
 
 from lookahead_hf.cli import main
 from lookahead_hf.drafting.pool import fingerprint
@@ -55,6 +56,19 @@ def test_a_pool_is_built_from_text(
     assert said["vocab_size"] == len(byte_tokenizer())
     assert said["tokenizer_fingerprint"] == fingerprint(byte_tokenizer())
     assert continuation("pool.safetensors", "a quick") == " bro"
+
+
+def test_transformers_says_again_afterwards_what_it_said_before(
+    folder: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.txt").write_text("the quick brown fox")
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    try:
+        run(capsys, "build", "--tokenizer", tokenizer, "a.txt")
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
 
 
 def test_a_long_text_is_cut_at_line_ends(

@@ -1,0 +1,50 @@
+"""A model that nobody tried is tried once, and what came of it is logged."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from lookahead_hf.target import probe
+from tests.models import tiny
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of a type that was never tried."""
+    monkeypatch.setattr(probe, "TRIED", frozenset())
+    return tiny("llama")
+
+
+def test_a_sound_model_is_tried_once(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lookahead_hf")
+    assert probe.serves(unknown)
+    assert "in its trial LlamaForCausalLM differed by" in caplog.text
+    caplog.clear()
+    assert probe.serves(unknown)
+    assert not caplog.text
+
+
+def test_a_model_that_fails_is_not_served_and_says_why(
+    unknown: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("no such luck")
+
+    unknown.model.layers[1].register_forward_hook(fail)
+    caplog.set_level(logging.INFO, "lookahead_hf")
+    assert not probe.serves(unknown)
+    assert "trial of LlamaForCausalLM failed" in caplog.text
+    assert "ZeroDivisionError: no such luck" in caplog.text
+
+
+def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
+    def shift(module: Any, args: Any, kwargs: Any) -> Any:
+        positions = kwargs["position_ids"]
+        return args, {**kwargs, "position_ids": torch.arange(positions.shape[-1])[None]}
+
+    unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
+    assert not probe.serves(unknown)
