@@ -14,6 +14,7 @@ import os
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class PoolDrafter(Drafter):
         *,
         learn: bool = False,
         vocab_size: int | None = None,
+        tokenizer: Any = None,
         min_ngram: int = 1,
         max_ngram: int = LONGEST_MATCH,
     ) -> None:
@@ -59,12 +61,13 @@ class PoolDrafter(Drafter):
                 ends, each with the last tokens of its prompt before it. Without it nothing of one
                 request reaches another.
             vocab_size: Token ids of the target.
+            tokenizer: The target's, where the caller gave it.
             min_ngram: Shortest match that is drafted from.
             max_ngram: Longest match that is told from shorter ones.
 
         Raises:
             ValueError: An option is of the wrong type or out of its range, or the pool has token
-                ids that the target does not have.
+                ids that the target does not have or was built with another tokenizer.
         """
         if not isinstance(pool, NgramPool):
             raise ValueError(f"pool must be an NgramPool (`open_pool` opens a file), not {pool!r}")
@@ -76,6 +79,7 @@ class PoolDrafter(Drafter):
                 f"the pool has token ids below {pool.vocab_size}, the model below {vocab_size}: "
                 "build a pool with the tokenizer of this model"
             )
+        _check_tokenizer(pool, tokenizer)
         self._pool, self._learn = pool, learn
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self.rates = self.prior()
@@ -142,3 +146,22 @@ def fingerprint(tokenizer: Any) -> str:
     """
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:32]
+
+
+def _check_tokenizer(pool: NgramPool, tokenizer: Any) -> None:
+    known = pool.tokenizer_fingerprint
+    if known is None or not hasattr(tokenizer, "get_vocab"):
+        return
+    # The hash takes as long as a step or two, and a vocabulary only ever grows.
+    size, found = _fingerprints.get(tokenizer, (0, ""))
+    if size != len(tokenizer):
+        found = fingerprint(tokenizer)
+        _fingerprints[tokenizer] = len(tokenizer), found
+    if found != known:
+        raise ValueError(
+            f"the pool was built with the tokenizer {known}, the model's is {found}: build a pool "
+            "with the tokenizer of this model (`lookahead-hf pool build --tokenizer`)"
+        )
+
+
+_fingerprints: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()

@@ -34,7 +34,7 @@ class Resources:
     Attributes:
         predictions: What the caller expects of each row, token ids.
         assistant: The model that the caller gave to draft with.
-        tokenizers: The target's and the assistant's tokenizer, where the caller gave both.
+        tokenizers: The target's and the assistant's tokenizer, where the caller gave them.
         vocab_size: Token ids of the target.
         processors: The call's logits processors.
         draws: Whether drafts of the assistant are to be drawn from its distribution.
@@ -120,7 +120,11 @@ def _make_pool(options: Mapping[str, Mapping[str, Any]], resources: Resources) -
     else:
         assert resources.own_pool is not None
         pool = resources.own_pool()
-    own = {"learn": resources.learn, "vocab_size": resources.vocab_size}
+    own = {
+        "learn": resources.learn,
+        "vocab_size": resources.vocab_size,
+        "tokenizer": resources.tokenizers[0],
+    }
     return _make("pool", options, pool, **own)
 
 

@@ -12,6 +12,7 @@ from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.ngram import NgramDrafter
 from lookahead_hf.drafting.pool import PoolDrafter, fingerprint, open_pool
+from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
@@ -152,6 +153,20 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 def test_a_larger_vocabulary_of_the_model_is_padding() -> None:
     PoolDrafter(NgramPool(vocab_size=100), vocab_size=128)
     PoolDrafter(NgramPool(), vocab_size=128)
+
+
+def test_a_pool_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    pool_of([1, 2, 3], tokenizer_fingerprint=fingerprint(tokenizer)).save(tmp_path / "pool")
+
+    def built() -> None:
+        resources = Resources(pool=tmp_path / "pool", tokenizers=(tokenizer, None))
+        build(("pool",), {}, resources)
+
+    built()
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match="build a pool with the tokenizer of this model"):
+        built()
 
 
 def test_a_file_is_opened_once_until_it_changes(tmp_path: Path) -> None:

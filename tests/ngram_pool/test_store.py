@@ -300,14 +300,17 @@ def test_a_writer_that_fails_leaves_the_old_file(
 
 def test_two_processes_read_one_file(path: Path) -> None:
     code = (
-        "import sys, numpy as np; from lookahead_hf.ngram_pool import NgramPool\n"
-        "pool = NgramPool.load(sys.argv[1]); print(len(pool), flush=True); sys.stdin.readline()\n"
+        "import sys; from tests.ngram_pool.test_store import NgramPool, tree_of\n"
+        "pool = NgramPool.load(sys.argv[1]); pool.add([497, 498, 499])\n"
+        "print(tree_of(pool, 2_000), flush=True); sys.stdin.readline()\n"
     )
     ours = NgramPool.load(path)
+    ours.add([497, 498, 499])
     with subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as reader:
-        assert reader.stdout is not None and int(reader.stdout.readline()) == len(ours)
-        assert tree_of(ours, 100) == tree_of(NgramPool.load(path), 100)
+        assert reader.stdout is not None
+        assert json.loads(reader.stdout.readline()) == tree_of(ours, 2_000)
+        assert len(NgramPool.load(path)) == len(TEXT)
         reader.communicate(b"\n")
     assert reader.returncode == 0
