@@ -64,6 +64,7 @@ class Call:
         admission.check(model, generation_config, model_kwargs)
         num_new = int(generation_config.max_length) - input_ids.shape[1]
         position_ids = model_kwargs["position_ids"]
+        admission.check_room(model, generation_config, model_kwargs, num_new)
         positions.check_length(model, position_ids, input_ids.shape[1], num_new)
         if request.synced_gpus:
             raise Unserved(FallbackReason.SYNCED_GPUS)
@@ -144,9 +145,7 @@ class Call:
                 self._observe(row, [0, *(verdict.accepted(row) + 1).tolist()], outputs)
 
     def _observe(self, row: int, kept: list[int], outputs: Any) -> None:
-        assert self.target.cache is not None
-        seen = self.target.seen_slots(row, kept)
-        self.records.observe(row, kept, outputs, seen, self.target.cache.windows)
+        self.records.observe(row, kept, outputs, self.target.seen_slots(row, kept))
 
     def __enter__(self) -> Call:
         return self

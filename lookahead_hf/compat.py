@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
+from packaging import version
 from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import (
@@ -15,6 +16,9 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 from transformers.generation import utils as generation_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -23,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 EmptyLayer = getattr(cache_utils, "DummyLayer", DynamicLayer)
 """What stands for a layer without K and V of its own; up to 5.19 one that stays empty."""
 
-CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, EmptyLayer)
-"""Layer types, by exact type, whose content our own layers can take over and hand back."""
+CACHES = (DynamicCache, StaticCache)
+"""Caches, by exact type, that are nothing but a list of layers."""
 
 PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) | {
     "input_ids",
@@ -104,6 +108,18 @@ def rope_limits(model: nn.Module) -> dict[str, int]:
     return {kind: limits[kind] for kind in limits.keys() & _rope_types(model)} if limits else {}
 
 
+_SELECTS_LONG_FACTORS = version.parse(transformers.__version__) >= version.parse("5.23")
+
+
+def reads_lengths(model: nn.Module) -> bool:
+    """Whether a forward asks the device for the longest position, which no graph can capture.
+
+    Long factors ask since 5.23 no more.
+    """
+    kinds = set(rope_limits(model))
+    return bool(kinds - {"longrope"} if _SELECTS_LONG_FACTORS else kinds)
+
+
 def _rope_types(model: nn.Module) -> set[str]:
     """Rope types that the model's modules go by."""
     found = (vars(module).get("rope_type") for module in model.modules())
@@ -154,6 +170,13 @@ def mask_kinds(model: nn.Module) -> tuple[str, ...]:
     return ("sliding_attention",) if sliding and windowed else ("full_attention",)
 
 
+def window(model: nn.Module) -> int | None:
+    """Columns that a sliding or chunked layer sees at most; None where the model has none."""
+    config = text_config(model)
+    widths = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return max((width for width in widths if width), default=None)
+
+
 def has_experts(model: nn.Module) -> bool:
     """Whether some layer sends every token to a few of its experts."""
     return any("Expert" in type(module).__name__ for module in model.modules())
@@ -163,6 +186,12 @@ def takes_mask_dict(model: nn.Module) -> bool:
     """Whether the decoder accepts a dict of masks by layer type."""
     has_types = bool(getattr(text_config(model), "layer_types", None))
     return has_types and any("attention_mask, dict)" in s for s in _decoder_sources(model))
+
+
+def layer_masks(model: nn.Module) -> tuple[str, ...]:
+    """Name of the mask that each layer of the decoder takes; one name where all take the same."""
+    kinds = mask_kinds(model)
+    return tuple(text_config(model).layer_types) if takes_mask_dict(model) else kinds
 
 
 def _decoder_sources(model: nn.Module) -> list[str]:
@@ -180,13 +209,8 @@ def _forward_source(module_class: Any) -> str:
     return source if "attention_mask" in source else ""
 
 
-def cache_layers(cache: Cache) -> Iterator[tuple[int, Any]]:
-    """Index and layer of a cache."""
-    yield from enumerate(cache.layers)
-
-
 __all__ = [
-    "CACHE_LAYERS",
+    "CACHES",
     "PREPARED",
     "PROMPT_ONLY",
     "Cache",
@@ -194,19 +218,24 @@ __all__ = [
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "EmptyLayer",
+    "StaticCache",
+    "StaticLayer",
+    "StaticSlidingWindowLayer",
     "attention_configs",
     "attention_function",
     "attention_name",
-    "cache_layers",
     "forward_arguments",
     "has_experts",
     "is_users_cache",
     "known_mask_length",
+    "layer_masks",
     "mask_kinds",
     "pad_token",
     "prefill",
+    "reads_lengths",
     "register_attention",
     "set_attention_name",
     "takes_mask_dict",
     "text_config",
+    "window",
 ]

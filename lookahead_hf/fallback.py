@@ -36,7 +36,7 @@ class FallbackReason(str, Enum):
     NO_CACHE = "no_cache", "decoding without a cache was asked for", "pass use_cache=True"
     CACHE_IMPLEMENTATION = (
         "cache_implementation",
-        "a cache implementation was asked for by name",
+        "this cache implementation is not served",
         "leave cache_implementation out",
     )
     CACHE = "cache", "this cache cannot be rolled back row by row"
@@ -135,6 +135,9 @@ def check_settings(setting: Callable[[str], Any]) -> None:
         raise Unserved(FallbackReason.DECODING_METHOD, "contrastive search")
 
 
+SERVED_CACHES = ("dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
+"""Names of caches that stay on one device and hold every number as it is."""
+
 _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
     (lambda value: value == "paged", FallbackReason.CONTINUOUS_BATCHING, "cache_implementation"),
     (lambda value: value is not None, FallbackReason.DECODING_METHOD, "constraints"),
@@ -142,9 +145,8 @@ _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
     (lambda value: value is not None, FallbackReason.DECODING_METHOD, "dola_layers"),
     (lambda value: value is not None and value > 1, FallbackReason.BEAMS, "num_beams"),
     (lambda value: not value, FallbackReason.NO_CACHE, "use_cache"),
-    # "hybrid" is what old generation configs say for sliding windows; `generate` drops it.
     (
-        lambda value: value not in (None, "dynamic", "hybrid"),
+        lambda value: value is not None and value not in SERVED_CACHES,
         FallbackReason.CACHE_IMPLEMENTATION,
         "cache_implementation",
     ),

@@ -70,8 +70,7 @@ class Records:
         row: int,
         tokens: list[int],
         outputs: Any,
-        slots: list[torch.Tensor],
-        windows: list[int | None],
+        slots: list[list[torch.Tensor]],
     ) -> None:
         """Keep what a forward returned for the tokens that a row keeps.
 
@@ -79,16 +78,15 @@ class Records:
             row: The row.
             tokens: Their places in the block, root first.
             outputs: The forward's outputs.
-            slots: For each of them the slot of every column that it could attend, -1 for none.
-            windows: Newest columns that plain's cache shows of each layer, None for all.
+            slots: For each of them and each layer the slots of the columns that plain's cache
+                shows, -1 for none.
         """
         if self._wants["hidden_states"]:
             for token in tokens:
                 states = tuple(h[row, token : token + 1].clone() for h in outputs.hidden_states)
                 self._observed["hidden_states"][row].append(states)
         if self._wants["attentions"]:
-            for token, held in zip(tokens, slots, strict=True):
-                shown = [held if window is None else held[-window:] for window in windows]
+            for token, shown in zip(tokens, slots, strict=True):
                 weights = _weights(outputs.attentions, row, token, shown)
                 self._observed["attentions"][row].append(weights)
 

@@ -45,7 +45,7 @@ SETTINGS = [
     ("beams", {"num_beams": 2}),
     ("beams", {"num_beams": 2, "do_sample": True}),
     ("no_cache", {"use_cache": False}),
-    ("cache_implementation", {"cache_implementation": "static"}),
+    ("cache_implementation", {"cache_implementation": "quantized"}),
 ]
 
 

@@ -2,62 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 
-from lookahead_hf.cache.layers import GROWTH_SLOTS, SlotCache, SlotLayer
-from lookahead_hf.compat import CACHE_LAYERS, Cache, DynamicLayer
-
-
-def unserved_layer(cache: Cache) -> str | None:
-    """Name of the first layer type that cannot be taken over, None where all can."""
-    if cache.offloading:
-        return "offloaded cache"
-    kinds = [type(layer) for layer in cache.layers]
-    if cache.layer_class_to_replicate is not None:
-        kinds.append(cache.layer_class_to_replicate)
-    return next((kind.__name__ for kind in kinds if kind not in CACHE_LAYERS), None)
+from lookahead_hf.cache import held
+from lookahead_hf.cache.layers import SlotCache, SlotGroup, SlotLayer
+from lookahead_hf.compat import Cache, is_users_cache
 
 
 class AdoptedCache:
     """A cache of transformers whose content lives in slots for the length of a call.
 
     Columns are plain's: index in the padded batch. Slots count the attended columns only. The
-    content is moved layer by layer, so that no more than one layer is ever held twice.
+    content is moved layer by layer, so that no more than one layer is ever held twice; only what
+    the caller of `generate` made for a fixed number of tokens is left in place beside ours.
 
     Attributes:
         original: The object that was taken over; empty until `hand_back`.
         slots: The content.
-        columns: Column of every prompt slot, [rows, prompt slots] int64; None where slot == column.
+        columns: Column of every prompt token, [rows, prompt tokens] int64; None where token i of a
+            row stands in column i.
         pads: Columns of the prompt that are not attended, [rows] int64.
     """
 
-    def __init__(self, original: Cache, attended: np.ndarray | None, num_rows: int) -> None:
-        """`attended`: [rows, columns] bool, None where every column is."""
+    def __init__(
+        self,
+        original: Cache,
+        attended: np.ndarray | None,  # [rows, columns] bool; None: every column
+        num_rows: int,
+        masks: Sequence[str] = ("",),
+        trims: bool = True,
+        returned: bool = False,
+    ) -> None:
+        """Take the content over.
+
+        Args:
+            original: The cache after the prompt.
+            attended: Which columns of it are attended.
+            num_rows: Rows of the batch.
+            masks: Name of the mask that each layer takes; of all layers if it is one.
+            trims: Whether layers with a window hold no more than that.
+            returned: Whether the caller sees the cache, wherever the call ends.
+        """
         self.original = original
         self.num_columns = int(original.get_seq_length())
         self.slots = SlotCache(num_rows)
-        self.attended = attended
-        self.columns, lengths = _slot_columns(attended, self.num_columns, num_rows)
+        self.columns, lengths = _token_columns(attended, self.num_columns, num_rows)
         self.slots.lengths[:] = lengths
+        self.slots.starts = lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
+        layers = original.layers
+        self._masks = [masks[min(i, len(masks) - 1)] for i in range(len(layers))]
+        self._group(masks, trims)
         try:
             self._take()
         except BaseException:
             self._put_back()
             raise
 
+    def _group(self, masks: Sequence[str], trims: bool) -> None:
+        """Put layers with one mask and one window together; all others share the whole text."""
+        found: dict[str, set[int | None]] = {name: set() for name in masks}
+        for name, layer in zip(self._masks, self.original.layers, strict=True):
+            if held.read(layer) is not None:
+                found[name].add(held.window(layer))
+        whole = SlotGroup(self.slots)
+        for name, windows in found.items():
+            window = windows.pop() if trims and len(windows) == 1 else None
+            group = whole if window is None else SlotGroup(self.slots, window)
+            if window is not None:
+                group.dropped = np.maximum(self.slots.lengths - window, 0)
+            self.slots.groups[name] = group
+
     def _take(self) -> None:
-        capacity = self.slots.longest + GROWTH_SLOTS
-        for layer in self.original.layers:
-            if not getattr(layer, "is_initialized", False):
+        for name, layer in zip(self._masks, self.original.layers, strict=True):
+            content = held.read(layer)
+            if content is None:
                 self.slots.add_empty()
                 continue
-            keys = self._to_slots(layer.keys, capacity)
-            values = self._to_slots(layer.values, capacity)
-            layer.keys = layer.values = None
-            self.slots.layers.append(SlotLayer(self.slots, keys, values))
-        self.slots.capacity = capacity
+            keys, values = (self._to_slots(states, self.slots.groups[name]) for states in content)
+            held.release(layer, is_users_cache(self.original))
+            self.slots.add(name, keys, values)
 
     def _put_back(self) -> None:
         """Undo a take-over that broke off."""
@@ -65,26 +92,58 @@ class AdoptedCache:
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, self.num_columns)
 
-    def _to_slots(self, states: torch.Tensor, capacity: int) -> torch.Tensor:
+    def _to_slots(self, states: torch.Tensor, group: SlotGroup) -> torch.Tensor:
         """[rows, kv_heads, held columns, dim] to [rows, capacity, kv_heads, dim]."""
-        rows, heads, held, dim = states.shape
-        store = states.new_zeros(rows, capacity, heads, dim)
-        first = self.num_columns - held  # a sliding layer has dropped the columns before
-        if self.columns is None:
-            store[:, first : first + held].copy_(states.transpose(1, 2))
-            return store
-        for row, columns in enumerate(self.columns):
-            kept = columns[columns >= first]
-            slot = len(columns) - len(kept)
-            index = torch.from_numpy(kept - first).to(states.device)
-            picked = states[row].index_select(1, index)
-            store[row, slot : slot + len(kept)].copy_(picked.transpose(0, 1))
+        rows, heads, count, dim = states.shape
+        store = states.new_zeros(rows, group.roomy(group.longest), heads, dim)
+        first = self.num_columns - count  # a layer with a window has dropped the columns before
+        for of, slots, columns in self._parts(group, first, self.num_columns):
+            index = _index(columns - first, states.device)
+            store[of, slots].copy_(states[of][:, :, index].transpose(1, 2))
         return store
 
+    def _parts(
+        self, group: SlotGroup, first: int, last: int
+    ) -> Iterator[tuple[slice, slice, np.ndarray]]:
+        """Rows, their slots, and the columns of these, of what a group holds in [first, last)."""
+        dropped = group.dropped.tolist()
+        alike = self.columns is None and len(set(dropped)) == 1
+        for row, gone in enumerate(dropped[:1] if alike else dropped):
+            columns = self._columns_of(row, last)
+            token = max(int(np.searchsorted(columns, first)), gone)
+            of = slice(None) if alike else slice(row, row + 1)
+            yield of, slice(token - gone, len(columns) - gone), columns[token:]
+
+    def _columns_of(self, row: int, num_columns: int) -> np.ndarray:
+        """Columns of a row's tokens, ascending, of those before `num_columns`."""
+        if self.columns is None:
+            return np.arange(num_columns)
+        return np.concatenate([self.columns[row], np.arange(self.num_columns, num_columns)])
+
+    def token_columns(self, group: SlotGroup, slots: int | None = None) -> np.ndarray:
+        """Column of the token in every slot of a group, [rows, slots] int64; of the visible ones
+        where no number is given."""
+        slots = group.visible if slots is None else slots
+        tokens = group.dropped[:, None] + np.arange(slots)[None]
+        columns: np.ndarray = tokens + self.pads[:, None]
+        if self.columns is not None:
+            for row, prompt in enumerate(self.columns):
+                shown = prompt[group.dropped[row] :][:slots]
+                columns[row, : len(shown)] = shown
+        return columns
+
     @property
-    def windows(self) -> list[int | None]:
-        """Of every layer the columns that plain's cache shows at most, None for all."""
-        return [getattr(layer, "sliding_window", None) for layer in self.original.layers]
+    def views(self) -> list[tuple[int | None, np.ndarray]]:
+        """Of every layer the columns that a token sees at most in plain's cache, its own included;
+        and how many tokens of each row were dropped from ours.
+        """
+        whole = None, np.zeros_like(self.slots.lengths)
+        return [
+            (_own_too(held.window(layer)), ours.group.dropped)
+            if isinstance(ours, SlotLayer)
+            else whole
+            for layer, ours in zip(self.original.layers, self.slots.layers, strict=True)
+        ]
 
     def hand_back(self, num_columns: int) -> Cache:
         """Fill the original with its first `num_columns` columns, in its own layers.
@@ -96,31 +155,39 @@ class AdoptedCache:
                 self._fill(layer, ours, num_columns)
         return self.original
 
-    def _fill(self, layer: DynamicLayer, ours: SlotLayer, num_columns: int) -> None:
-        window = getattr(layer, "sliding_window", None)
-        first = max(0, num_columns - window + 1) if window else 0
-        layer.keys = self._to_columns(ours.k_store, first, num_columns)
-        layer.values = self._to_columns(ours.v_store, first, num_columns)
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = num_columns
+    def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
+        most = held.most_columns(layer)
+        first = 0 if most is None else max(0, num_columns - most)
+        keys = self._to_columns(ours.k_store, ours.group, first, num_columns)
+        values = self._to_columns(ours.v_store, ours.group, first, num_columns)
+        held.fill(layer, (keys, values), num_columns)
 
-    def _to_columns(self, store: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    def _to_columns(
+        self, store: torch.Tensor, group: SlotGroup, first: int, last: int
+    ) -> torch.Tensor:
         """[rows, slots, kv_heads, dim] to [rows, kv_heads, last - first, dim]."""
-        if self.columns is None:
-            return store[:, first:last].transpose(1, 2).contiguous()
-        out = store.new_zeros(store.shape[0], last - first, *store.shape[2:])
-        for row, prompt in enumerate(self.columns):
-            columns = np.concatenate([prompt, np.arange(self.num_columns, last)])
-            slot = int(np.searchsorted(columns, first))
-            index = torch.from_numpy(columns[slot:] - first).to(store.device)
-            out[row].index_copy_(0, index, store[row, slot : len(columns)])
-        return out.transpose(1, 2).contiguous()
+        out = store.new_zeros(store.shape[0], store.shape[2], last - first, store.shape[3])
+        for of, slots, columns in self._parts(group, first, last):
+            index = _index(columns - first, store.device)
+            out[of][:, :, index] = store[of, slots].transpose(1, 2)
+        return out
 
 
-def _slot_columns(
+def _own_too(window: int | None) -> int | None:
+    return None if window is None else window + 1
+
+
+def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """Ascending places as an index: where possible a slice, which copies nothing twice."""
+    if len(places) and int(places[-1] - places[0]) + 1 == len(places):
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return torch.from_numpy(places).to(device)
+
+
+def _token_columns(
     attended: np.ndarray | None, num_columns: int, num_rows: int
 ) -> tuple[list[np.ndarray] | None, np.ndarray]:
-    """Column of every slot, and the length of every row."""
+    """Column of every token, and the length of every row."""
     if attended is None or bool(attended.all()):
         return None, np.full(num_rows, num_columns, np.int64)
     columns = [np.flatnonzero(row) for row in attended]

@@ -17,7 +17,7 @@ GROWTH_SLOTS = 64
 
 @dataclass(slots=True)
 class Block:
-    """Where the tokens of the forward in progress go, the same for every layer."""
+    """Where the tokens of the forward in progress go, the same for every layer of a group."""
 
     start: int | None  # first slot where all rows write the same range, else None
     flat_slots: torch.Tensor | None  # [rows * width] int64 into [rows * capacity], else None
@@ -32,10 +32,10 @@ class SlotLayer(DynamicLayer):
     contiguous memory.
     """
 
-    def __init__(self, owner: SlotCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, group: SlotGroup, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take over stores of `[rows, slots, kv_heads, head_dim]`; head sizes may differ."""
         super().__init__()
-        self.owner = owner
+        self.group = group
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.k_store, self.v_store = keys, values
 
@@ -48,24 +48,24 @@ class SlotLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the block's K and V, [rows, kv_heads, width, head_dim]; show all visible slots."""
-        block = self.owner.block
+        block = self.group.block
         assert block is not None
         for store, states in ((self.k_store, key_states), (self.v_store, value_states)):
             if block.start is not None:
                 store[:, block.start : block.start + block.width].copy_(states.transpose(1, 2))
             else:
                 flat = store.view(-1, *store.shape[2:])
-                slots = self.owner.flat_slots_on(store.device)
+                slots = self.group.flat_slots_on(store.device)
                 flat.index_copy_(0, slots, states.transpose(1, 2).reshape(-1, *store.shape[2:]))
         seen = slice(0, block.visible)
         return self.k_store[:, seen].transpose(1, 2), self.v_store[:, seen].transpose(1, 2)
 
     def get_seq_length(self) -> int:
-        return self.owner.longest
+        return self.group.owner.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        block = self.owner.block
-        return (self.owner.longest + query_length if block is None else block.visible), 0
+        block = self.group.block
+        return (self.group.longest + query_length if block is None else block.visible), 0
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -77,76 +77,118 @@ def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
     return grown
 
 
-class SlotCache(Cache):
-    """A cache of `SlotLayer`s with one length per row.
+class SlotGroup:
+    """Layers that take the same mask: every token has the same slot in each of them.
+
+    Layers that look back a limited number of tokens hold no more than those: when their room is
+    used up, what nobody sees any more is dropped, and the rest moves to the front.
 
     Attributes:
-        lengths: Tokens of each row that are kept, [rows] int64.
+        layers: The layers that hold something.
+        window: Tokens before its own that a token may see, None for all.
+        dropped: Tokens of each row that stood before its first slot, [rows] int64.
         capacity: Slots that every layer has room for.
-        shown: Slots that the attention sees in every forward, None for those that are in use.
         block: Where the forward in progress writes.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        super().__init__(layers=[])
-        self.lengths = np.zeros(num_rows, np.int64)
+    def __init__(self, owner: SlotCache, window: int | None = None) -> None:
+        self.owner, self.window = owner, window
+        self.layers: list[SlotLayer] = []
+        self.dropped = np.zeros_like(owner.lengths)
         self.capacity = 0
-        self.shown: int | None = None
         self.block: Block | None = None
         self._path_table: PathTable | None = None
         self._slots_by_device: dict[torch.device, torch.Tensor] = {}
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Slots of each row that are in use, [rows] int64."""
+        return self.owner.lengths - self.dropped
+
+    @property
     def longest(self) -> int:
-        """Length of the longest row."""
+        """Most slots that a row uses."""
         return int(self.lengths.max())
 
     @property
+    def visible(self) -> int:
+        """Slots that the attention sees in the forward in progress."""
+        assert self.block is not None
+        return self.block.visible
+
+    @property
     def path_table(self) -> PathTable:
-        """K and V of every layer that holds any, prepared for compaction."""
+        """K and V of every layer, prepared for compaction."""
         if self._path_table is None:
-            layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
-            self._path_table = PathTable([s for la in layers for s in (la.k_store, la.v_store)])
+            stores = [store for layer in self.layers for store in (layer.k_store, layer.v_store)]
+            self._path_table = PathTable(stores)
         return self._path_table
 
-    def add_empty(self) -> None:
-        """A layer that shares the K and V of another one holds nothing."""
-        self.layers.append(EmptyLayer())
+    def roomy(self, slots: int) -> int:
+        """The capacity to have where so many slots are needed."""
+        least = GROWTH_SLOTS if self.window is None else GROWTH_SLOTS // 4
+        return slots + max(least, slots // 16)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` in every layer."""
-        if slots <= self.capacity:
-            return
-        self._grow(slots + max(GROWTH_SLOTS, slots // 16))
-
-    def fix(self, slots: int) -> None:
-        """Make room for `slots` at once and show them all in every forward."""
         if slots > self.capacity:
-            self._grow(slots)
-        self.shown = slots
+            self.grow(self.roomy(slots))
 
-    def _grow(self, capacity: int) -> None:
+    def grow(self, capacity: int) -> None:
+        """Give every layer exactly this room."""
         for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.grow(capacity)
+            layer.grow(capacity)
         self.capacity = capacity
         self._path_table = None
 
-    def place(self, width: int) -> None:
-        """Put the next `width` tokens of every row behind its length.
+    def move_to(
+        self, stores: list[tuple[torch.Tensor, torch.Tensor]], capacity: int, table: PathTable
+    ) -> None:
+        """Go on in other K and V of this capacity, to which the content is copied.
 
-        Args:
-            width: Tokens per row, padding included.
+        What stands behind it is zero, since masked NaN would spread.
         """
-        self.reserve(self.longest + width)
-        visible = max(self.longest + width, self.shown or 0)
-        if len(self.lengths) == 1 or bool((self.lengths == self.lengths[0]).all()):
-            self.block = Block(int(self.lengths[0]), None, width, visible)
+        for layer, pair in zip(self.layers, stores, strict=True):
+            for new, old in zip(pair, (layer.k_store, layer.v_store), strict=True):
+                held = min(capacity, old.shape[1])
+                new[:, :held].copy_(old[:, :held])
+                new[:, held:].zero_()
+            layer.k_store, layer.v_store = pair
+        self.capacity, self._path_table = capacity, table
+
+    def place(self, width: int) -> None:
+        """Put the next `width` tokens of every row behind its length."""
+        if self.window is not None and self.longest + width > self.capacity:
+            self._drop(np.minimum(self.lengths, self.window + self.owner.lead))
+        lengths = self.lengths
+        self.reserve(int(lengths.max()) + width)
+        visible = max(int(lengths.max()) + width, self.owner.shown or 0)
+        if bool((lengths == lengths[0]).all()):
+            self.block = Block(int(lengths[0]), None, width, visible)
             return
-        rows = np.arange(len(self.lengths))[:, None] * self.capacity
-        flat = rows + self.lengths[:, None] + np.arange(width)[None]
+        rows = np.arange(len(lengths))[:, None] * self.capacity
+        flat = rows + lengths[:, None] + np.arange(width)[None]
         self._slots_by_device.clear()
         self.block = Block(None, torch.from_numpy(flat.reshape(-1)), width, visible)
+
+    def place_at(self, flat_slots: torch.Tensor, width: int, visible: int) -> None:
+        """Put the next tokens where their device says, [rows * width] into [rows * capacity]."""
+        self.block = Block(None, flat_slots, width, visible)
+        self._slots_by_device = {flat_slots.device: flat_slots}
+
+    def _drop(self, kept: np.ndarray) -> None:
+        """Keep only the newest tokens of every row, [rows], at the front."""
+        gone = self.lengths - kept
+        if not gone.any():
+            return
+        slots = torch.from_numpy(gone[:, None] + np.arange(kept.max())[None])
+        slots = slots.clamp_(max=self.capacity - 1)
+        rows = torch.arange(len(gone))[:, None]
+        for layer in self.layers:
+            for store in (layer.k_store, layer.v_store):
+                at = rows.to(store.device), slots.to(store.device)
+                store[:, : slots.shape[1]] = store[at]
+        self.dropped = self.dropped + gone
 
     def flat_slots_on(self, device: torch.device) -> torch.Tensor:
         """The block's flat slots on a layer's device, copied once per step."""
@@ -154,3 +196,66 @@ class SlotCache(Cache):
         if device not in self._slots_by_device:
             self._slots_by_device[device] = self.block.flat_slots.to(device)
         return self._slots_by_device[device]
+
+
+class SlotCache(Cache):
+    """A cache of `SlotLayer`s with one length per row.
+
+    Attributes:
+        lengths: Tokens of each row that are kept, [rows] int64.
+        groups: The layers by the mask that they take, by its name; several names may share one.
+        shown: Slots that the attention sees in every forward, None for those that are in use.
+        starts: Lengths after the prompt, [rows], where a row must not drop what the slowest one
+            still sees, because all of them may be handed back as they were there; None else.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(layers=[])
+        self.lengths = np.zeros(num_rows, np.int64)
+        self.groups: dict[str, SlotGroup] = {}
+        self.shown: int | None = None
+        self.starts: np.ndarray | None = None
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return int(self.lengths.max())
+
+    @property
+    def lead(self) -> np.ndarray | int:
+        """Tokens that each row keeps beyond its window, [rows] int64."""
+        if self.starts is None:
+            return 0
+        fed = self.lengths - self.starts
+        return fed - int(fed.min())
+
+    def each_group(self) -> list[SlotGroup]:
+        """Every group once."""
+        return list(dict.fromkeys(self.groups.values()))
+
+    def add(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append a layer of the group of that name, from stores `[rows, slots, heads, dim]`."""
+        layer = SlotLayer(self.groups[name], keys, values)
+        layer.group.layers.append(layer)
+        layer.group.capacity = keys.shape[1]
+        self.layers.append(layer)
+
+    def add_empty(self) -> None:
+        """A layer that shares the K and V of another one holds nothing."""
+        self.layers.append(EmptyLayer())
+
+    def fix(self, slots: int) -> None:
+        """Make room for `slots` at once and show them all in every forward."""
+        for group in self.each_group():
+            if slots > group.capacity:
+                group.grow(slots)
+        self.shown = slots
+
+    def place(self, width: int) -> None:
+        """Put the next `width` tokens of every row behind its length.
+
+        Args:
+            width: Tokens per row, padding included.
+        """
+        for group in self.each_group():
+            group.place(width)

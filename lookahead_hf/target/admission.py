@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.cache.adopt import unserved_layer
+from lookahead_hf.cache import held
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.target import probe
 from lookahead_hf.target.attention import SERVED
@@ -34,7 +34,7 @@ UNSERVED_TYPES = frozenset(
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise Unserved where this call's model, cache or arguments cannot be served."""
     check_model(model)
-    _check_cache(model_kwargs)
+    _check_cache(generation_config, model_kwargs)
     _check_arguments(model, generation_config, model_kwargs)
 
 
@@ -59,6 +59,28 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_room(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], num_new: int
+) -> None:
+    """Raise Unserved where a cache has no room for a call's longest text; plain says so itself.
+
+    Args:
+        model: The target.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`.
+        num_new: Most tokens that the call generates; the last of them is never fed.
+    """
+    columns = compat.known_mask_length(generation_config, model_kwargs)
+    room = held.room(model_kwargs["past_key_values"], compat.window(model))
+    if room is not None and columns is not None and columns + num_new - 1 > room:
+        raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns")
+
+
+def is_on(model: Any, device: torch.device) -> bool:
+    """Whether all of the model is on this device."""
+    return all(parameter.device == device for parameter in model.parameters())
+
+
 def check_invariance(model: Any) -> None:
     """Raise Unserved where a token's bits depend on the other tokens of its block."""
     if compat.has_experts(model):
@@ -71,12 +93,15 @@ def _check_attention(model: Any) -> None:
         raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
 
 
-def _check_cache(model_kwargs: dict[str, Any]) -> None:
+def _check_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     cache = model_kwargs.get("past_key_values")
-    if not isinstance(cache, compat.DynamicCache):
+    if type(cache) not in compat.CACHES:
         raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
-    if name := unserved_layer(cache):
+    if name := held.unserved_layer(cache):
         raise Unserved(FallbackReason.CACHE, name)
+    weights = generation_config.return_dict_in_generate and generation_config.output_attentions
+    if weights and type(cache) is compat.StaticCache:
+        raise Unserved(FallbackReason.CACHE, "attention weights over all of a static cache's room")
 
 
 def _check_arguments(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:

@@ -101,8 +101,8 @@ class Target:
         position_ids: torch.Tensor,  # [..., rows, columns]
         returned: bool = False,
     ) -> None:
-        masks, trims = compat.layer_masks(self.model), self._shape is None
-        self.cache = AdoptedCache(cache, attended, self.num_rows, masks, trims, returned)
+        takes, trims = compat.layer_masks(self.model), self._shape is None
+        self.cache = AdoptedCache(cache, attended, self.num_rows, takes, trims, returned)
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
@@ -194,13 +194,14 @@ class Target:
         for row, count in enumerate(accepted.tolist()):
             path[row, 1 : 1 + count] = verdict.accepted(row) + 1
         moved = int((path != identity).sum())
-        if moved:
-            compact_path(
-                self.cache.slots.path_table,
-                torch.from_numpy(self.cache.slots.lengths),
-                torch.from_numpy(path),
-                torch.from_numpy(accepted + 1),
-            )
+        for group in self.cache.slots.each_group() if moved else ():
+            if group.layers:
+                compact_path(
+                    group.path_table,
+                    torch.from_numpy(group.lengths),
+                    torch.from_numpy(path),
+                    torch.from_numpy(accepted + 1),
+                )
         return moved
 
     @property
@@ -229,7 +230,7 @@ class Target:
         assert self.cache is not None
         self.cache.slots.lengths += counts
 
-    def seen_slots(self, row: int, kept: list[int]) -> list[torch.Tensor]:
+    def seen_slots(self, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
         """For tokens of the latest block, each the next one's parent: the slot of every column.
 
         Args:
@@ -237,7 +238,8 @@ class Target:
             kept: Places in the block, root first.
 
         Returns:
-            Per token the slots that it could see, in the order of plain's columns, -1 for pads.
+            Per token and layer the slots that it could see, in the order of the columns that
+            plain's cache shows, -1 for pads.
         """
         assert self.cache is not None
         cache, length = self.cache, int(self.cache.slots.lengths[row])
@@ -246,9 +248,20 @@ class Target:
             prompt = np.full(cache.num_columns, -1)
             prompt[cache.columns[row]] = np.arange(len(cache.columns[row]))
         first = cache.num_columns - int(cache.pads[row])
-        seen = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
-        before = len(seen) - len(kept)
-        return [torch.from_numpy(seen[: before + 1 + i]) for i in range(len(kept))]
+        tokens = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
+        before = len(tokens) - len(kept)
+        views = [(window, int(gone[row])) for window, gone in cache.views]
+        out = []
+        for end in range(before + 1, len(tokens) + 1):
+            shown = {view: _slots(tokens[:end], *view) for view in set(views)}
+            out.append([shown[view] for view in views])
+        return out
+
+
+def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:
+    """Slots of the newest tokens of a row, -1 for pads, where so many were dropped in front."""
+    newest = tokens if window is None else tokens[-window:]
+    return torch.from_numpy(np.where(newest < 0, -1, newest - dropped))
 
 
 def mask_kinds(model: Any) -> list[masks.MaskKind]:

@@ -1,0 +1,156 @@
+"""What each layer type of transformers' caches holds: read it, empty it, fill it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead_hf.compat import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EmptyLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+Content = tuple[torch.Tensor, torch.Tensor]
+"""K and V by column, [rows, kv_heads, columns, head_dim] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """How a layer type stores the newest columns of plain's cache.
+
+    Attributes:
+        read: K and V of the columns that the layer holds now.
+        most: Columns that it holds at most, None for all.
+        window: Of these the ones that a next token still sees.
+        fill: Store K and V as they are after so many columns in all.
+    """
+
+    read: Callable[[Any], Content]
+    most: Callable[[Any], int | None]
+    window: Callable[[Any], int | None]
+    fill: Callable[[Any, Content, int], None]
+
+
+def unserved_layer(cache: Cache) -> str | None:
+    """Name of the first layer type that cannot be taken over, None where all can."""
+    if cache.offloading:
+        return "offloaded cache"
+    kinds = [type(layer) for layer in cache.layers]
+    if cache.layer_class_to_replicate is not None:
+        kinds.append(cache.layer_class_to_replicate)
+    served = {*_KINDS, EmptyLayer}
+    return next((kind.__name__ for kind in kinds if kind not in served), None)
+
+
+def most_columns(layer: Any) -> int | None:
+    """Columns that a layer holds at most, None for all."""
+    return _KINDS[type(layer)].most(layer)
+
+
+def window(layer: Any) -> int | None:
+    """Earlier columns that a next token sees of a layer, None for all."""
+    return _KINDS[type(layer)].window(layer)
+
+
+def room(cache: Cache, sliding: int | None) -> int | None:
+    """Columns that a cache has room for, None for any number.
+
+    Args:
+        cache: A cache of served layers.
+        sliding: The model's window; a layer made for less than that is not a sliding one.
+    """
+    ends = [
+        layer.max_cache_len
+        for layer in cache.layers
+        if type(layer) is StaticLayer
+        or (type(layer) is StaticSlidingWindowLayer and layer.max_cache_len < (sliding or 0))
+    ]
+    return min(ends, default=None)
+
+
+def read(layer: Any) -> Content | None:
+    """K and V of the newest columns, views where that can be; None where a layer holds none."""
+    if not getattr(layer, "is_initialized", False) or layer.keys is None:
+        return None
+    return _KINDS[type(layer)].read(layer)
+
+
+def release(layer: Any, users: bool) -> None:
+    """Let go of what a layer holds, until `fill`.
+
+    The tensors of a static cache that the caller made stay: a compiled forward may know them by
+    their addresses.
+    """
+    if not (users and isinstance(layer, StaticLayer)):
+        layer.keys = layer.values = None
+
+
+def fill(layer: Any, content: Content, num_columns: int) -> None:
+    """Store K and V of the newest columns, in the layer's own tensors where it still has them.
+
+    Args:
+        layer: A layer of a served type.
+        content: The newest columns, as many as it holds after `num_columns`.
+        num_columns: Columns that the cache has seen in all.
+    """
+    _KINDS[type(layer)].fill(layer, content, num_columns)
+
+
+def _read_dynamic(layer: Any) -> Content:
+    return layer.keys, layer.values
+
+
+def _fill_dynamic(layer: Any, content: Content, num_columns: int) -> None:
+    layer.keys, layer.values = content
+
+
+def _fill_sliding(layer: Any, content: Content, num_columns: int) -> None:
+    layer.keys, layer.values = content
+    layer.cumulative_length = num_columns
+
+
+def _read_static(layer: Any) -> Content:
+    seen = slice(0, min(int(layer.get_seq_length()), layer.max_cache_len))
+    return layer.keys[:, :, seen], layer.values[:, :, seen]
+
+
+def _fill_static(layer: Any, content: Content, num_columns: int) -> None:
+    held = content[0].shape[2]
+    for name, states in zip(("keys", "values"), content, strict=True):
+        store = getattr(layer, name)
+        if store is None:
+            shape = (*states.shape[:2], layer.max_cache_len, states.shape[3])
+            store = states.new_zeros(shape)
+            setattr(layer, name, store)
+        store[:, :, :held].copy_(states)
+    layer.cumulative_length.fill_(held)
+    if hasattr(layer, "cumulative_length_int"):
+        layer.cumulative_length_int = num_columns
+
+
+def _all(layer: Any) -> None:
+    return None
+
+
+def _sliding(layer: Any) -> int:
+    return int(layer.sliding_window) - 1
+
+
+_KINDS: dict[type, LayerKind] = {
+    DynamicLayer: LayerKind(_read_dynamic, _all, _all, _fill_dynamic),
+    DynamicSlidingWindowLayer: LayerKind(_read_dynamic, _sliding, _sliding, _fill_sliding),
+    StaticLayer: LayerKind(_read_static, _all, _all, _fill_static),
+    StaticSlidingWindowLayer: LayerKind(
+        _read_static,
+        lambda layer: int(layer.max_cache_len),
+        lambda layer: int(layer.max_cache_len) - 1,
+        _fill_static,
+    ),
+}
