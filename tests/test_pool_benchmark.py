@@ -36,7 +36,9 @@ def test_every_line_is_measured(
     for names in ("n-grams, recycling", "and a pool"):
         compiled, whole = (by_name[f"{part}: {names}", 5_000]["best"] for part in parts)
         assert whole / 10 < compiled < whole
-    assert {"fill a pool", "open a pool", "look a context up in a pool"} < {w for w, _ in by_name}
+    assert {"fill a pool", "open a pool", "look-up, opened pool", "tree, pool"} < {
+        w for w, _ in by_name
+    }
     assert all(0 < line["best"] < 1e6 for line in lines)
     memory = next(line for line in lines if line["unit"] == "bytes/token")
     assert 20 < memory["best"] < 45

@@ -88,36 +88,50 @@ def grow(
 def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, found):
     """Fill `found` with the newest occurrences of the context's suffixes; returns how many.
 
-    They are visited from the longest key down; those that a longer key finds are passed over.
+    They stand from the longest key down; those that a longer key finds are passed over.
     """
-    newest = np.empty(NUM_KEYS, np.int64)
+    ages = np.zeros((NUM_KEYS, VISITS[0]), np.int64)
     key, longest = np.uint64(0), -1
     for k in range(NUM_KEYS):
         if len(context) < 1 << k:
             break
         key = longer_key(key, context, k)
-        _, _, newest[k] = newest_occurrence(
+        _, _, ages[k, 0] = newest_occurrence(
             log, table, len(table), head, live, now, time_bits, context, k, key
         )
-        if newest[k] == 0:
+        if ages[k, 0] == 0:
             break
         longest = k
+    _follow_links(log, links, head, live, longest, ages, found)
     num_found = 0
     for k in range(longest, -1, -1):
         most = len(context) if k == longest else 2 << k
-        age = newest[k]
-        for _ in range(VISITS[k]):
-            match_len = match_length(log, head, live, age, context, most)
-            if match_len < 1 << k:
+        for visit in range(VISITS[k]):
+            match_len = match_length(log, head, live, ages[k, visit], context, most)
+            if ages[k, visit] == 0 or match_len < 1 << k:
                 break
             if match_len >= min_ngram and (match_len < most or k == longest):
-                found[AGE, num_found], found[LENGTH, num_found] = age, match_len
+                found[AGE, num_found], found[LENGTH, num_found] = ages[k, visit], match_len
                 num_found += 1
-            link = np.int64(links[place_of(log, head, age), k])
-            if link == 0:
-                break
-            age += link
     return num_found
+
+
+@jit
+def _follow_links(log, links, head, live, longest, ages, found):
+    """Fill `ages` [keys, visits] with the older occurrences of each key, 0 behind the last.
+
+    Nothing is compared here, and the tokens are read only to be at hand: so the memory of all keys
+    is waited for at the same time.
+    """
+    for visit in range(1, VISITS[0]):
+        for k in range(longest + 1):
+            age = ages[k, visit - 1]
+            if age > 0 and visit < VISITS[k]:
+                place = place_of(log, head, age)
+                found[NEXT, visit] = log[place]
+                age += np.int64(links[place, k])
+                if ages[k, visit - 1] < age <= live:
+                    ages[k, visit] = age
 
 
 @jit
