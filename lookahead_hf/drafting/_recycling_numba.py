@@ -30,7 +30,7 @@ def grow_trees(
     offsets = np.zeros(num_rows + 1, np.int64)
     nodes = np.empty((5, capacity), np.int32)
     score = np.empty(capacity, np.float32)
-    room = (max_nodes + 2) * top_k
+    room = (max_nodes + 1) * top_k + next_tokens.shape[1]
     candidates = np.empty((5, room), np.int32)
     reach = np.empty(room, np.float64)
     heap = np.empty(room, np.int32)

@@ -28,8 +28,8 @@ def grow_trees(
     tokens: np.ndarray,  # [entries, top_k] int32
     probs: np.ndarray,  # [entries, top_k] float32
     contexts: np.ndarray,  # [rows, 2] int64: the last two tokens, -1 where there is none
-    next_tokens: np.ndarray,  # [rows, top_k] int32: other candidates of the last logits, -1: none
-    next_probs: np.ndarray,  # [rows, top_k] float32
+    next_tokens: np.ndarray,  # [rows, others] int32: other candidates of the last logits, -1: none
+    next_probs: np.ndarray,  # [rows, others] float32
     live: np.ndarray,  # [rows] bool
     rates: np.ndarray,  # [NUM_BUCKETS] float32
     max_nodes: int,

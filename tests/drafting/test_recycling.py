@@ -90,7 +90,7 @@ def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
 
 def test_two_tokens_say_more_than_one() -> None:
     rows = rows_of([1, 5, 9])
-    drafter = drafter_for(rows, top_k=2)
+    drafter = drafter_for(rows, top_k=2, num_next=2)
     # 7 may follow (5, 9), 8 may follow (6, 9), which came last.
     for emitted, possible in ((6, 7), (9, 20), (5, 8), (9, 20)):
         logits = logits_of([{emitted: LIKELY, possible: POSSIBLE}])
@@ -118,7 +118,7 @@ def test_rejected_nodes_are_learned_from_too() -> None:
 
 def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> None:
     rows = rows_of([1, 2])
-    drafter = drafter_for(rows, top_k=2)
+    drafter = drafter_for(rows, top_k=2, num_next=2)
     verdict = take(rows, ([], [20]))
     drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([{20: LIKELY, 21: POSSIBLE}]))
     tree = drafter.propose(rows, 8)
@@ -130,9 +130,20 @@ def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> No
     assert 21 not in drafter.propose(rows, 8).token_ids
 
 
+def test_more_candidates_are_tried_than_are_remembered() -> None:
+    rows = rows_of([1, 2])
+    drafter = drafter_for(rows, top_k=1, num_next=4)
+    logits = logits_of([{20: LIKELY, 21: 6.0, 22: 5.0, 23: 4.0, 24: 3.0}])
+    drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [20])), logits)
+    tree = drafter.propose(rows, 8)
+    assert tree.token_ids[tree.parents == ROOT].tolist() == [21, 22, 23]
+    assert drafter._memory is not None
+    assert drafter._memory.tokens.shape[1] == 1
+
+
 def test_rows_share_what_they_learn_but_not_their_last_logits() -> None:
     rows = rows_of([1, 2], [3, 4])
-    drafter = drafter_for(rows, top_k=2)
+    drafter = drafter_for(rows, top_k=2, num_next=2)
     verdict = take(rows, ([], [30]), ([], [2]))
     logits = logits_of([{30: LIKELY, 31: POSSIBLE}], [{2: LIKELY, 32: POSSIBLE}])
     drafter.observe(rows, DraftTree.empty(2), verdict, logits)
@@ -168,14 +179,14 @@ def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:
 
 def test_a_prompt_can_be_remembered_before_the_first_step() -> None:
     rows = rows_of([1, 2, 1, 2])
-    drafter = drafter_for(rows, top_k=2)
+    drafter = drafter_for(rows, top_k=2, num_next=2)
     top_ids = np.array([[2, 8, 7], [1, 9, 7], [2, 6, 7]])
     drafter.seed(rows, 0, 0, top_ids, np.full((3, 3), 0.3))
     tree = drafter.propose(rows, 8)
     first = tree.token_ids[tree.parents == ROOT].tolist()
     # (1, 2) was followed by 1 and 9; 6 was the other candidate for the place of the last token.
     assert sorted(first) == [1, 6, 9]
-    later = drafter_for(rows, top_k=2)
+    later = drafter_for(rows, top_k=2, num_next=2)
     later.seed(rows, 0, 1, top_ids[1:2], np.full((1, 3), 0.3))
     assert sorted(later.propose(rows, 2).token_ids.tolist()) == [1, 9]
 
@@ -192,15 +203,22 @@ def test_nothing_is_kept_from_call_to_call_unless_asked_for() -> None:
         assert (drafter.propose(rows, 4).num_nodes > 0) == keep
 
 
-@pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 65}, {"capacity": 0}])
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 65}, {"num_next": 0}, {"capacity": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"recycling: {next(iter(options))} is"):
         RecyclingDrafter(**options)  # type: ignore[arg-type]
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), max_nodes=st.integers(0, 30), top_k=st.integers(1, 4))
-def test_compiled_and_plain_growth_agree(seed: int, max_nodes: int, top_k: int) -> None:
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    max_nodes=st.integers(0, 30),
+    top_k=st.integers(1, 4),
+    num_next=st.integers(1, 6),
+)
+def test_compiled_and_plain_growth_agree(
+    seed: int, max_nodes: int, top_k: int, num_next: int
+) -> None:
     rng = np.random.default_rng(seed)
     memory = LogitsMemory(top_k, capacity=64)
     count = int(rng.integers(0, 12))
@@ -212,8 +230,8 @@ def test_compiled_and_plain_growth_agree(seed: int, max_nodes: int, top_k: int) 
         rng.integers(-1, 6, count), rng.integers(0, 6, count),
         tokens.astype(np.int32), probs.astype(np.float32),
     )  # fmt: skip
-    others = np.array([rng.permutation(6)[:top_k] for _ in range(2)]).astype(np.int32)
-    others[:, rng.integers(0, top_k + 1) :] = -1
+    others = np.array([rng.permutation(6)[:num_next] for _ in range(2)]).astype(np.int32)
+    others[:, rng.integers(0, num_next + 1) :] = -1
     arguments = (
         memory.keys, memory.tokens, memory.probs, rng.integers(0, 6, (2, 2)),
         others, rng.choice([0.0, 0.04, 0.3], others.shape).astype(np.float32),
