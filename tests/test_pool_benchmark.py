@@ -33,9 +33,6 @@ def test_every_line_is_measured(
     trees = [f"{part}: {names}" for part in parts for names in ("n-grams, recycling", "and a pool")]
     trees += ["observe", "KMP scan (10 tokens)", "HF prompt lookup (10)"]
     assert {(what, size) for what in trees for size in (500, 5_000)} < set(by_name)
-    for names in ("n-grams, recycling", "and a pool"):
-        compiled, whole = (by_name[f"{part}: {names}", 5_000]["best"] for part in parts)
-        assert whole / 10 < compiled < whole
     assert {"fill a pool", "open a pool", "look-up, opened pool", "tree, pool"} < {
         w for w, _ in by_name
     }
