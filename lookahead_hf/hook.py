@@ -49,7 +49,10 @@ class Hook:
         return getattr(self.__wrapped__, "__name__", "generate")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return run(self._model, self.__wrapped__, args, kwargs)
+        original = self.__wrapped__
+        if _speculates(original):
+            return original(*args, **kwargs)
+        return run(self._model, original, args, kwargs)
 
     def remove(self) -> None:
         """Put back what the hook replaced."""
@@ -165,7 +168,32 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     target = unwrap(model)
     # A wrapper's own generate may do something for the call, as PEFT's does.
     original = model.generate if hasattr(model, "generate") else target.generate
+    if _speculates(original):
+        return original(*args, **kwargs)
     return run(target, original, args, kwargs, default=True)
+
+
+def custom_generate(*args: Any, model: Any, **kwargs: Any) -> Any:
+    """Generate speculatively as the `generate` of a repository's `custom_generate/generate.py`.
+
+    transformers calls it for `model.generate(..., custom_generate=repository)`, and as the
+    `generate` of models that it loads from such a repository.
+
+    Args:
+        *args: Arguments of `model.generate`.
+        model: The model, as transformers passes it.
+        **kwargs: As for `generate`.
+
+    Returns:
+        What `model.generate` returns.
+    """
+    stock = MethodType(type(model).generate, model)
+    return run(model, stock, args, kwargs, default=True)
+
+
+def _speculates(original: Callable[..., Any]) -> bool:
+    """Whether a model's own `generate` is `custom_generate`, which needs no hook."""
+    return isinstance(original, functools.partial) and original.func is custom_generate
 
 
 def set_default(model: Any, value: Any) -> None:

@@ -62,9 +62,8 @@ def run(
 def _plainly(
     model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    output = original(*args, **kwargs)
-    stats.publish(model, None)
-    return output
+    stats.publish(model, None)  # before the call, which may speculate within
+    return original(*args, **kwargs)
 
 
 def _serve(

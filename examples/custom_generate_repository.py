@@ -1,0 +1,23 @@
+"""Speculation as a repository of the hub: nothing is enabled, the call names the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from _model import ask, load
+
+import lookahead_hf
+
+REPOSITORY = Path(__file__).parent / "custom_generate"  # or OWNER/NAME once it is uploaded
+
+model, tokenizer = load()
+lookahead_hf.disable(model)
+inputs = ask(tokenizer, "Write the numbers from one to ten in words, then write them again.")
+limits = {"max_new_tokens": 64, "do_sample": False}
+
+plain = model.generate(**inputs, **limits)
+fast = model.generate(**inputs, **limits, custom_generate=str(REPOSITORY), trust_remote_code=True)
+
+print(tokenizer.decode(fast[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+print("identical:", plain.equal(fast))
+print(lookahead_hf.last_stats(model))

@@ -1,0 +1,186 @@
+"""Models whose `generate` belongs to somebody: all of it by real decoding, with plain's text."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM, dynamic_module_utils
+
+import lookahead_hf
+from lookahead_hf.hook import custom_generate
+from tests.models import prompt, tiny
+
+REPOSITORY = Path(__file__).parents[1] / "examples" / "custom_generate"
+SETTINGS = {"max_new_tokens": 24, "do_sample": False}
+BUDGET = lookahead_hf.SpeculativeConfig(budget=8)
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    ids = prompt()
+    output = tiny("llama").generate(ids, attention_mask=torch.ones_like(ids), **SETTINGS)
+    return output.tolist()
+
+
+def generate(model: Any, **kwargs: Any) -> list[list[int]]:
+    """Generate by keywords, as a custom `generate` takes them."""
+    ids = prompt()
+    output = model.generate(
+        inputs=ids, attention_mask=torch.ones_like(ids), **{**SETTINGS, **kwargs}
+    )
+    return output.tolist()
+
+
+def assert_speculated(model: Any) -> None:
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    assert stats.num_accepted > 0
+
+
+def unsloth_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As a library that replaces `generate` on the object and prepares the model for it."""
+    self.prepared = True
+    return self._old_generate(*args, **kwargs)
+
+
+def test_a_method_that_somebody_bound(model: Any, expected: list[list[int]]) -> None:
+    model._old_generate = model.generate
+    model.generate = MethodType(unsloth_generate, model)
+    lookahead_hf.enable(model)
+    assert generate(model, speculative=BUDGET) == expected
+    assert model.prepared
+    assert_speculated(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert generate(twin, speculative=BUDGET) == expected
+    assert_speculated(twin)
+
+
+@pytest.fixture
+def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers keeps the code that it loads in a folder; here in one of this test's."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_call_that_names_a_repository(
+    model: Any, is_enabled: bool, expected: list[list[int]], modules_cache: None
+) -> None:
+    if is_enabled:
+        lookahead_hf.enable(model)
+    call = functools.partial(
+        generate, model, custom_generate=str(REPOSITORY), trust_remote_code=True
+    )
+    assert call() == expected
+    assert lookahead_hf.last_stats(model) is not None
+    if is_enabled:
+        return  # and `speculative=` would ask for two strategies
+    assert call(speculative=BUDGET, prediction=expected[0][12:]) == expected
+    assert_speculated(model)
+    assert lookahead_hf.last_stats(model).per_source["prediction"].accepted > 15
+    assert call(speculative=False) == expected
+    assert lookahead_hf.last_stats(model) is None
+
+
+def test_a_model_loaded_from_such_a_repository(
+    model: Any, tmp_path: Path, expected: list[list[int]], modules_cache: None
+) -> None:
+    model.save_pretrained(tmp_path / "mine")
+    shutil.copytree(REPOSITORY / "custom_generate", tmp_path / "mine" / "custom_generate")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "mine", trust_remote_code=True)
+    found = vars(loaded)["generate"]
+    assert isinstance(found, functools.partial) and found.func is custom_generate
+    lookahead_hf.set_default(loaded, {"budget": 8})
+    assert generate(loaded) == expected
+    assert_speculated(loaded)
+    ids = prompt()
+    assert loaded.generate(ids, **SETTINGS).tolist() == expected  # by position
+    lookahead_hf.enable(loaded)
+    assert generate(loaded) == expected
+    assert_speculated(loaded)
+    assert lookahead_hf.generate(loaded, ids, **SETTINGS).tolist() == expected
+    assert_speculated(loaded)
+    twin = copy.deepcopy(loaded)
+    assert generate(twin) == expected
+    assert_speculated(twin)
+    lookahead_hf.disable(loaded)
+    assert vars(loaded)["generate"] is found
+
+
+def compiled_forward(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.slow  # tracing takes a minute
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+@pytest.mark.parametrize(
+    "compiled",
+    [functools.partial(torch.compile, backend="eager"), compiled_in_place, compiled_forward],
+    ids=["torch.compile(model)", "model.compile()", "model.forward"],
+)
+def test_compiled_models(
+    model: Any, compiled: Callable[[Any], Any], expected: list[list[int]]
+) -> None:
+    wrapped = compiled(model)
+    lookahead_hf.enable(wrapped)
+    assert generate(wrapped, speculative=BUDGET) == expected
+    assert_speculated(wrapped)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    if not dist.is_available():
+        pytest.skip("torch is built without distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_data_parallel(model: Any, group: None, expected: list[list[int]]) -> None:
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    lookahead_hf.enable(wrapped)
+    assert generate(wrapped.module, speculative=BUDGET) == expected
+    assert_speculated(wrapped)
+    ids = prompt()
+    assert lookahead_hf.generate(wrapped, ids, **SETTINGS).tolist() == expected
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_sharded_before_and_after(
+    model: Any, is_first: bool, group: None, expected: list[list[int]]
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    if is_first:
+        lookahead_hf.enable(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    lookahead_hf.enable(model)
+    assert type(model).__name__ == "FSDPLlamaForCausalLM"
+    assert generate(model, speculative=BUDGET) == expected
+    assert_speculated(model)
