@@ -282,23 +282,20 @@ def head_order(row_offsets, parents, num_nodes):
 
 
 @jit
-def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted, path_offsets, path):
+def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
     outcome = np.full(len(token_ids), -1, np.int8)
+    after = np.full(len(token_ids), -1, np.int64)
     for row in range(len(row_offsets) - 1):
-        first, last = row_offsets[row], row_offsets[row + 1]
+        first = row_offsets[row]
         start, end = token_offsets[row], token_offsets[row + 1]
-        accepted = path[path_offsets[row] : path_offsets[row + 1]]
-        for node in range(first, last):
+        for node in range(first, row_offsets[row + 1]):
             parent = parents[node]
-            step = 0
-            if parent >= 0:
-                while step < len(accepted) and accepted[step] != parent:
-                    step += 1
-                if step == len(accepted):
-                    continue
-                step += 1
-            if start + step < end:
-                outcome[node] = token_ids[node] == emitted[start + step]
+            step = after[first + parent] if parent >= 0 else 0
+            if step < 0 or start + step >= end:
+                continue
+            outcome[node] = token_ids[node] == emitted[start + step]
+            if outcome[node]:
+                after[node] = step + 1
     return outcome
 
 

@@ -36,8 +36,8 @@ class RateRow:
 class Calibration:
     """Acceptance rates of all (source, bucket) pairs during one call.
 
-    Each rate has a Beta prior around the source's own estimate. Verification updates it: children
-    of the last emitted token and of accepted nodes were tested, all other nodes were not.
+    Each rate has a Beta prior around the source's own estimate. The emitted text updates it, also
+    where nothing was verified: children of the last token and of nodes that were right were tested.
 
     Attributes:
         names: The sources, in the order in which evidence counts them.
@@ -67,14 +67,14 @@ class Calibration:
         for index, source in enumerate(sources):
             source.rates = self.rates[self.bucket_starts[index] : self.bucket_starts[index + 1]]
 
-    def update(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Learn from a step; a draft without evidence teaches nothing."""
-        evidence = draft.evidence
-        if evidence is None or not draft.num_nodes:
+    def update(self, merged: DraftTree, verdict: Verdict) -> None:
+        """Learn what became of a tree as `merge` returned it, also of nodes left unverified."""
+        evidence = merged.evidence
+        if evidence is None or not merged.num_nodes:
             return
         outcome = functions().tested_nodes(
-            draft.row_offsets, draft.token_ids, draft.parents,
-            verdict.token_offsets, verdict.token_ids, verdict.path_offsets, verdict.path,
+            merged.row_offsets, merged.token_ids, merged.parents,
+            verdict.token_offsets, verdict.token_ids,
         )  # fmt: skip
         functions().learn_rates(
             outcome, evidence.offsets, evidence.source, evidence.bucket, self.bucket_starts,

@@ -13,6 +13,9 @@ SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 KEPT_SAMPLES = 9
 """Durations kept per size: 7 of them must change before a slower estimate shows, 3 for a faster."""
 
+STALE = 48
+"""Steps of other sizes after which a size's durations may be of another time of the machine."""
+
 DEADBAND = 0.05
 """Changes of an estimate that are taken for noise."""
 
@@ -27,27 +30,27 @@ class CostCurve:
     """Seconds of a step by nodes per row, in one setting (rows of the batch, length of the texts).
 
     Each size keeps its latest durations; a low quantile of them is the estimate, since what
-    disturbs a step makes it longer. Sizes never measured lie on lines between those that were.
+    disturbs a step makes it longer. Sizes never measured lie on lines between those that were, or
+    follow the curve of a similar setting, scaled to what was measured.
     """
 
     def __init__(self, like: CostCurve | None = None) -> None:
-        """Start empty, or from the estimates of a curve of a similar setting."""
+        """Start empty, or with the shape of a curve of a similar setting."""
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}
+        self._clock = 0
         self._estimates: dict[int, float] = {}
+        self._guesses: dict[int, float] = {}
         if like is not None:
             with like._lock:
-                self._estimates = dict(like._estimates)
-            self._samples = {
-                size: deque([seconds] * 2, KEPT_SAMPLES)
-                for size, seconds in self._estimates.items()
-            }
+                self._guesses = like._known()
         self._line = self._drawn()
 
     @property
     def greatest_size(self) -> int:
-        """The greatest size that was measured, 0 if none was."""
-        return max(self._estimates, default=0)
+        """The greatest size whose cost is known or guessed, 0 if there is none."""
+        return max(self._known(), default=0)
 
     @property
     def plain_seconds(self) -> float:
@@ -59,7 +62,11 @@ class CostCurve:
         size = size_for(num_nodes)
         with self._lock:
             samples = self._samples.setdefault(size, deque(maxlen=KEPT_SAMPLES))
+            while len(samples) > 1 and self._is_stale(size):
+                samples.popleft()
             samples.append(seconds)
+            self._clock += 1
+            self._seen[size] = self._clock
             estimate = sorted(samples)[len(samples) // 4]
             known = self._estimates.get(size)
             if known is None or abs(estimate - known) > DEADBAND * known:
@@ -67,8 +74,21 @@ class CostCurve:
                 self._line = self._drawn()
 
     def num_samples(self, num_nodes: int) -> int:
-        """Durations at hand for the size of `num_nodes`, at most `KEPT_SAMPLES`."""
-        return len(self._samples.get(size_for(num_nodes), ()))
+        """Durations that tell the cost of `num_nodes`, at most `KEPT_SAMPLES`, old ones as one."""
+        size = size_for(num_nodes)
+        count = len(self._samples.get(size, ()))
+        return min(count, 1) if self._is_stale(size) else count
+
+    def _is_stale(self, size: int) -> bool:
+        return self._clock - self._seen.get(size, 0) > STALE
+
+    def _known(self) -> dict[int, float]:
+        """Seconds by size, measured or else guessed."""
+        both = [
+            self._estimates[n] / self._guesses[n] for n in self._estimates if n in self._guesses
+        ]
+        scale = sorted(both)[len(both) // 2] if both else 1.0
+        return {n: scale * guess for n, guess in self._guesses.items()} | self._estimates
 
     def seconds(self, num_nodes: np.ndarray) -> np.ndarray:
         """Estimated seconds of steps with so many nodes per row."""
@@ -82,11 +102,12 @@ class CostCurve:
         `hopeful` doubts what was measured even more, unless it puts the size out of reach.
         """
         size = size_for(num_nodes)
-        others = sorted(n for n in self._estimates if n != size)
+        known = self._known()
+        others = sorted(n for n in known if n != size)
         if not others:
             return float(self.seconds(np.array([num_nodes]))[0])
-        guess = float(np.interp(num_nodes, others, [self._estimates[n] for n in others]))
-        measured = self._estimates.get(size, guess)
+        guess = float(np.interp(num_nodes, others, [known[n] for n in others]))
+        measured = known.get(size, guess)
         if not hopeful or size not in self._estimates:
             return min(guess, measured)
         unknown = self.plain_seconds * (1.0 + SLOPE * num_nodes)
@@ -97,7 +118,7 @@ class CostCurve:
 
         A step without a draft costs no more than one with: where it seems so, it was disturbed.
         """
-        known = sorted(self._estimates.items()) or [(0, 1.0)]
+        known = sorted(self._known().items()) or [(0, 1.0)]
         sizes, seconds = [float(n) for n, _ in known], [s for _, s in known]
         if sizes[0] == 0:
             seconds[0] = min(seconds)

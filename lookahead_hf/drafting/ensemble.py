@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
+    from lookahead_hf.target.host_copy import HostCopy
 
 _Result = TypeVar("_Result")
 
@@ -73,6 +74,7 @@ class Ensemble(Drafter):
         self._max_new_tokens = max_new_tokens
         self._is_own = [type(source).propose.__module__ in _OWN for source in sources]
         self._working = [True] * len(self._sources)
+        self._merged: DraftTree | None = None
         self._counts = np.zeros((3, len(self._sources)), np.int64)
 
     @property
@@ -95,20 +97,26 @@ class Ensemble(Drafter):
         proposals = [self._proposal(index, rows, max_nodes) for index in range(len(self._sources))]
         if not self.working:
             return DraftTree.empty(rows.num_rows)
-        return merge(
+        self._merged = merge(
             proposals,
             self._calibration,
             max_nodes,
             vocab_size=self._vocab_size,
             max_depth=self._max_depth(rows),
         )
+        return self._merged
 
-    def prepare(self, logits: torch.Tensor) -> None:
+    def prepare(self, logits: torch.Tensor, copy: HostCopy | None = None) -> None:
         for index, source in enumerate(self._sources):
             self._guarded(index, lambda source=source: source.prepare(logits))  # type: ignore[misc]
+            if copy is not None:
+                self._guarded(index, lambda source=source: source.bring(copy))  # type: ignore[misc]
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        self._calibration.update(draft, verdict)
+        if self._merged is not None:
+            # All of it: nodes that were left unverified are learned from as well.
+            self._calibration.update(self._merged, verdict)
+            self._merged = None
         if draft.evidence is not None:
             functions().count_sources(
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,

@@ -207,28 +207,26 @@ def head_order(
 def tested_nodes(
     row_offsets: np.ndarray,  # [rows + 1] int64
     token_ids: np.ndarray,  # [nodes] int64
-    parents: np.ndarray,  # [nodes] int32
+    parents: np.ndarray,  # [nodes] int32, within the row
     token_offsets: np.ndarray,  # [rows + 1] int64
     emitted: np.ndarray,  # [emitted] int64
-    path_offsets: np.ndarray,  # [rows + 1] int64
-    path: np.ndarray,  # [accepted] int32
 ) -> np.ndarray:
-    """What verification said about each node, [nodes] int8: 1 right, 0 wrong, -1 not tested.
+    """What the text said about each node, [nodes] int8: 1 right, 0 wrong, -1 not tested.
 
-    Tested are the children of the root and of every accepted node: the token emitted after their
-    parent says which of them was right. The others hang on something that was not emitted.
+    Tested are the children of the root and of every node that was right, verified or not: the token
+    emitted after their parent says which of them is. The others hang on what was not emitted.
     """
     outcome = np.full(len(token_ids), -1, np.int8)
     for row in range(len(row_offsets) - 1):
         first = int(row_offsets[row])
         truth = emitted[token_offsets[row] : token_offsets[row + 1]].tolist()
         after = {-1: 0}
-        for step, node in enumerate(path[path_offsets[row] : path_offsets[row + 1]].tolist()):
-            after[node] = step + 1
-        for node in range(first, int(row_offsets[row + 1])):
-            step = after.get(int(parents[node]), len(truth))
+        for node in range(int(row_offsets[row + 1]) - first):
+            step = after.get(int(parents[first + node]), len(truth))
             if step < len(truth):
-                outcome[node] = int(token_ids[node]) == truth[step]
+                outcome[first + node] = int(token_ids[first + node]) == truth[step]
+                if outcome[first + node]:
+                    after[node] = step + 1
     return outcome
 
 

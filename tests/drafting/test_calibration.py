@@ -71,7 +71,7 @@ def gained(calibration: Calibration) -> list[tuple[float, float]]:
     return list(zip(*calibration.gained.tolist(), strict=True))
 
 
-def test_only_children_of_accepted_nodes_are_evidence() -> None:
+def test_only_children_of_right_nodes_are_evidence() -> None:
     calibration = Calibration([Source()])
     # 1 is right, 2 wrong; below 1: 3 wrong; below 2: 4 was never tested.
     tree = draft([([1, 2, 3, 4], [-1, -1, 0, 1])], [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 2)]])
@@ -209,9 +209,8 @@ def test_compiled_and_plain_functions_learn_the_same(
     learned = []
     for functions in (compiled.functions(), reference):
         outcome = functions.tested_nodes(
-            tree.row_offsets, tree.token_ids, tree.parents,
-            result.token_offsets, result.token_ids, result.path_offsets, result.path,
-        )  # fmt: skip
+            tree.row_offsets, tree.token_ids, tree.parents, result.token_offsets, result.token_ids
+        )
         counts, gained = np.zeros((2, 6)), np.zeros((2, 6))
         rates, sources = np.zeros(6, np.float32), np.zeros((3, 2), np.int64)
         functions.learn_rates(
