@@ -1,0 +1,167 @@
+"""Compare drafters by tokens per step, on the same texts: the default ones and other projects'.
+
+The texts are greedy fp32 outputs, recorded once with the target's likeliest tokens at every
+position; every drafter is then replayed on them, so no clock is involved and no drafter changes the
+text. The first eight prompts of each family are left out: rates that drafting starts from were
+measured on them. The peers are written anew from their papers and code, with published settings.
+Only the logits of the text itself were recorded. Drafters that also recycle those of rejected nodes
+(Token Recycling, SAM-Decoding, this project's) do a little worse here than on a model.
+
+    python benchmarks/drafters.py
+    python benchmarks/drafters.py --json drafters.json --plot drafters.svg
+    python benchmarks/drafters.py --plots docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import common
+import torch
+from ours import Ours
+from peers import LogitSpec, PromptLookup, SamDecoding, SuffixDecoding, TokenRecycling
+from record import Text, folder_of, recorded
+from replay import Contender, Outcome, replay
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the result: a drafter on a family, or on all of them."""
+
+    family: str
+    drafter: str
+    settings: str
+    texts: int
+    tokens_per_step: float
+    nodes_per_step: float
+
+
+def peers() -> list[Contender]:
+    """The other projects' drafters, with the settings that they were published with."""
+    return [
+        PromptLookup(),
+        PromptLookup(ngram_size=3),
+        TokenRecycling(),
+        SamDecoding(),
+        LogitSpec(),
+        SuffixDecoding(),
+        SuffixDecoding(tree=True, factor=4.0, depth=64),
+    ]
+
+
+def lines_of(contender: Contender, texts: Iterable[Text]) -> list[Line]:
+    """Replay all texts and add up each family, then all of them."""
+    outcomes = replay(texts, contender)
+    families = [*sorted({outcome.family for outcome in outcomes}), ALL]
+    return [
+        _line(family, contender, [o for o in outcomes if family in (o.family, ALL)])
+        for family in families
+    ]
+
+
+def _line(family: str, contender: Contender, outcomes: list[Outcome]) -> Line:
+    steps = sum(outcome.steps for outcome in outcomes)
+    return Line(
+        family,
+        contender.name,
+        contender.settings,
+        len(outcomes),
+        sum(outcome.emitted for outcome in outcomes) / steps,
+        sum(outcome.drafted for outcome in outcomes) / steps,
+    )
+
+
+def print_table(lines: list[Line]) -> None:
+    """Tokens per step as a Markdown table, a line per drafter and a column per family."""
+    families = list(dict.fromkeys(line.family for line in lines))
+    print("| drafter | settings | nodes per step |", " | ".join(families), "|")
+    print("|---|---|" + "---|" * (1 + len(families)))
+    for drafter in dict.fromkeys((line.drafter, line.settings) for line in lines):
+        own = [line for line in lines if (line.drafter, line.settings) == drafter]
+        values = " | ".join(f"{line.tokens_per_step:.2f}" for line in own)
+        print(f"| {drafter[0]} | {drafter[1]} | {own[-1].nodes_per_step:.1f} | {values} |")
+
+
+def print_leads(lines: list[Line], ours: list[str]) -> None:
+    """Ours beside the best peer of each family and of all."""
+    for name in ours:
+        leads = []
+        for line in (line for line in lines if line.drafter == name):
+            best = best_peer(lines, line.family, ours)
+            lead = line.tokens_per_step / best.tokens_per_step - 1
+            leads.append(f"{line.family} {lead:+.1%} ({best.drafter})")
+        print(f"{name}, beside the best other: {', '.join(leads)}")
+
+
+def best_peer(lines: list[Line], family: str, ours: list[str]) -> Line:
+    """The other project's drafter with most tokens per step."""
+    others = [line for line in lines if line.family == family and line.drafter not in ours]
+    return max(others, key=lambda line: line.tokens_per_step)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prompts-per-family", type=int, default=8)
+    parser.add_argument("--skip", type=int, default=8, help="leave out the first of each family")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--nodes", type=_sizes, default=(16, 64), metavar="N,N", help="of ours")
+    parser.add_argument("--threads", type=int, help="torch's threads")
+    parser.add_argument("--texts", type=Path, help="folder of the recorded texts")
+    parser.add_argument("--json", type=Path, help="write the lines there")
+    parser.add_argument("--plot", type=Path, help="write bars by family there (needs matplotlib)")
+    parser.add_argument("--plots", type=Path, help="write the figures of docs/drafting.md there")
+    return parser.parse_args(argv)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
+def read_texts(arguments: argparse.Namespace) -> list[Text]:
+    """The recorded texts, made first where they are missing."""
+    from lookahead_hf.cli.real_model import cache_root
+
+    load = functools.cache(lambda: common.load(arguments.model, "float32", arguments.device))
+    folder = arguments.texts or folder_of(load()[0], cache_root() / "texts")
+    chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)
+    return recorded(load, chosen, arguments.new_tokens, folder)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    texts = read_texts(arguments)
+    ours = [Ours(size, arguments.new_tokens) for size in arguments.nodes]
+    lines = []
+    for contender in [*peers(), *ours]:
+        print(f"replaying {contender.name}", file=sys.stderr)
+        lines += lines_of(contender, texts)
+    print_table(lines)
+    print_leads(lines, [contender.name for contender in ours])
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+    if arguments.plot or arguments.plots:
+        import drafter_plots
+
+        if arguments.plot:
+            drafter_plots.by_family(lines, arguments.plot)
+        if arguments.plots:
+            drafter_plots.for_docs(lines, texts, arguments.new_tokens, arguments.plots)
+
+
+if __name__ == "__main__":
+    main()

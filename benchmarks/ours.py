@@ -1,0 +1,99 @@
+"""This project's default drafters as a contender: the very objects of a call, without its costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from replay import Contender, Seen
+
+from lookahead_hf.drafting import prompt_logits
+from lookahead_hf.drafting.calibration import KeptRates
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.recycling import RecyclingDrafter
+from lookahead_hf.drafting.registry import build
+from lookahead_hf.drafting.tree import head
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+
+UNUSED = torch.empty(1, 0, 0)
+"""In the place of logits: what was recorded of them comes another way."""
+
+
+class RecordedRecycling(RecyclingDrafter):
+    """Recycles what was recorded instead of a tensor of logits."""
+
+    seen: Seen
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        best = (part[:, : self.top_k].copy() for part in (self.seen.top_ids, self.seen.top_probs))
+        self._remember(self.seen.before, self.seen.last, *best)
+        self._note_rejected(0, rows.last_token(0), self.seen.top_ids[-1], self.seen.top_probs[-1])
+
+
+class Ours(Contender):
+    """The default drafters, merged by learned rates, with a budget of a fixed number of nodes."""
+
+    def __init__(
+        self, num_nodes: int, new_tokens: int, drafters: Sequence[str] | None = None
+    ) -> None:
+        """Draft `num_nodes` in every step.
+
+        Args:
+            num_nodes: As `SpeculativeConfig(budget=...)`.
+            new_tokens: `max_new_tokens` of the calls.
+            drafters: As `SpeculativeConfig(drafters=...)`.
+        """
+        self.name = f"ours, {num_nodes} nodes"
+        self.settings = ", ".join(drafters or ("ngram", "recycling"))
+        self._num_nodes, self._new_tokens, self._drafters = num_nodes, new_tokens, drafters
+        self._rates = KeptRates()
+        self.tested: np.ndarray | None = None  # [2, buckets]: accepted and tested, over all texts
+
+    @property
+    def num_nodes(self) -> int:
+        """The budget."""
+        return self._num_nodes
+
+    def begin(self, tokens: np.ndarray, prompt: Seen) -> None:
+        self._sources, self._recycling = self._build()
+        self._calibration = self._rates.lease(self._sources, False)
+        self._ensemble = Ensemble(self._sources, self._calibration, max_new_tokens=self._new_tokens)
+        self._rows = Rows(tokens[None, :-1])
+        self._rows.emit(0, int(tokens[-1]))
+        self._ensemble.begin(self._rows)
+        if self._recycling and self._new_tokens >= prompt_logits.LEAST_NEW_TOKENS:
+            start = max(0, len(prompt.last) - prompt_logits.MOST_TOKENS)
+            self._recycling.seed(
+                self._rows, 0, start, prompt.top_ids[start:], prompt.top_probs[start:]
+            )
+
+    def propose(self) -> DraftTree:
+        return head(self._ensemble.propose(self._rows, self._num_nodes), self._num_nodes)
+
+    def observe(self, draft: DraftTree, path: list[int], emitted: np.ndarray, seen: Seen) -> None:
+        for token in emitted.tolist():
+            self._rows.emit(0, token)
+        if self._recycling:
+            self._recycling.seen = seen
+        verdict = Verdict(
+            np.array([0, len(emitted)]), emitted, np.array([0, len(path)]),
+            np.array(path, np.int32), np.array([True]), np.array([False]),
+        )  # fmt: skip
+        self._ensemble.observe(self._rows, draft, verdict, UNUSED)
+
+    def end(self) -> None:
+        self._ensemble.end(self._rows)
+        self._rates.merge(self._calibration, self._sources, False)
+        gained = self._calibration.gained
+        self.tested = gained if self.tested is None else self.tested + gained
+
+    def _build(self) -> tuple[list[Drafter], RecordedRecycling | None]:
+        sources = build(self._drafters, {})
+        for place, source in enumerate(sources):
+            if isinstance(source, RecyclingDrafter):
+                sources[place] = recycling = RecordedRecycling()
+                return sources, recycling
+        return sources, None

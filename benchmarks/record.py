@@ -1,0 +1,141 @@
+"""Record greedy texts of a model with the likeliest next tokens at every position of them.
+
+Drafters are then compared on the very same texts without running the model again. One file per text
+in the user's cache folder; a text that is there already, of the same prompt, is not made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+
+TOP = 64
+"""Likeliest next tokens kept per position, as many as the greediest drafter looks at."""
+
+CHUNK = 128
+"""Prompt positions whose logits exist at once."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, what the model wrote, and what it expected at every position of both."""
+
+    family: str
+    index: int  # of the prompt within its family
+    prompt: np.ndarray  # [prompt] int64
+    output: np.ndarray  # [output] int64
+    top_ids: np.ndarray  # [prompt + output - 1, TOP] int32, likeliest first, after each token
+    top_probs: np.ndarray  # the same shape, float32
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and output, [prompt + output] int64."""
+        return np.concatenate([self.prompt, self.output])
+
+
+def recorded(
+    load: Callable[[], tuple[Any, Any]], chosen: slice, new_tokens: int, folder: Path
+) -> list[Text]:
+    """The texts of the `chosen` prompts of each family, made where `folder` lacks them.
+
+    Args:
+        load: Gives the model and the tokenizer; the model is used only where a text is missing.
+        chosen: Which of a family's prompts that are short enough.
+        new_tokens: Longest output.
+        folder: Where the texts are kept.
+
+    Returns:
+        The texts, the first of every family, then the second of every family and so on: what a
+        drafter keeps from text to text comes from all kinds of texts.
+    """
+    model, tokenizer = load()
+    batches = _in_turn(common.batches(tokenizer, common.read_prompts(None), chosen, 1))
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = []
+    for done, batch in enumerate(batches):
+        path = folder / f"{batch.family}-{batch.indices[0]}-{new_tokens}.npz"
+        prompt = batch.inputs["input_ids"]
+        if not _holds(path, prompt[0].numpy()):
+            print(f"recording text {done + 1} of {len(batches)}", file=sys.stderr)
+            _store(path, prompt, model, new_tokens)
+        texts.append(_read(path, batch))
+    return texts
+
+
+def folder_of(model: Any, root: Path) -> Path:
+    """Where the texts of this model are kept, told apart by its name and some of its weights."""
+    weights = model.get_output_embeddings().weight.detach()[::97].float().cpu().numpy()
+    digest = hashlib.sha256(weights.tobytes()).hexdigest()[:8]
+    dtype = str(model.dtype).removeprefix("torch.")
+    return root / f"{Path(model.config.name_or_path).name}-{dtype}-{digest}"
+
+
+def _in_turn(batches: Iterator[common.Batch]) -> list[common.Batch]:
+    """The first prompt of every family, then the second of every family and so on."""
+    by_family: dict[str, list[common.Batch]] = {}
+    for batch in batches:
+        by_family.setdefault(batch.family, []).append(batch)
+    places = ((number, batch) for own in by_family.values() for number, batch in enumerate(own))
+    return [batch for _, batch in sorted(places, key=lambda place: place[0])]
+
+
+def _holds(path: Path, prompt: np.ndarray) -> bool:
+    if not path.exists():
+        return False
+    with np.load(path) as held:
+        return np.array_equal(held["prompt"], prompt)
+
+
+def _read(path: Path, batch: common.Batch) -> Text:
+    with np.load(path) as held:
+        return Text(batch.family, batch.indices[0], **{name: held[name] for name in held.files})
+
+
+def _store(path: Path, prompt: torch.Tensor, model: Any, new_tokens: int) -> None:
+    output, ids, probs = generate(model, prompt.to(model.device), new_tokens)
+    part = path.with_suffix(".part.npz")
+    np.savez_compressed(part, prompt=prompt[0].numpy(), output=output, top_ids=ids, top_probs=probs)
+    part.replace(path)
+
+
+@torch.no_grad()
+def generate(
+    model: Any, prompt: torch.Tensor, new_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Write on greedily, token by token, as plain `generate` does.
+
+    Args:
+        model: A causal language model.
+        prompt: Token ids, [1, prompt].
+        new_tokens: Longest output.
+
+    Returns:
+        output: New token ids, up to and with the end token, [output] int64.
+        top_ids: Likeliest tokens after every token but the last, [prompt + output - 1, TOP] int32.
+        top_probs: Their probabilities, float32.
+    """
+    end_ids = common.end_tokens(model)
+    states = model.get_decoder()(prompt, use_cache=True)
+    cache, head = states.past_key_values, model.get_output_embeddings()
+    best = [_best(head(part)) for part in states.last_hidden_state[0].split(CHUNK)]
+    output = [int(best[-1][0][-1, 0])]
+    while len(output) < new_tokens and output[-1] not in end_ids:
+        last = torch.tensor([[output[-1]]], device=prompt.device)
+        best.append(_best(model(last, past_key_values=cache, use_cache=True).logits[0]))
+        output.append(int(best[-1][0][-1, 0]))
+    ids, probs = (np.concatenate(parts) for parts in zip(*best, strict=True))
+    return np.array(output), ids, probs
+
+
+def _best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:  # [positions, vocab]
+    probs = logits.float().softmax(-1)
+    values, ids = probs.topk(min(TOP, logits.shape[1]))
+    return ids.cpu().numpy().astype(np.int32), values.cpu().numpy()
