@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.drafting.costs import SIZES, CostCurve, CostModel
-from lookahead_hf.drafting.guard import Pace, Rest
+from lookahead_hf.drafting.guard import Rest, Trust
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 
@@ -28,17 +28,15 @@ often that was done."""
 MARGIN = 1.02
 """How much faster than a plain step a draft must look to be verified."""
 
-SURE = 1.25
-"""The same while the latest drafts were slower than plain steps would have been."""
-
 
 class Budget:
     """Chooses the number of draft nodes per row, the same for all rows of a step.
 
     With "auto" it takes the size n of the greatest E[tokens(n)] / (cost(n) + drafting): the nodes'
-    calibrated probabilities say what to expect, and the cost is measured. No draft at all is one of
-    the sizes; where it wins again and again nothing is proposed for some steps, the more the dearer
-    proposing is: a text may begin to copy at any token, and a cheap drafter sees it at once.
+    calibrated probabilities say what to expect, less where such promises were lately not kept, and
+    the cost is measured. No draft at all is one of the sizes; where it wins again and again nothing
+    is proposed for some steps, the more the dearer proposing is: a text may begin to copy at any
+    token, and a cheap drafter sees it at once.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Budget:
         self._fixed = None if setting == "auto" else int(setting)
         self._max_nodes = max_nodes
         self._costs, self._rows, self._engine = costs, rows, engine
-        self._pace, self._rest = Pace(), Rest()
+        self._trust, self._rest = Trust(), Rest()
         self._asked = False
         self._draft_seconds: float | None = None
         self._num_steps = 0
@@ -88,7 +86,7 @@ class Budget:
         tokens = self._expected_tokens(tree)[sizes]
         rates = tokens / self._seconds(sizes)
         best = int(rates.argmax())
-        if rates[best] <= (SURE if self._pace.is_behind else MARGIN) * rates[0]:
+        if rates[best] <= MARGIN * rates[0]:
             best = 0
         chosen = self._size_to_measure(sizes, tokens, best) or int(sizes[best])
         self._rest.note_offer(chosen > 0, self._drafting / self._curve.plain_seconds)
@@ -115,7 +113,7 @@ class Budget:
         if draft.max_nodes:
             self._observe_draft(draft, verdict)
         else:
-            self._pace.fade()
+            self._trust.fade()
             self._plain_due = self._next_plain_step()
         curve = self._curve_for_length()
         if curve is not self._curve:
@@ -124,10 +122,8 @@ class Budget:
     def _observe_draft(self, draft: DraftTree, verdict: Verdict) -> None:
         self._plain_due -= 1
         self._num_drafted += 1
-        if self._curve.num_samples(0):
-            # Estimates on both sides: a disturbed step says nothing about drafting.
-            seconds = float(self._seconds(np.array([draft.max_nodes]))[0])
-            self._pace.observe(verdict, seconds, self._curve.plain_seconds)
+        live = max(int(verdict.live.sum()), 1)
+        self._trust.observe(float(draft.score.sum()) / live, len(verdict.path) / live)
 
     @property
     def _drafting(self) -> float:
@@ -153,7 +149,7 @@ class Budget:
         rank = np.arange(tree.num_nodes) - np.repeat(tree.row_offsets[:-1], sizes)
         gain = np.bincount(rank, weights=tree.score, minlength=tree.max_nodes)
         gained = np.concatenate([np.zeros(1), gain.cumsum()])
-        return float(self._rows.live.sum()) + gained
+        return float(self._rows.live.sum()) + self._trust.factor * gained
 
     def _size_to_measure(
         self,

@@ -16,7 +16,7 @@ from lookahead_hf.steps import DraftTree, Verdict
 PRIOR_WEIGHT = 10.0
 """Tests that a source's own estimate of an acceptance rate is worth."""
 
-MEMORY = 400.0
+MEMORY = 200.0
 """Tests after which a bucket forgets as much as it learns."""
 
 KEPT_WEIGHT = 30.0

@@ -1,8 +1,6 @@
-"""When drafting pauses, and how sure it must be after it was slower than plain decoding."""
+"""How far drafts are believed, and when drafting pauses."""
 
 from __future__ import annotations
-
-from lookahead_hf.steps import Verdict
 
 PATIENCE = 3
 """Steps in a row without a draft worth its cost until drafting rests."""
@@ -13,35 +11,38 @@ PRICE = 0.004
 LONGEST_REST = 128
 """Most steps until drafting is tried again."""
 
-FADE = 0.97
-"""What is left per plain step of the memory of drafts that were slower."""
+DOUBTED = 3.0
+"""Accepted tokens that drafts may promise before they are doubted by half if they bring none."""
+
+KEPT, FADE = 0.95, 0.98
+"""What is left of that memory after a draft and after a plain step."""
 
 
-class Pace:
-    """Tokens per second of the latest drafted steps beside what plain steps would have made."""
+class Trust:
+    """How far drafts lately kept what they promised.
+
+    Calibration corrects the sources' promises one by one; where a text turns away from all that was
+    learned, this sees it sooner.
+    """
 
     def __init__(self) -> None:
-        self._weight = 0.0
-        self._tokens = self._seconds = 0.0
-        self._plain_tokens = self._plain_seconds = 0.0
+        self._promised = 0.0
+        self._accepted = 0.0
 
-    def observe(self, verdict: Verdict, seconds: float, plain_seconds: float) -> None:
-        """Note a drafted step and how long a plain one takes."""
-        self._weight = 0.9 * self._weight + 1.0
-        self._tokens = 0.9 * self._tokens + len(verdict.token_ids)
-        self._seconds = 0.9 * self._seconds + seconds
-        self._plain_tokens = 0.9 * self._plain_tokens + int(verdict.live.sum())
-        self._plain_seconds = 0.9 * self._plain_seconds + plain_seconds
+    @property
+    def factor(self) -> float:
+        """What a promise is worth: 1 at first and where promises are kept, less where not."""
+        return min(1.0, (DOUBTED + self._accepted) / (DOUBTED + self._promised))
+
+    def observe(self, promised: float, accepted: float) -> None:
+        """Note a verified draft's expected and actual number of accepted nodes per row."""
+        self._promised = KEPT * self._promised + promised
+        self._accepted = KEPT * self._accepted + accepted
 
     def fade(self) -> None:
         """Note a plain step: what lies back counts less."""
-        self._weight *= FADE
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether enough steps were seen lately and plain ones would have been faster."""
-        slower = self._tokens * self._plain_seconds < self._plain_tokens * self._seconds
-        return self._weight >= 4.5 and slower
+        self._promised *= FADE
+        self._accepted *= FADE
 
 
 class Rest:

@@ -15,7 +15,7 @@ from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.costs import KEPT_SAMPLES, SIZES, STALE, CostCurve, CostModel, size_for
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.guard import LONGEST_REST, PATIENCE, PRICE, Pace, Rest
+from lookahead_hf.drafting.guard import LONGEST_REST, PATIENCE, PRICE, Rest, Trust
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Evidence, Verdict
@@ -223,7 +223,7 @@ def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> No
     # The first call of a model also finds out what sizes cost; a step's cost per node is the worst.
     assert first < (1.045 if curve != "steep" else 1.075)
     assert later < 1.035
-    assert runs[1].sizes[-64:].count(0) > 48
+    assert np.mean([cost(n) for n in runs[1].sizes[-64:]]) < 1.03 * cost(0)
 
 
 def asked_of(price: float, steps: int) -> list[bool]:
@@ -300,20 +300,18 @@ def test_costs_that_were_measured_too_dear_are_doubted() -> None:
     assert np.mean(np.array(sizes[-STALE:]) > 0) > 0.8
 
 
-def test_after_slow_drafts_only_sure_ones_are_taken_for_a_while() -> None:
-    pace = Pace()
-    for _ in range(10):
-        pace.observe(verdict_of([1]), seconds=0.045, plain_seconds=0.02)
-    assert pace.is_behind
-    for _ in range(40):
-        pace.fade()
-    assert not pace.is_behind
-    for _ in range(10):
-        pace.observe(verdict_of([1]), seconds=0.045, plain_seconds=0.02)
-    assert pace.is_behind
-    for _ in range(20):
-        pace.observe(verdict_of([2]), seconds=0.045, plain_seconds=0.02)
-    assert not pace.is_behind
+def test_promises_that_are_not_kept_are_discounted_for_a_while() -> None:
+    trust = Trust()
+    assert trust.factor == 1.0
+    for _ in range(30):
+        trust.observe(2.0, 1.0)
+    assert trust.factor == pytest.approx(0.55, abs=0.05)
+    for _ in range(200):
+        trust.fade()
+    assert trust.factor > 0.8
+    for _ in range(60):
+        trust.observe(2.0, 4.0)
+    assert trust.factor == 1.0
 
 
 def rest_after(rest: Rest, price: float) -> int:
