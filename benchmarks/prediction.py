@@ -1,0 +1,198 @@
+"""Time code edits with the old file as `prediction=`, against plain and without the prediction.
+
+A small model edits badly, so the edits run backwards: what the model writes plainly for a request
+is the new file, and the old file is made from it by undoing one edit: a name is given its former
+name everywhere, a few lines are taken out (the edit put them in), put in (it took them out) or had
+another word (it changed them). The old file, as text, is the prediction. It stands nowhere in the
+prompt, so that only the prediction knows it. Files of less than 100 tokens are left out.
+
+    python benchmarks/prediction.py --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import keyword
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from results import print_lines
+
+import lookahead_hf
+from lookahead_hf.cli.env import machine
+from lookahead_hf.cli.measuring import OURS, PLAIN, Batch, Call, Run, end_tokens, timed_call
+from lookahead_hf.cli.parsing import positive
+from lookahead_hf.cli.summary import summarize
+
+PREDICTED = "with prediction"
+
+MIN_TOKENS = 100
+"""Shorter files are left out."""
+
+REQUESTS = (
+    "Write a Python class BankAccount with deposit, withdraw and transfer, and use it.",
+    "Write a Python function that reads a CSV file and prints the average of each column.",
+    "Write a Python class Stack with push, pop, peek and size, with docstrings.",
+    "Write a Python function that checks whether a string is a palindrome, with three tests.",
+    "Write a Python class Rectangle with area, perimeter and scale, and print an example.",
+    "Write a Python script that counts the words of a text file and prints the ten most frequent.",
+    "Write a Python class LinkedList with append, remove and find.",
+    "Write a Python function for binary search and one for bubble sort, with examples.",
+    "Write a Python class Inventory that adds, removes and lists items with their prices.",
+    "Write a Python function that converts temperatures between Celsius, Fahrenheit and Kelvin.",
+    "Write an HTML page with a form for name, email and message and a submit button.",
+    "Write SQL statements that create tables for books, authors and loans, and fill them.",
+)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One request, what the model wrote, and the file before."""
+
+    kind: str
+    batch: Batch
+    plain: Call
+    old: str
+    num_changed: int  # lines of the old file that the new one has not
+
+
+def rename(text: str, rng: random.Random) -> str:
+    """A frequent name was another one before."""
+    names = Counter(re.findall(r"\b[a-z_]{4,}\b", text))
+    usable = [name for name, _ in names.most_common() if not keyword.iskeyword(name)]
+    name = usable[rng.randrange(min(3, len(usable)))]
+    return re.sub(rf"\b{name}\b", f"my_{name}", text)
+
+
+def insert(text: str, rng: random.Random) -> str:
+    """Two places with one or two lines were not there."""
+    lines = text.splitlines(keepends=True)
+    for _ in range(2):
+        at = rng.randrange(1, len(lines) - 1)
+        del lines[at : at + rng.randint(1, 2)]
+    return "".join(lines)
+
+
+def delete(text: str, rng: random.Random) -> str:
+    """Two lines were there twice, the second time with another indentation."""
+    lines = text.splitlines(keepends=True)
+    for _ in range(2):
+        at, source = rng.randrange(1, len(lines)), rng.randrange(1, len(lines))
+        lines.insert(at, "  " + lines[source])
+    return "".join(lines)
+
+
+def change(text: str, rng: random.Random) -> str:
+    """Three lines had another word."""
+    lines = text.splitlines(keepends=True)
+    with_words = [at for at, line in enumerate(lines) if re.search(r"[a-z]{3,}", line)]
+    for at in rng.sample(with_words, min(3, len(with_words))):
+        word = rng.choice(re.findall(r"[a-z]{3,}", lines[at]))
+        lines[at] = lines[at].replace(word, "previous", 1)
+    return "".join(lines)
+
+
+KINDS: dict[str, Callable[[str, random.Random], str]] = {
+    "rename": rename,
+    "insert": insert,
+    "delete": delete,
+    "change": change,
+}
+
+
+def make_edit(model: Any, tokenizer: Any, at: int, request: str, shared: dict[str, Any]) -> Edit:
+    """Let the model write the new file, and undo an edit in it."""
+    kind = list(KINDS)[at % len(KINDS)]
+    batch = Batch(kind, (at,), common.encode(tokenizer, [request]))
+    plain = timed_call(model, batch, shared, 0, end_tokens(model))
+    new = tokenizer.decode(plain.rows[0], skip_special_tokens=True)
+    old = KINDS[kind](new, random.Random(at))
+    gone = Counter(old.splitlines()) - Counter(new.splitlines())
+    return Edit(kind, batch, plain, old, gone.total())
+
+
+def measure(
+    model: Any, tokenizer: Any, edit: Edit, shared: dict[str, Any], rounds: int
+) -> list[Run]:
+    """Run plain, ours without and ours with the prediction."""
+    ways: dict[str, dict[str, Any]] = {
+        PLAIN: {},
+        OURS: {"speculative": True},
+        PREDICTED: {"speculative": True, "prediction": edit.old, "tokenizer": tokenizer},
+    }
+    runs = [Run(edit.kind, name) for name in ways]
+    for number in range(rounds):
+        for run, extra in zip(runs, ways.values(), strict=True):
+            call = edit.plain
+            if extra or number:
+                call = timed_call(model, edit.batch, shared | extra, 0, end_tokens(model))
+            run.calls.append(call)
+            if extra:
+                stats = lookahead_hf.last_stats(model)
+                assert stats is not None and stats.fallback_reason is None
+                run.stats.append(stats.to_dict())
+    return runs
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--edits", type=positive, default=len(REQUESTS), help="the first N")
+    parser.add_argument("--new-tokens", type=positive, default=300)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, help="torch's threads")
+    parser.add_argument("--json", type=Path, help="write the lines there")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    lookahead_hf.enable(model)
+    lookahead_hf.warm_up(model, context_length=300)
+    shared = {
+        "max_new_tokens": arguments.new_tokens,
+        "do_sample": False,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    runs: list[Run] = []
+    for at, request in enumerate(REQUESTS[: arguments.edits]):
+        edit = make_edit(model, tokenizer, at, request, shared)
+        if edit.plain.num_tokens < MIN_TOKENS:
+            print(f"{at + 1} left out: {edit.plain.num_tokens} tokens", file=sys.stderr)
+            continue
+        measured = measure(model, tokenizer, edit, shared, arguments.rounds)
+        runs += measured
+        line = summarize(measured)[-1]
+        print(
+            f"{at + 1} {edit.kind}: {line.tokens} tokens, {edit.num_changed} old lines differ, "
+            f"{line.tokens_per_step:.2f} tokens per step, {line.ratio:.2f} times plain",
+            file=sys.stderr,
+        )
+    lines = summarize(runs)
+    about = machine(model) | {"command": " ".join(sys.argv[1:])}
+    print(json.dumps(about))
+    print_lines(lines)
+    if arguments.json:
+        content = {"about": about, "lines": [vars(line) for line in lines]}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
