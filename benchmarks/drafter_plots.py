@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from ours import Ours
 from record import Text
-from replay import replay
+from replay import Recorded, replay
 
 from lookahead_hf.drafting.recycling_reference import NUM_PROBS, PROB_EDGES, SINGLE_START
 from lookahead_hf.ngram_pool.suffix_index import LEVELS, NUM_SHARES, NUM_TOTALS
@@ -47,14 +47,16 @@ def by_family(lines: list[Line], path: Path) -> None:
     _save(figure, path)
 
 
-def for_docs(lines: list[Line], texts: list[Text], new_tokens: int, folder: Path) -> None:
+def for_docs(
+    lines: list[Line], texts: list[Text], target: Recorded, new_tokens: int, folder: Path
+) -> None:
     """Bars by family, tokens per step by the number of nodes, and acceptance by bucket."""
     folder.mkdir(parents=True, exist_ok=True)
     by_family(lines, folder / "drafters.svg")
     contenders = [Ours(size, new_tokens) for size in SIZES]
     means = []
     for contender in contenders:
-        outcomes = replay(texts, contender)
+        outcomes = replay(texts, contender, target)
         steps = sum(outcome.steps for outcome in outcomes)
         means.append(sum(outcome.emitted for outcome in outcomes) / steps)
     by_size(means, lines, folder / "nodes.svg")

@@ -5,11 +5,13 @@ position; every drafter is then replayed on them, so no clock is involved and no
 text. The first eight prompts of each family are left out: rates that drafting starts from were
 measured on them. The peers are written anew from their papers and code, with published settings.
 Only the logits of the text itself were recorded. Drafters that also recycle those of rejected nodes
-(Token Recycling, SAM-Decoding, this project's) do a little worse here than on a model.
+(Token Recycling, SAM-Decoding, this project's) get them with --on-model, which runs the model on
+every draft: hours on a CPU, minutes on a GPU. Without it they do worse than they would.
 
     python benchmarks/drafters.py
     python benchmarks/drafters.py --json drafters.json --plot drafters.svg
     python benchmarks/drafters.py --plots docs/images
+    python benchmarks/drafters.py --on-model --device cuda
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import common
 import torch
+from on_model import OnModel
 from ours import Ours
 from peers import LogitSpec, PromptLookup, SamDecoding, SuffixDecoding, TokenRecycling
 from record import Text, folder_of, recorded
-from replay import Contender, Outcome, replay
+from replay import RECORDED, Contender, Outcome, Recorded, replay
 
 ALL = "all"
 
@@ -57,9 +61,11 @@ def peers() -> list[Contender]:
     ]
 
 
-def lines_of(contender: Contender, texts: Iterable[Text]) -> list[Line]:
+def lines_of(
+    contender: Contender, texts: Iterable[Text], target: Recorded = RECORDED
+) -> list[Line]:
     """Replay all texts and add up each family, then all of them."""
-    outcomes = replay(texts, contender)
+    outcomes = replay(texts, contender, target)
     families = [*sorted({outcome.family for outcome in outcomes}), ALL]
     return [
         _line(family, contender, [o for o in outcomes if family in (o.family, ALL)])
@@ -118,6 +124,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=8, help="leave out the first of each family")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--nodes", type=_sizes, default=(16, 64), metavar="N,N", help="of ours")
+    parser.add_argument("--on-model", action="store_true", help="verify drafts by the model")
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--texts", type=Path, help="folder of the recorded texts")
     parser.add_argument("--json", type=Path, help="write the lines there")
@@ -130,11 +137,10 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(","))
 
 
-def read_texts(arguments: argparse.Namespace) -> list[Text]:
+def read_texts(arguments: argparse.Namespace, load: Callable[[], tuple[Any, Any]]) -> list[Text]:
     """The recorded texts, made first where they are missing."""
     from lookahead_hf.cli.real_model import cache_root
 
-    load = functools.cache(lambda: common.load(arguments.model, "float32", arguments.device))
     folder = arguments.texts or folder_of(load()[0], cache_root() / "texts")
     chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)
     return recorded(load, chosen, arguments.new_tokens, folder)
@@ -144,12 +150,14 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    texts = read_texts(arguments)
+    load = functools.cache(lambda: common.load(arguments.model, "float32", arguments.device))
+    texts = read_texts(arguments, load)
+    target = OnModel(load()[0]) if arguments.on_model else RECORDED
     ours = [Ours(size, arguments.new_tokens) for size in arguments.nodes]
     lines = []
     for contender in [*peers(), *ours]:
         print(f"replaying {contender.name}", file=sys.stderr)
-        lines += lines_of(contender, texts)
+        lines += lines_of(contender, texts, target)
     print_table(lines)
     print_leads(lines, [contender.name for contender in ours])
     if arguments.json:
@@ -160,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.plot:
             drafter_plots.by_family(lines, arguments.plot)
         if arguments.plots:
-            drafter_plots.for_docs(lines, texts, arguments.new_tokens, arguments.plots)
+            drafter_plots.for_docs(lines, texts, target, arguments.new_tokens, arguments.plots)
 
 
 if __name__ == "__main__":

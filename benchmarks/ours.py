@@ -36,6 +36,8 @@ class RecordedRecycling(RecyclingDrafter):
 class Ours(Contender):
     """The default drafters, merged by learned rates, with a budget of a fixed number of nodes."""
 
+    recycles = True
+
     def __init__(
         self, num_nodes: int, new_tokens: int, drafters: Sequence[str] | None = None
     ) -> None:

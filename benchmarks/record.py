@@ -125,17 +125,18 @@ def generate(
     end_ids = common.end_tokens(model)
     states = model.get_decoder()(prompt, use_cache=True)
     cache, head = states.past_key_values, model.get_output_embeddings()
-    best = [_best(head(part)) for part in states.last_hidden_state[0].split(CHUNK)]
+    best = [best_tokens(head(part)) for part in states.last_hidden_state[0].split(CHUNK)]
     output = [int(best[-1][0][-1, 0])]
     while len(output) < new_tokens and output[-1] not in end_ids:
         last = torch.tensor([[output[-1]]], device=prompt.device)
-        best.append(_best(model(last, past_key_values=cache, use_cache=True).logits[0]))
+        best.append(best_tokens(model(last, past_key_values=cache, use_cache=True).logits[0]))
         output.append(int(best[-1][0][-1, 0]))
     ids, probs = (np.concatenate(parts) for parts in zip(*best, strict=True))
     return np.array(output), ids, probs
 
 
-def _best(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:  # [positions, vocab]
+def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest tokens of logits [positions, vocab] and their probabilities, best first."""
     probs = logits.float().softmax(-1)
     values, ids = probs.topk(min(TOP, logits.shape[1]))
     return ids.cpu().numpy().astype(np.int32), values.cpu().numpy()

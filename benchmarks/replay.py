@@ -41,6 +41,8 @@ class Contender(ABC):
 
     name: str
     settings: str
+    recycles = False
+    """Whether it learns from what the target says after rejected nodes."""
 
     @abstractmethod
     def begin(self, tokens: np.ndarray, prompt: Seen) -> None:
@@ -70,20 +72,38 @@ class Contender(ABC):
         """The text is over."""
 
 
-def replay(texts: Iterable[Text], contender: Contender) -> list[Outcome]:
+class Recorded:
+    """The target as far as it was recorded: what it said after the text's own tokens."""
+
+    def begin(self, text: Text) -> None:
+        """A text begins."""
+
+    def seen(self, text: Text, length: int, draft: DraftTree, path: list[int]) -> Seen:
+        """What a step says: after `length` tokens of the text `draft` was verified."""
+        return seen(text, length - 1, length + len(path))
+
+
+RECORDED = Recorded()
+
+
+def replay(
+    texts: Iterable[Text], contender: Contender, target: Recorded = RECORDED
+) -> list[Outcome]:
     """Draft every text from its second token on; one outcome per text."""
-    return [_replay(text, contender) for text in texts]
+    target = target if contender.recycles else RECORDED
+    return [_replay(text, contender, target) for text in texts]
 
 
-def _replay(text: Text, contender: Contender) -> Outcome:
+def _replay(text: Text, contender: Contender, target: Recorded) -> Outcome:
     tokens, length = text.tokens, len(text.prompt) + 1
+    target.begin(text)
     contender.begin(tokens[:length], seen(text, 0, length - 1))
     emitted = steps = drafted = 0
     while length < len(tokens):
         draft = contender.propose()
         path = accepted_path(draft, tokens[length:-1])
         new = tokens[length : length + len(path) + 1]
-        contender.observe(draft, path, new, seen(text, length - 1, length + len(path)))
+        contender.observe(draft, path, new, target.seen(text, length, draft, path))
         length += len(new)
         emitted, steps, drafted = emitted + len(new), steps + 1, drafted + draft.num_nodes
     contender.end()
@@ -96,6 +116,12 @@ def seen(text: Text, start: int, end: int) -> Seen:
     before = np.concatenate([[-1], tokens])[start:end]
     ids, probs = text.top_ids[start:end], text.top_probs[start:end]
     return Seen(before, tokens[start:end], ids, probs)
+
+
+def joined(first: Seen, second: Seen) -> Seen:
+    """Both, one after the other."""
+    parts = zip(vars(first).values(), vars(second).values(), strict=True)
+    return Seen(*(np.concatenate(pair) for pair in parts))
 
 
 def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:

@@ -143,6 +143,34 @@ def test_tokens_per_step_count_accepted_and_bonus_tokens() -> None:
     assert (wrong.emitted, wrong.steps) == (8, 8)
 
 
+def test_on_the_model_rejected_nodes_are_seen_as_in_a_text_of_their_own(
+    folder: str, tmp_path: Path
+) -> None:
+    replay = module("replay")
+    model, tokenizer = module("common").load(folder, "float32", "cpu")
+    texts = module("record").recorded(lambda: (model, tokenizer), slice(0, 1), 12, tmp_path)
+    text = texts[0]
+    tokens, length = text.tokens, len(text.prompt) + 2
+    right = tokens[length : length + 2].tolist()
+    wrong = [int(token) for token in text.top_ids[length - 1, 5:8]]
+    draft = DraftTree.from_chains([[wrong[:2], right, [right[0], wrong[2]]]])
+    path = replay.accepted_path(draft, tokens[length:-1])
+    assert draft.token_ids[path].tolist() == right
+    target = module("on_model").OnModel(model)
+    target.begin(text)
+    seen = target.seen(text, length, draft, path)
+    assert seen.last.tolist() == [*wrong, tokens[length - 1], *right]
+    assert seen.before[:3].tolist() == [tokens[length - 1], wrong[0], right[0]]
+    chains = [[wrong[0]], wrong[:2], [right[0], wrong[2]], [], right[:1], right]
+    for place, chain in enumerate(chains):
+        ids = torch.tensor([[*tokens[:length].tolist(), *chain]])
+        probs = model(ids).logits[0, -1].softmax(-1)
+        torch.testing.assert_close(
+            torch.from_numpy(seen.top_probs[place]),
+            probs[torch.from_numpy(seen.top_ids[place]).long()],
+        )
+
+
 def test_prompt_lookup_copies_after_the_first_longest_match() -> None:
     text = text_of([1, 2, 7, 8, 3, 2, 5, 1, 2, 9], 8)
     drafted = begun(module("peers").PromptLookup(num_tokens=3), text).propose()

@@ -27,6 +27,7 @@ class SamDecoding(Contender):
     """
 
     name = "SAM-Decoding[Recycling]"
+    recycles = True
 
     def __init__(self, num_tokens: int = 40, least_match: int = 5) -> None:
         self.settings = f"matches of >= {least_match}: {num_tokens - 1} tokens; else 60 nodes"

@@ -66,6 +66,7 @@ class TokenRecycling(Contender):
 
     name = "Token Recycling"
     settings = "80 nodes, best 8, kept from text to text"
+    recycles = True
 
     def __init__(self) -> None:
         self._tree = RecyclingTree(TEMPLATE_80)
