@@ -83,12 +83,15 @@ class Budget:
             return min(self._fixed, most)
         most = min(most, max(2 * self._curve.greatest_size, BLIND_SIZE))
         sizes = np.array([*(n for n in SIZES if n < most), most])
-        tokens = self._expected_tokens(tree)[sizes]
+        sure, gained = float(self._rows.live.sum()), self._promised(tree)[sizes]
+        tokens = sure + self._trust.factor * gained
         rates = tokens / self._seconds(sizes)
         best = int(rates.argmax())
         if rates[best] <= MARGIN * rates[0]:
             best = 0
-        chosen = self._size_to_measure(sizes, tokens, best) or int(sizes[best])
+        promised = dict(zip(sizes.tolist(), gained.tolist(), strict=True))
+        chosen = int(sizes[best])
+        chosen = self._size_to_measure(promised, sure, chosen, float(rates[best])) or chosen
         self._rest.note_offer(chosen > 0, self._drafting / self._curve.plain_seconds)
         self._num_declined = 0 if chosen else self._num_declined + 1
         return chosen if self._plain_due > 0 else 0
@@ -143,30 +146,33 @@ class Budget:
         """What steps with so many nodes per row are expected to take, drafting included."""
         return self._curve.seconds(sizes) + self._drafting * (sizes > 0)
 
-    def _expected_tokens(self, tree: DraftTree) -> np.ndarray:
-        """Tokens that a step is expected to emit over all rows, by nodes per row, [1 + most]."""
+    def _promised(self, tree: DraftTree) -> np.ndarray:
+        """Tokens that may be accepted over all rows, by nodes per row, [1 + most]."""
         sizes = np.diff(tree.row_offsets)
         rank = np.arange(tree.num_nodes) - np.repeat(tree.row_offsets[:-1], sizes)
         gain = np.bincount(rank, weights=tree.score, minlength=tree.max_nodes)
-        gained = np.concatenate([np.zeros(1), gain.cumsum()])
-        return float(self._rows.live.sum()) + self._trust.factor * gained
+        return np.concatenate([np.zeros(1), gain.cumsum()])
 
     def _size_to_measure(
         self,
-        sizes: np.ndarray,  # [sizes] ascending
-        tokens: np.ndarray,  # [sizes] expected tokens
+        promised: dict[int, float],  # tokens that may be accepted, by size
+        sure: float,  # tokens without a draft
         best: int,
+        known: float,  # tokens per second of the best size
     ) -> int:
-        """A size that would beat the best one if it cost what its neighbours suggest; 0: none."""
+        """A size that would be better if it cost what its neighbours suggest; 0 if there is none.
+
+        One that was never measured is tried at once, one that looked too dear now and then.
+        """
         if best and self._num_drafted % TRY_EVERY:
             return 0
-        if not best and self._num_declined % DOUBT_EVERY != DOUBT_EVERY - 1:
-            return 0
-        expected = dict(zip(sizes.tolist(), tokens.tolist(), strict=True))
-        known = float(tokens[best] / self._seconds(sizes[best]))
+        doubts = not best and self._num_declined % DOUBT_EVERY == DOUBT_EVERY - 1
+        enough = 2 if best or doubts else 1
         for size in FIRST_TRIES:
-            if size in expected and self._curve.num_samples(size) < 2:
-                seconds = self._curve.seconds_at_best(size, hopeful=not best) + self._drafting
-                if expected[size] / seconds > known:
+            samples = self._curve.num_samples(size)
+            if size in promised and samples < enough:
+                seconds = self._curve.seconds_at_best(size, hopeful=doubts) + self._drafting
+                trust = self._trust.factor if samples else 1.0
+                if sure + trust * promised[size] > known * seconds:
                     return size
         return 0

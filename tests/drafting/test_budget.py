@@ -221,7 +221,7 @@ def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> No
     ]
     first, later = [run.seconds / (len(run.sizes) * cost(0)) for run in runs]
     # The first call of a model also finds out what sizes cost; a step's cost per node is the worst.
-    assert first < (1.045 if curve != "steep" else 1.075)
+    assert first < (1.055 if curve != "steep" else 1.075)
     assert later < 1.035
     assert np.mean([cost(n) for n in runs[1].sizes[-64:]]) < 1.03 * cost(0)
 
@@ -277,7 +277,7 @@ def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:
     )
     sizes = np.array(run.sizes)
     assert (sizes[50:100] > 0).mean() > 0.8
-    assert np.mean([cost(n) for n in sizes[200:250].tolist()]) < 1.05 * cost(0)
+    assert np.mean([cost(n) for n in sizes[200:250].tolist()]) < 1.12 * cost(0)
     assert (sizes[-200:] > 0).mean() > 0.8
 
 
