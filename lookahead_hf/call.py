@@ -20,7 +20,9 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.steps import Verdict
 from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.target import admission, positions
+from lookahead_hf.target.device import DeviceTarget
 from lookahead_hf.target.forward import BlockShape, Target
+from lookahead_hf.verification import device
 from lookahead_hf.verification.engine import Engine
 
 
@@ -72,7 +74,6 @@ class Call:
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.pad = compat.pad_token(generation_config)
         self.rows = _rows(input_ids, model_kwargs)
-        self.target = Target(model, self.rows.num_rows, self._shape(num_new))
         self.records = Records(generation_config, self.rows.num_rows)
         self.engine = Engine(
             logits_processor,
@@ -82,7 +83,9 @@ class Call:
             self.pad,
             self.records,
             request.config.verification,
+            on_device=device.serves(input_ids.device) and admission.is_on(model, input_ids.device),
         )
+        self.target = self._target(num_new)
         self.stream = ColumnStream(request.streamer, self.rows.num_rows, self.pad)
         self.drafts = DraftSession(
             model,
@@ -90,6 +93,7 @@ class Call:
             self.rows,
             do_sample=bool(generation_config.do_sample),
             vocab_size=int(compat.text_config(model).vocab_size),
+            most_nodes=self.target.most_nodes,
             max_new_tokens=positions.num_draftable(model, position_ids, num_new),
             resources=self._resources(logits_processor),
             prompt=self.target.prompt,
@@ -98,6 +102,20 @@ class Call:
         cache = model_kwargs.get("past_key_values")
         returns = bool(generation_config.return_dict_in_generate)
         self._returns_cache = returns or compat.is_users_cache(cache)
+
+    def _target(self, num_new: int) -> Target:
+        """What runs the model; its steps stay on the device where the engine does."""
+        shape, num_rows = self._shape(num_new), self.rows.num_rows
+        if self.engine.name != device.Device.name:
+            return Target(self.model, num_rows, shape)
+        return DeviceTarget(
+            self.model,
+            num_rows,
+            shape,
+            scoring=self.engine.scoring,
+            room=num_new,
+            cuda_graphs=self.request.config.cuda_graphs,
+        )
 
     def _shape(self, num_new: int) -> BlockShape | None:
         """The shape of all blocks, where the text may not depend on what is drafted."""
@@ -132,6 +150,8 @@ class Call:
 
     def emit(self, verdict: Verdict) -> None:
         """Hand the tokens of a verdict to the stream."""
+        if self.request.streamer is None:
+            return
         for row in np.flatnonzero(verdict.num_emitted).tolist():
             for token in verdict.emitted(row).tolist():
                 self.stream.push(row, token)
@@ -152,13 +172,17 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.drafts.end(self.rows)
-        if kind is not None and self._returns_cache and self.target.cache is not None:
-            self.target.cache.hand_back(self.target.cache.num_columns + self.target.num_fed)
+        try:
+            if kind is not None and self._returns_cache and self.target.cache is not None:
+                self.target.cache.hand_back(self.target.cache.num_columns + self.target.num_fed)
+        finally:
+            self.target.end()
 
     def output(self) -> Any:
         """Hand the cache back, close the stream and return what `generate` returns."""
         columns = self._num_columns()
-        record = self.record.finish(self.rows, self.engine.name, self.drafts)
+        graphs = self.target.graphs
+        record = self.record.finish(self.rows, self.engine.name, self.drafts, graphs)
         if self._returns_cache or self.records:
             self._catch_up(columns)
         cache = self._hand_back(columns) if self._returns_cache else None

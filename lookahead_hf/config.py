@@ -45,6 +45,10 @@ class SpeculativeConfig:
         draft_invariant: Whether the text, bit for bit, may not depend on what was drafted, in half
             precision too: every step is one block of the same shape, and drafts are chains. Costs
             more per step, and memory for the longest text that the call may write from the start.
+        cuda_graphs: Whether steps on a CUDA device are captured once and replayed: "auto" where the
+            text may become long enough to pay for it; True or False always or never. What was
+            captured stays with the model, K and V included. Where it cannot be done, the statistics
+            say why.
         pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
             the drafter. Without it "pool" fills an empty one that is kept with the model.
         learn: Whether generated texts are added to the pool. Not by default: what one user's text
@@ -59,6 +63,7 @@ class SpeculativeConfig:
     budget: str | int = "auto"
     verification: str = "exact"
     draft_invariant: bool = False
+    cuda_graphs: str | bool = "auto"
     pool: Any = None
     learn: bool = False
     on_fallback: str = "warn"
@@ -76,6 +81,8 @@ class SpeculativeConfig:
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
                 "decide which sample comes out"
             )
+        if self.cuda_graphs != "auto" and not isinstance(self.cuda_graphs, bool):
+            raise ValueError(f'cuda_graphs must be "auto", True or False, not {self.cuda_graphs!r}')
         _check_pool(self.pool)
         _check_flag("learn", self.learn)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)

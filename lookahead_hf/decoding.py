@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lookahead_hf.call import Call, Request
-from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention
 
 __all__ = ["Request", "decode"]
@@ -56,7 +55,7 @@ def decode(
         stack.enter_context(call)
         logits = call.prefill()
         stack.enter_context(engine.sampling(rows, logits))
-        call.emit(engine.verify(rows, DraftTree.empty(rows.num_rows), logits))
+        call.emit(engine.first(rows, logits))
         with phase("draft"):
             drafts.begin(rows)
         while rows.live.any():
@@ -66,8 +65,10 @@ def decode(
                 inputs = target.layout(rows, draft)
             with phase("forward"):
                 outputs = target.forward(inputs)
+            with phase("draft"):
+                drafts.prepare(outputs)
             with phase("verify"):
-                verdict = engine.verify(rows, draft, outputs.logits)
+                verdict = engine.verify(rows, draft, outputs)
             call.observe(verdict, outputs)
             with phase("commit"):
                 num_moved = target.commit(verdict)

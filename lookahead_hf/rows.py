@@ -82,6 +82,28 @@ class Rows:
         """The row's newest token, the only one that is not in the cache."""
         return int(self._ids[row, self._width + self.num_emitted[row] - 1])
 
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """The newest token of every row, [rows] int64."""
+        tokens: np.ndarray = self._ids[np.arange(self.num_rows), self._width + self.num_emitted - 1]
+        return tokens
+
+    def emit_block(self, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """Append to every row the first of its tokens.
+
+        Args:
+            token_ids: Tokens by row, [rows, most tokens] int64.
+            counts: How many of them each row emits, [rows].
+        """
+        while self._width + int((self.num_emitted + counts).max()) > self._ids.shape[1]:
+            self._grow()
+        row, place = np.nonzero(np.arange(token_ids.shape[1]) < counts[:, None])
+        at = self.num_emitted[row] + place
+        self._ids[row, self._width + at] = token_ids[row, place]
+        if self._context is not self._ids:
+            self._context[row, self._prompt_length[row] + at] = token_ids[row, place]
+        self.num_emitted += counts
+
     def emit(self, row: int, token_id: int) -> None:
         """Append one token to a row."""
         count = int(self.num_emitted[row])
@@ -96,6 +118,11 @@ class Rows:
         """The row's text ends with the token it emitted last; what follows are pads."""
         self.finished[row] = True
         self._text[row] = self.num_emitted[row]
+
+    def end_rows(self, ended: np.ndarray) -> None:
+        """The texts of these rows, [rows] bool, end with the token that each emitted last."""
+        self.finished |= ended
+        self._text[ended] = self.num_emitted[ended]
 
     @property
     def num_text(self) -> np.ndarray:

@@ -62,6 +62,7 @@ class SpeculativeStats:
         commit_ms: Time spent on laying out steps and on the cache.
         budget_histogram: How many steps were laid out for how many draft tokens per row.
         engine: How the call was verified.
+        graphs: "replayed" where CUDA graphs ran the steps, else why not; None for other engines.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: What each row did.
     """
@@ -83,6 +84,7 @@ class SpeculativeStats:
     commit_ms: float = 0.0
     budget_histogram: Mapping[int, int] = field(default_factory=dict)
     engine: str | None = None
+    graphs: str | None = None
     fallback_reason: str | None = None
     row_stats: tuple[RowStats, ...] = ()
 
@@ -196,13 +198,16 @@ class StatsRecorder:
         self._budgets[int(drafted.max(initial=0))] += 1
         self._max_width = max(self._max_width, _width(draft, drafted))
 
-    def finish(self, rows: _Rows, engine: str, drafts: _Drafts) -> SpeculativeStats:
+    def finish(
+        self, rows: _Rows, engine: str, drafts: _Drafts, graphs: str | None = None
+    ) -> SpeculativeStats:
         """Return the record of the call.
 
         Args:
             rows: The call's rows, which know what they emitted.
             engine: How the call was verified.
             drafts: The call's drafts, which know what each source contributed.
+            graphs: "replayed", or why the engine did without.
         """
         per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
         row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
@@ -224,6 +229,7 @@ class StatsRecorder:
             },
             budget_histogram=dict(sorted(self._budgets.items())),
             engine=engine,
+            graphs=graphs,
             row_stats=tuple(row_stats),
             prefill_ms=spent["prefill"],
             draft_ms=spent["draft"],

@@ -9,6 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from lookahead_hf.target.host_copy import HostCopy, Ticket
+
 
 class BestTokens:
     """Finds the k best logits of nodes: on a device at once for all, on the CPU when asked."""
@@ -24,8 +26,14 @@ class BestTokens:
         self._width = logits.shape[1]
         self._flat = logits.detach().flatten(0, 1)  # [rows * width, vocab]
         self._packed: torch.Tensor | None = None
+        self._ticket: Ticket | None = None
         if logits.device.type != "cpu":
             self._packed = _pack(self._flat, top_k)
+
+    def bring(self, copy: HostCopy) -> None:
+        """Come to the host together with other things."""
+        if self._packed is not None:
+            self._ticket = copy.add(self._packed)
 
     def take(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Best tokens of chosen nodes.
@@ -43,7 +51,8 @@ class BestTokens:
             from lookahead_hf.ngram_pool.logits_memory import top_rows
 
             return top_rows(_bits(self._flat), which, self._top_k)
-        tokens, probs = self._packed.cpu().numpy()[:, which]
+        held = self._packed.cpu().numpy() if self._ticket is None else self._ticket.take()
+        tokens, probs = held[:, which]
         return _padded(tokens.astype(np.int32), self._top_k, -1), _padded(probs, self._top_k, 0.0)
 
 

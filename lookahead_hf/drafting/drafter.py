@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
+    from lookahead_hf.target.host_copy import HostCopy
 
 
 class Drafter(ABC):
@@ -57,6 +58,12 @@ class Drafter(ABC):
 
         Args:
             logits: As `observe` gets them, which follows in any case.
+        """
+
+    def bring(self, copy: HostCopy) -> None:  # noqa: B027 (an optional hook)
+        """Add what `observe` needs on the host to the one copy that brings the step's verdict.
+
+        Called after `prepare`, where steps are verified on the device.
         """
 
     def observe(  # noqa: B027 (an optional hook)

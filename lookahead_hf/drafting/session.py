@@ -24,6 +24,7 @@ from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.target.device import DeviceOutputs
 from lookahead_hf.target.prompt import PromptStates
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def memory_of(model: Any) -> ModelMemory:
         return _memories.setdefault(model, ModelMemory())
 
 
-def most_nodes(config: SpeculativeConfig) -> int:
+def _most_nodes(config: SpeculativeConfig) -> int:
     """Most nodes that a row's draft can have in a call."""
     if config.draft_invariant:
         return min(config.max_draft_nodes, INVARIANT_WIDTH - 1)
@@ -91,6 +92,7 @@ class DraftSession:
         max_new_tokens: int,
         resources: Resources,
         prompt: PromptStates,
+        most_nodes: int | None = None,
     ) -> None:
         """Build the sources that `config` names, and go on from what earlier calls learned.
 
@@ -111,7 +113,7 @@ class DraftSession:
         )
         self._budget = Budget(
             config.budget,
-            most_nodes(config),
+            min(_most_nodes(config), most_nodes or config.max_draft_nodes),
             self._memory.costs,
             rows,
             cost_setting(model) + (" one shape" if config.draft_invariant else ""),
@@ -161,6 +163,12 @@ class DraftSession:
         else:
             tree = self._ensemble.propose(rows, wanted)
         return head(tree, self._budget.choose(tree))
+
+    def prepare(self, outputs: Any) -> None:
+        """A step was launched: index what was learned before, and start to look at its logits."""
+        if self._begun:
+            copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
+            self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy))
 
     def observe(
         self,

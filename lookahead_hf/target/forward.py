@@ -44,7 +44,12 @@ class Target:
     Attributes:
         cache: The cache, after `prefill`.
         prompt: What the prefill left of the prompt, for drafting.
+        graphs: "replayed" where graphs run the steps, else why not; None where none could.
+        most_nodes: Most nodes that a row's draft can have, None for any number.
     """
+
+    graphs: str | None = None
+    most_nodes: int | None = None
 
     def __init__(self, model: Any, num_rows: int, shape: BlockShape | None = None) -> None:
         """`shape`: the shape of every block, None for as large as each draft needs."""
@@ -101,11 +106,16 @@ class Target:
         position_ids: torch.Tensor,  # [..., rows, columns]
         returned: bool = False,
     ) -> None:
-        takes, trims = compat.layer_masks(self.model), self._shape is None
-        self.cache = AdoptedCache(cache, attended, self.num_rows, takes, trims, returned)
+        takes = compat.layer_masks(self.model)
+        self.cache = AdoptedCache(cache, attended, self.num_rows, takes, self._trims, returned)
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
+
+    @property
+    def _trims(self) -> bool:
+        """Whether layers with a window hold no more than that."""
+        return self._shape is None
 
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
@@ -170,7 +180,7 @@ class Target:
 
     def forward(self, inputs: BlockInputs) -> Any:
         """Outputs of the model for the block; its logits are [rows, width, vocab]."""
-        with attention.step():
+        with attention.step(self._next_position.device):
             return self.model(**inputs.model_inputs, return_dict=True)
 
     def commit(self, verdict: Verdict) -> int:
@@ -203,6 +213,9 @@ class Target:
                     torch.from_numpy(accepted + 1),
                 )
         return moved
+
+    def end(self) -> None:
+        """The call is over, or has failed; the cache is handed back after that."""
 
     @property
     def num_fed(self) -> int:

@@ -12,6 +12,8 @@ from lookahead_hf.logits.walkers import RowProcessors
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.target.device import Scores, Scoring
+from lookahead_hf.verification import device
 from lookahead_hf.verification.generators import same_as_multinomial
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
@@ -32,8 +34,12 @@ class Engine:
         pad: int | None,
         records: Records,
         verification: str = "exact",
+        on_device: bool = False,
     ) -> None:
-        """Take over a call's processors and criteria as `generate` prepared them."""
+        """Take over a call's processors and criteria as `generate` prepared them.
+
+        `on_device`: whether model and tensors are on one device that can walk by itself.
+        """
         num_rows, columns = input_ids.shape
         self._given = (logits_processor, stopping_criteria)
         self._processors = RowProcessors(logits_processor, num_rows, columns)
@@ -50,6 +56,10 @@ class Engine:
         rejects = verification == Rejection.name and self._do_sample
         decider = Rejection if rejects else Walk
         self.name = decider.name if apart else Lockstep.name
+        on_device &= decider is Walk and apart and replayed and device.admits(logits_processor)
+        on_device &= self._stopping.by_token_and_length and not records
+        if on_device and not self._in_order:
+            self.name = device.Device.name
 
     @contextmanager
     def sampling(self, rows: Rows, logits: torch.Tensor) -> Iterator[None]:
@@ -69,16 +79,21 @@ class Engine:
             self._decider = Rejection(self._rules(None))
             yield
         elif not self._do_sample:
-            self._decider = Walk(self._rules(None))
+            self._decider = self._walk(None)
             yield
         else:
             shape = rows.num_rows, logits.shape[-1]
             with NoiseInOrder() if self._in_order else Noise(*shape, self._device) as noise:
-                self._decider = Walk(self._rules(noise))
+                self._decider = self._walk(noise)
                 try:
                     yield
                 finally:
                     noise.finish(int(rows.num_emitted.max()))
+
+    def _walk(self, noise: Noise | NoiseInOrder | None) -> Walk:
+        if self.name == device.Device.name:
+            return device.Device(self._rules(noise), self._given[0])
+        return Walk(self._rules(noise))
 
     def _rules(self, noise: Noise | NoiseInOrder | None) -> Rules:
         return Rules(self._processors, self._stopping, noise, self._records, self._device)
@@ -92,10 +107,33 @@ class Engine:
         assert isinstance(self._decider, Lockstep)
         return self._decider
 
-    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        """Decide one step and emit its tokens; see `Walk.verify`."""
+    def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
+        """Emit the token after the prompt: logits [rows, 1, vocab]."""
         assert self._decider is not None
-        return self._decider.verify(rows, draft, logits)
+        return self._decider.verify(rows, DraftTree.empty(rows.num_rows), logits)
+
+    def verify(self, rows: Rows, draft: DraftTree, outputs: Any) -> Verdict:
+        """Decide one step and emit its tokens; see `Walk.verify`.
+
+        Args:
+            rows: The texts.
+            draft: What was fed behind the last tokens.
+            outputs: What the target's forward returned.
+        """
+        assert self._decider is not None
+        if isinstance(self._decider, device.Device):
+            return self._decider.read(rows, draft, outputs)
+        return self._decider.verify(rows, draft, outputs.logits)
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """What alters the logits of a step on the device; None where nothing does."""
+        alters = self._do_sample or not self._processors.empty
+        return self._scores if self.name == device.Device.name and alters else None
+
+    def _scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
+        assert isinstance(self._decider, device.Device)
+        return self._decider.scores(rows, draft, logits)
 
     @property
     def feeds_pads(self) -> bool:

@@ -57,6 +57,27 @@ class Noise:
             self._draw()
         return self._blocks[step]
 
+    def blocks(self, steps: np.ndarray, depths: int) -> torch.Tensor:
+        """Each row's noise at its own step and the ones after it.
+
+        Args:
+            steps: Decoding step of every row, [rows].
+            depths: How many steps of each.
+
+        Returns:
+            [rows, depths, vocab].
+        """
+        rows, vocab = self._shape
+        wanted = (steps[:, None] + np.arange(depths)).reshape(-1)  # [rows * depths]
+        order = np.argsort(wanted, kind="stable")
+        index = torch.from_numpy(np.stack([order, order // depths])).to(self._device)
+        out = torch.empty(rows * depths, vocab, dtype=self._dtype, device=self._device)
+        firsts = np.flatnonzero(np.diff(wanted[order], prepend=-1))
+        for first, end in zip(firsts.tolist(), [*firsts[1:].tolist(), len(order)], strict=True):
+            to, of = index[:, first:end]
+            out.index_copy_(0, to, self.block(int(wanted[order[first]])).index_select(0, of))
+        return out.view(rows, depths, vocab)
+
     def pick(self, probs: torch.Tensor, row: int, step: int) -> int:
         """The token that plain picks for a row at its decoding step.
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -42,6 +43,7 @@ class RowStopping:
             if type(c) is EosTokenCriteria
             for token in c.eos_token_id.reshape(-1).tolist()
         )
+        self._eos_ids = np.array(sorted(self._eos), np.int64)
         self._max_length = min((c.max_length for c in self._lengths), default=None)
         self._warn_above = [
             c for c in self._lengths if c.max_position_embeddings is not None
@@ -103,6 +105,43 @@ class RowStopping:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
         return ended or any(c.end_with(token_id, ids) for c in self._strings)
+
+    def cut(
+        self,
+        token_ids: np.ndarray,
+        counts: np.ndarray,
+        num_columns: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`stops` for all rows at once, where token and length alone decide.
+
+        Args:
+            token_ids: What each row would emit, [rows, most tokens].
+            counts: How many tokens that is, at least one in rows that are asked, [rows].
+            num_columns: Columns of each row in plain's batch before that, [rows].
+
+        Returns:
+            Tokens up to the first that ends the text, [rows], and whether one does, [rows] bool.
+        """
+        assert self.by_token_and_length
+        place = np.arange(token_ids.shape[1])
+        ends = np.isin(token_ids, self._eos_ids)
+        if self._max_length is not None:
+            ends |= num_columns[:, None] + place + 1 >= self._max_length
+        ends &= place < counts[:, None]
+        ended = np.asarray(ends.any(1))
+        kept = np.where(ended, ends.argmax(1) + 1, counts)
+        return kept, ended
+
+    def warn_rows(self, num_columns: np.ndarray, ids: Callable[[int], torch.Tensor]) -> None:
+        """Let a length criterion say that a text has outgrown the model, once.
+
+        Args:
+            num_columns: Columns of each row in plain's batch, [rows].
+            ids: Makes a row as plain holds it, [1, columns].
+        """
+        if self._warn_above:
+            longest = int(num_columns.argmax())
+            self._warn(int(num_columns[longest]), lambda: ids(longest))
 
     def _warn(self, num_columns: int, ids: Callable[[], torch.Tensor]) -> None:
         """Let a length criterion say that the text has outgrown the model, once."""

@@ -1,0 +1,227 @@
+"""The target of a call that is verified on the device: one launch and one copy per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.cache.layers import SlotCache
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.target import graphs
+from lookahead_hf.target.device_step import (
+    MAX_WIDTH,
+    DeviceStep,
+    StepState,
+    only_group,
+    pack,
+)
+from lookahead_hf.target.forward import BlockShape, Target
+from lookahead_hf.target.graph_recorder import Recording, Step
+from lookahead_hf.target.host_copy import HostCopy, Ticket
+
+ALIGNED = 16
+"""Slots that the attention sees come in multiples of it: torch copies any other mask per layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """A step whose draft is on its way to the device."""
+
+    rows: Rows
+    draft: DraftTree
+    width: int
+    visible: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the tokens of a step are chosen by.
+
+    Attributes:
+        values: Processed logits, or probabilities, [rows, width, vocab].
+        noise: Noise by depth, which goes with probabilities, [rows, depths, vocab].
+        is_finite: Whether a node's probabilities are, [rows, width] int64.
+    """
+
+    values: torch.Tensor
+    noise: torch.Tensor | None = None
+    is_finite: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOutputs:
+    """A step that was launched.
+
+    Attributes:
+        logits: The target's, [rows, width, vocab]; valid until the next step.
+        copy: Brings to the host what was added to it.
+        walk: `TreeWalk.packed`, [rows, 2 + width].
+        is_finite: As in `Scores`.
+    """
+
+    logits: torch.Tensor
+    copy: HostCopy
+    walk: Ticket
+    is_finite: Ticket | None
+
+
+Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]
+"""`(rows, draft, logits [rows, width, vocab])` to what the tokens are chosen by."""
+
+
+class DeviceTarget(Target):
+    """Lays out, forwards, walks and commits without a word to the host.
+
+    Attributes:
+        graphs: "replayed", or why the steps are launched one operation after the other.
+    """
+
+    most_nodes = MAX_WIDTH - 1
+
+    def __init__(
+        self,
+        model: Any,
+        num_rows: int,
+        shape: BlockShape | None = None,
+        *,
+        scoring: Scoring | None = None,
+        room: int = 0,
+        cuda_graphs: str | bool = "auto",
+    ) -> None:
+        """Prepare for one call.
+
+        Args:
+            model: The target.
+            num_rows: Rows of the batch.
+            shape: The shape of every block, None for as large as each draft needs.
+            scoring: Alters the logits; None where the likeliest token is chosen.
+            room: Slots that the call may need behind the longest prompt.
+            cuda_graphs: As in `SpeculativeConfig`.
+        """
+        super().__init__(model, num_rows, shape)
+        self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
+        self._set: graphs.GraphSet | None = None
+        self.graphs: str | None = "not asked for"
+
+    def _take_over(self, *args: Any, **kwargs: Any) -> None:
+        super()._take_over(*args, **kwargs)
+        assert self.cache is not None
+        self._state = StepState(self.cache, self._next_position)
+        self._enter_graphs()
+        self._step = DeviceStep(
+            self.model, self.cache, self._state, self._extras, self._kinds, self._mask_dict
+        )
+
+    @property
+    def _trims(self) -> bool:
+        return False  # one layout for all layers, whatever their windows
+
+    def _enter_graphs(self) -> None:
+        """Move into the model's graphs, where there are any or may be."""
+        assert self.cache is not None
+        if self._wanted is False:
+            return
+        reason = graphs.refusal(self.model, self._state.lengths.device, self._extras)
+        if reason is not None:
+            self.graphs = reason
+            return
+        slots = self.cache.slots.longest + self._room + graphs.WIDTHS[0]
+        shape = self._scoring is None, str(self._extras), self._shape is None
+        create = self._wanted is True or self._room >= graphs.WORTHWHILE
+        try:
+            self._set = graphs.enter(
+                self.model, self.cache, self._state, shape, slots, create=create
+            )
+        except graphs.Uncapturable as error:
+            self.graphs = str(error)
+            return
+        self._state = self._set.state
+
+    def layout(self, rows: Rows, draft: DraftTree) -> DeviceInputs:  # type: ignore[override]
+        """Send the draft to the device."""
+        assert self.cache is not None
+        slots = self.cache.slots
+        width = 1 + draft.max_nodes
+        if self._shape is not None:
+            width = max(width, self._shape.width)
+        elif self._set is not None:
+            width = min(w for w in graphs.WIDTHS if w >= width)
+        visible = self._visible(slots, slots.longest + width)
+        self._state.load(pack(rows, draft, slots.lengths, width), width)
+        return DeviceInputs(rows, draft, width, visible)
+
+    def _visible(self, slots: SlotCache, used: int) -> int:
+        """Slots that the attention sees; there is room for them."""
+        assert self.cache is not None
+        if self._set is not None:
+            return self._set.visible_for(slots.shown or used)
+        visible = -(-used // ALIGNED) * ALIGNED
+        if slots.shown is not None:  # with and without graphs the same
+            visible = graphs.bucket(slots.shown)
+        only_group(self.cache).reserve(visible)
+        self._state.fit(self.cache)
+        return visible
+
+    def forward(self, inputs: DeviceInputs) -> DeviceOutputs:  # type: ignore[override]
+        """Launch the step; nothing waits for the device."""
+        copy = HostCopy()
+        outputs = self._launch(inputs.width, inputs.visible)
+        if self._scoring is None:
+            logits, packed = outputs
+            return DeviceOutputs(logits, copy, copy.add(packed), None)
+        scores = self._scoring(inputs.rows, inputs.draft, outputs[0])
+        packed = self._step.decide(inputs.width, scores.values, scores.noise)
+        finite = None if scores.is_finite is None else copy.add(scores.is_finite)
+        return DeviceOutputs(outputs[0], copy, copy.add(packed), finite)
+
+    def _launch(self, width: int, visible: int) -> Step:
+        """Replay the step, or run it where it was not recorded."""
+        if self._set is not None:
+            recording = self._set.recordings.get((width, visible)) or self._capture(width, visible)
+            if recording is not None:
+                self.graphs = "replayed"
+                recording.replay()
+                return recording.outputs
+        return self._run(width, visible)
+
+    def _run(self, width: int, visible: int) -> Step:
+        if self._scoring is None:
+            return self._step.run(width, visible)
+        return (self._step.forward(width, visible),)
+
+    def _capture(self, width: int, visible: int) -> Recording | None:
+        """Record the steps that show so many slots; None, and no graphs any more, if that fails."""
+        assert self._set is not None
+        widths = list(graphs.WIDTHS) if self._shape is None else [width]
+        packed = self._state.save(width)
+        try:
+            self._set.capture(visible, self._run, widths)
+        except graphs.Uncapturable as error:
+            self.graphs = str(error)
+            self._leave_graphs(str(error))
+            return None
+        finally:
+            self._state.restore(packed, width)
+        return self._set.recordings[width, visible]
+
+    def _leave_graphs(self, refusal: str | None = None) -> None:
+        used, self._set = self._set, None
+        if used is not None:
+            graphs.leave(self.model, used, refusal)
+
+    def end(self) -> None:
+        """Make room for the next call; the cache was handed back."""
+        self._leave_graphs()
+
+    def commit(self, verdict: Verdict) -> int:
+        """Note what the device has kept; see `Target.commit`."""
+        assert self.cache is not None
+        accepted = verdict.num_accepted
+        self.cache.slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
+        place = np.arange(len(verdict.path)) - np.repeat(verdict.path_offsets[:-1], accepted)
+        return int((verdict.path != place).sum())

@@ -1,0 +1,104 @@
+"""What records a step so that it can be repeated: CUDA graphs, and where they cannot be."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Step = tuple[torch.Tensor, ...]
+"""What a captured step returns, in tensors that its next replay overwrites."""
+
+
+class Recording(Protocol):
+    """A step that can be repeated."""
+
+    outputs: Step
+
+    def replay(self) -> None:
+        """Run the step again, from the present content of what it reads."""
+
+
+class Recorder(Protocol):
+    """Records steps whose tensors share one pool of memory."""
+
+    def try_out(self, run: Callable[[], Step]) -> str | None:
+        """Run once as the recording will; returns what forbids recording, None if nothing does."""
+
+    def record(self, run: Callable[[], Step]) -> Recording:
+        """Run once and keep what was done."""
+
+    def release(self, recordings: list[Recording]) -> None:
+        """Free all recordings, after the last replay of any."""
+
+
+@dataclass(slots=True)
+class CudaRecording:
+    """A captured CUDA graph."""
+
+    graph: Any
+    outputs: Step
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CudaRecorder:
+    """Captures on a stream of its own; all graphs share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def try_out(self, run: Callable[[], Step]) -> str | None:
+        """Warm up on the stream of the capture, and look for what waits for the device.
+
+        What is done once (compiling kernels, first copies) may wait. "warn" rather than "error":
+        the setting holds for the whole process, and other threads may wait as they please.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()
+            with warnings.catch_warnings(record=True) as heard, _noting_waits():
+                warnings.simplefilter("always")
+                run()
+        current.wait_stream(self._stream)
+        waits = [str(w.message) for w in heard if "synchronizing" in str(w.message)]
+        return f"a forward waits for the device: {waits[0].splitlines()[0]}" if waits else None
+
+    def record(self, run: Callable[[], Step]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            outputs = run()
+        return CudaRecording(graph, outputs)
+
+    def release(self, recordings: list[Recording]) -> None:
+        # One after the other while others live would free workspaces that those still use.
+        torch.cuda.synchronize(self._device)
+        for recording in recordings:
+            assert isinstance(recording, CudaRecording)
+            recording.graph.reset()
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def _noting_waits() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records steps on this device; None where nothing can."""
+    return CudaRecorder(device) if device.type == "cuda" else None

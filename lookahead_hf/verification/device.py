@@ -1,0 +1,127 @@
+"""Verification on the device: the walk is part of the step, the host reads a few numbers of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation import logits_process as hf
+
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.target.device import DeviceOutputs, Scores
+from lookahead_hf.verification.noise import Noise
+from lookahead_hf.verification.walk import Rules, Walk
+
+KNOWN = frozenset(
+    {
+        hf.EpsilonLogitsWarper,
+        hf.InfNanRemoveLogitsProcessor,
+        hf.LogitNormalization,
+        hf.MinPLogitsWarper,
+        hf.SuppressTokensLogitsProcessor,
+        hf.TemperatureLogitsWarper,
+        hf.TopKLogitsWarper,
+        hf.TopPLogitsWarper,
+    }
+)
+"""Processors, by exact type, that look at a row of scores alone and need no word from the host."""
+
+
+def serves(device: torch.device) -> bool:
+    """Whether calls on such a device are verified there: a host that computes gains nothing."""
+    return device.type == "cuda"
+
+
+def admits(processors: Any) -> bool:
+    """Whether these logits processors can be applied to all nodes at once, on the device."""
+    return type(processors) is hf.LogitsProcessorList and all(type(p) in KNOWN for p in processors)
+
+
+class Device(Walk):
+    """Reads the accepted paths off the device and says where the texts end.
+
+    The first token, which has no step of its own, is chosen as the walk does.
+    """
+
+    name = "device"
+
+    def __init__(self, rules: Rules, processors: Any) -> None:
+        """`processors`: such as `admits` admits."""
+        super().__init__(rules)
+        self._processors = processors
+
+    def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
+        """What the tokens of a step are chosen by: logits of all nodes, [rows, width, vocab]."""
+        scores = logits.to(copy=True, dtype=torch.float32).flatten(0, 1)
+        ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+        for processor in self._processors:
+            scores = processor(ids, scores)
+        scores = scores.view_as(logits)
+        if self.rules.noise is None:
+            return Scores(scores)
+        assert isinstance(self.rules.noise, Noise)
+        probs = scores.softmax(-1)
+        depths = int(draft.depth.max(initial=0)) + 1
+        noise = self.rules.noise.blocks(rows.num_emitted, depths)
+        return Scores(probs, noise, probs.amax(-1).isfinite().long())
+
+    def read(self, rows: Rows, draft: DraftTree, outputs: DeviceOutputs) -> Verdict:
+        """Wait for a step, emit its tokens and mark the rows that end; see `Walk.verify`."""
+        outputs.copy.fetch()
+        live, packed = rows.live, outputs.walk.take()
+        accepted, path = np.where(live, packed[:, 0], 0), packed[:, 2:]
+        if outputs.is_finite is not None:
+            self._refuse_what_is_not_finite(outputs.is_finite.take(), path, accepted, live)
+        tokens = _tokens(rows.num_rows, draft, path, accepted, packed[:, 1])
+        counts = np.where(live, accepted + 1, 0)
+        columns = rows.prompt_columns + rows.num_emitted
+        kept, ended = self.rules.stopping.cut(tokens, counts, columns)
+        rows.emit_block(tokens, kept)
+        self.rules.stopping.warn_rows(columns + kept, lambda row: self._ids(rows, row))
+        rows.end_rows(ended)
+        on_path = np.maximum(kept - 1, 0)
+        return Verdict(
+            _offsets(kept),
+            tokens[np.arange(tokens.shape[1]) < kept[:, None]],
+            _offsets(on_path),
+            _path(path, on_path),
+            live,
+            rows.finished.copy(),
+        )
+
+    def _refuse_what_is_not_finite(
+        self, finite: np.ndarray, path: np.ndarray, accepted: np.ndarray, live: np.ndarray
+    ) -> None:
+        """Raise what torch says about probabilities that are not finite, where plain would."""
+        on_path = (np.arange(path.shape[1]) <= accepted[:, None]) & live[:, None]
+        met = np.take_along_axis(finite, np.maximum(path, 0), 1)
+        if not met[on_path].all():
+            torch.multinomial(torch.tensor([float("nan")]), 1)
+
+
+def _tokens(
+    num_rows: int, draft: DraftTree, path: np.ndarray, accepted: np.ndarray, bonus: np.ndarray
+) -> np.ndarray:
+    """Accepted tokens and bonus token of every row, [rows, width], anything behind."""
+    width = path.shape[1]
+    drafted = np.zeros((num_rows, width), np.int64)
+    sizes = np.diff(draft.row_offsets)
+    row = np.repeat(np.arange(num_rows), sizes)
+    place = np.arange(draft.num_nodes) - np.repeat(draft.row_offsets[:-1], sizes)
+    drafted[row, place + 1] = draft.token_ids
+    after = np.concatenate([path[:, 1:], np.zeros((num_rows, 1), np.int64)], 1)
+    tokens = np.take_along_axis(drafted, np.maximum(after, 0), 1)
+    tokens[np.arange(num_rows), accepted] = bonus
+    return tokens
+
+
+def _path(path: np.ndarray, on_path: np.ndarray) -> np.ndarray:
+    """The accepted nodes of all rows, row after row, as the draft numbers them."""
+    taken = np.arange(path.shape[1] - 1) < on_path[:, None]
+    return (path[:, 1:][taken] - 1).astype(np.int32)
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
