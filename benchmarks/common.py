@@ -84,3 +84,11 @@ def load(folder: str | None, dtype: str, device: str) -> tuple[Any, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
     return model.to(device).eval(), tokenizer
+
+
+def with_random_weights(model: Any) -> Any:
+    """A model of the same architecture, dtype and device that has learned nothing."""
+    torch.manual_seed(0)
+    fresh = type(model)(model.config).to(model.dtype).to(model.device).eval()
+    fresh.generation_config = model.generation_config
+    return fresh

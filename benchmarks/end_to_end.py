@@ -63,6 +63,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=1, help="prompts of a family per call")
     parser.add_argument("--sample", type=sampling, metavar="T,TOP_P", help="default: greedy")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="as many random ones: nothing can be guessed"
+    )
+    parser.add_argument(
+        "--no-cache-only", action="store_true", help="leave out the runs that draft nothing"
+    )
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines and every call's seconds there")
     parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
@@ -74,6 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    if arguments.random_weights:
+        model = common.with_random_weights(model)
     prompts = common.read_prompts(arguments.families)
     chosen = slice(arguments.skip, arguments.skip + arguments.prompts_per_family)
     batches = list(common.batches(tokenizer, prompts, chosen, arguments.batch))
@@ -86,7 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         shared = shared_arguments(arguments, tokenizer.pad_token_id)
         ways = systems(arguments.batch)
-        ways[CACHE_ONLY] = {"speculative": SpeculativeConfig(budget=0)}
+        if not arguments.no_cache_only:
+            ways[CACHE_ONLY] = {"speculative": SpeculativeConfig(budget=0)}
         measured = measure(model, batches, ways, shared, arguments.rounds)
         for done, runs in enumerate(measured, 1):
             print(f"{done} of {arguments.rounds * len(batches)}", file=sys.stderr)

@@ -92,3 +92,17 @@ def test_an_interrupted_run_gives_what_there_is(
     shown = capsys.readouterr()
     assert "interrupted" in shown.err
     assert shown.out.count("of 1 |") == 2 * 4  # one text each, in its family and in all
+
+
+def test_random_weights_are_another_model_of_the_same_kind(
+    benchmark: ModuleType, folder: str, tmp_path: Path
+) -> None:
+    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "1", "--rounds", "1"]
+    words += ["--new-tokens", "20", "--random-weights", "--no-cache-only"]
+    benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    assert {line["system"] for line in lines} == {"plain", "HF prompt lookup", "speculative"}
+    model, _ = benchmark.common.load(folder, "float32", "cpu")
+    fresh = benchmark.common.with_random_weights(model)
+    assert type(fresh) is type(model)
+    assert not fresh.get_output_embeddings().weight.equal(model.get_output_embeddings().weight)
