@@ -10,11 +10,13 @@ own prefix, so any processor and criterion that the walk serves is served.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import ROOT, DraftTree
+from lookahead_hf.steps import DraftTree
 from lookahead_hf.verification.walk import Walk
 
 
@@ -30,33 +32,25 @@ class Rejection(Walk):
     def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
         return None
 
-    def _walk_row(
+    def _decider(
         self,
         rows: Rows,
         row: int,
         draft: DraftTree,
         logits: torch.Tensor,
         choices: np.ndarray | None,
-    ) -> tuple[list[int], list[int]]:
+    ) -> Callable[[int], tuple[int, int | None]]:
         nodes = draft.row(row)
         parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
-        tokens: list[int] = []
-        path: list[int] = []
-        node = ROOT
-        while True:
+
+        def decide(node: int) -> tuple[int, int | None]:
             probs = self.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
             children = np.flatnonzero(parents == node).tolist()
             drawn_from = [_drawn_from(draft, nodes.start + child, probs) for child in children]
             accepted, token = choose(probs, drafted[children].tolist(), drawn_from)
-            rows.emit(row, token)
-            tokens.append(token)
-            if self._stops(rows, row, token):
-                rows.end(row)
-                return tokens, path
-            if accepted is None:
-                return tokens, path
-            node = children[accepted]
-            path.append(node)
+            return token, None if accepted is None else children[accepted]
+
+        return decide
 
 
 def choose(

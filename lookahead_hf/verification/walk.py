@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,27 +84,44 @@ class Walk:
         logits: torch.Tensor,
         choices: np.ndarray | None,
     ) -> tuple[list[int], list[int]]:
-        nodes = draft.row(row)
-        parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
+        decide = self._decider(rows, row, draft, logits, choices)
         tokens: list[int] = []
         path: list[int] = []
         node = ROOT
         while True:
-            token = (
-                self._choose(rows, row, logits[row, node + 1])
-                if choices is None
-                else int(choices[row, node + 1])
-            )
+            token, child = decide(node)
             rows.emit(row, token)
             tokens.append(token)
             if self._stops(rows, row, token):
                 rows.end(row)
                 return tokens, path
-            child = np.flatnonzero((parents == node) & (drafted == token))
-            if not len(child):
+            if child is None:
                 return tokens, path
-            node = int(child[0])
+            node = child
             path.append(node)
+
+    def _decider(
+        self,
+        rows: Rows,
+        row: int,
+        draft: DraftTree,
+        logits: torch.Tensor,
+        choices: np.ndarray | None,
+    ) -> Callable[[int], tuple[int, int | None]]:
+        """What chooses the token after a node of the row, and finds the child that holds it."""
+        nodes = draft.row(row)
+        parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
+
+        def decide(node: int) -> tuple[int, int | None]:
+            token = (
+                self._choose(rows, row, logits[row, node + 1])
+                if choices is None
+                else int(choices[row, node + 1])
+            )
+            child = np.flatnonzero((parents == node) & (drafted == token))
+            return token, int(child[0]) if len(child) else None
+
+        return decide
 
     def _choose(self, rows: Rows, row: int, logits: torch.Tensor) -> int:
         """The token that plain `generate` would choose after these logits, [vocab]."""
