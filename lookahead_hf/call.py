@@ -186,7 +186,7 @@ class Call:
         if self._returns_cache or self.records:
             self._catch_up(columns)
         cache = self._hand_back(columns) if self._returns_cache else None
-        stats.publish(self.model, record)
+        stats.publish(self.model, record)  # before the end, at which a reader may look for it
         self.stream.end()
         sequences = self._sequences(columns)
         if not self.generation_config.return_dict_in_generate:

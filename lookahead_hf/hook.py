@@ -230,7 +230,8 @@ def last_stats(model: Any) -> stats.SpeculativeStats | None:
 
     Returns:
         The record of this thread's latest call if it made one, else of any thread's; None before
-        the first call and after a plain one.
+        the first call and after a plain one. It is there once a streamer hears the end; a call that
+        raised before leaves the one of the call before it.
     """
     return stats.last_stats(unwrap(model))
 

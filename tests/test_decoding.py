@@ -164,6 +164,26 @@ def test_in_a_batch_a_criterion_of_the_users_puts_the_rows_in_lockstep(model: An
     assert stats.num_accepted > 0
 
 
+def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any) -> None:
+    inputs = {"input_ids": prompt(3)}
+    truth = plain_text(model, inputs)
+    last = [first_seen(text, 4) for text in truth]
+
+    class EndsEach(StoppingCriteria):
+        """Ends each row at a token of its own; plain writes on in it until all have ended."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return input_ids[:, -1] == torch.tensor(last)
+
+    call = {**GREEDY, "stopping_criteria": StoppingCriteriaList([EndsEach()])}
+    expected = model.generate(**inputs, **call)
+    out = model.generate(**inputs, **call, speculative=scripted(truth, right(3)))
+    assert out.tolist() == expected.tolist()
+    stats = stats_of(model)
+    assert stats.engine == "lockstep"
+    assert stats.num_steps == -(-(out.shape[1] - 13) // 4)
+
+
 class Recorder(BaseStreamer):
     """Keeps what it was fed; raises at a given `put`."""
 
@@ -217,6 +237,22 @@ def test_an_aborted_streamer_leaves_model_and_cache_usable(model: Any) -> None:
     assert model.config._attn_implementation == "sdpa"
     out = model.generate(**inputs, **GREEDY, speculative=config)
     assert continuations(out, 12) == truth
+
+
+def test_the_record_is_there_at_a_streams_end_and_stays_when_a_call_raises(model: Any) -> None:
+    class Asks(Recorder):
+        def end(self) -> None:
+            assert stats_of(model).num_emitted == 24
+            raise ConnectionError("the client went away")
+
+    inputs = {"input_ids": prompt()}
+    config = scripted(plain_text(model, inputs), right(3))
+    with pytest.raises(ConnectionError):
+        model.generate(**inputs, **GREEDY, streamer=Asks(), speculative=config)
+    before = stats_of(model)
+    with pytest.raises(ConnectionError):
+        model.generate(**inputs, **GREEDY, streamer=Recorder(3), speculative=config)
+    assert stats_of(model) is before
 
 
 class Raises(Scripted):

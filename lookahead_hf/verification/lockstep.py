@@ -16,7 +16,8 @@ class Lockstep:
     """Calls processors and criteria once per decoding step, with plain's own [rows, columns].
 
     The walk goes on while every row has a child that was drafted. A finished row is fed pads, as in
-    plain, and drafts them, so that it keeps nobody from going on.
+    plain, and drafts them, so that it keeps nobody from going on. Without an eos criterion plain
+    writes on in rows that have ended until all have: so long they count as live here.
     """
 
     name = "lockstep"
@@ -34,6 +35,7 @@ class Lockstep:
         self._processors, self._criteria = processors, criteria
         self._do_sample, self._device, self._records = do_sample, device, records
         self._pad = pad if any(hasattr(c, "eos_token_id") for c in criteria) else None
+        self._ended = np.zeros(1, bool)  # [rows] from the first step on
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
         """Draft for finished rows the pads that they will be fed."""
@@ -85,11 +87,13 @@ class Lockstep:
             tokens[rows.finished] = self._pad
         for row, token in enumerate(tokens.tolist()):
             rows.emit(row, token)
-        unfinished = torch.from_numpy(rows.live.astype(np.int64)).to(self._device)
+        going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
+        unfinished = torch.from_numpy(going).to(self._device)
         unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far())
-        ended = unfinished.to("cpu").numpy() == 0
-        for row in np.flatnonzero(ended & rows.live).tolist():
-            rows.end(row)
+        self._ended = unfinished.to("cpu").numpy() == 0
+        if self._pad is not None or self._ended.all():
+            for row in np.flatnonzero(self._ended & rows.live).tolist():
+                rows.end(row)
         return tokens
 
     def _ids(self, rows: Rows) -> torch.Tensor:
