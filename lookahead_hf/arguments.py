@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
+from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 
@@ -87,11 +88,7 @@ class Arguments:
 
     def synced_gpus(self) -> bool:
         """Whether processes must step together, as `generate` itself works it out."""
-        given = self.given.get("synced_gpus")
-        # `generate` computes it in here and then drops it for strategies that it is given.
-        return bool(
-            self._model._extract_generation_mode_kwargs(None, {}, given, None, None)["synced_gpus"]
-        )
+        return compat.synced_gpus(self._model, self.given.get("synced_gpus"))
 
     def prediction(self) -> list[np.ndarray] | None:
         """The caller's guess as token ids per row; one row where it was given once for all."""

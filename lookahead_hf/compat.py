@@ -49,6 +49,29 @@ def prefill(
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
+def is_stateful(model: Any) -> bool:
+    """Whether the model keeps a recurrent state."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def has_own_loop(model: Any) -> bool:
+    """Whether the model's class brings a decoding loop in place of plain `generate`'s."""
+    return bool(type(model)._sample.__module__ != generation_utils.__name__)
+
+
+def num_tensor_parallel(model: Any) -> int:
+    """Processes that share each of the model's matrices."""
+    return int(getattr(model, "_tp_size", None) or 1)
+
+
+def synced_gpus(model: Any, given: bool | None) -> bool:
+    """Whether processes must step together, as `generate` itself works it out.
+
+    `generate` computes it in here and then drops it for strategies that it is given.
+    """
+    return bool(model._extract_generation_mode_kwargs(None, {}, given, None, None)["synced_gpus"])
+
+
 def known_mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
     """Columns of the attention mask, where `generate` dropped it because it was all ones too."""
     mask = model_kwargs.get("attention_mask")
@@ -226,15 +249,21 @@ __all__ = [
     "attention_name",
     "forward_arguments",
     "has_experts",
+    "has_own_loop",
+    "is_stateful",
     "is_users_cache",
     "known_mask_length",
     "layer_masks",
     "mask_kinds",
+    "num_tensor_parallel",
     "pad_token",
+    "position_table",
     "prefill",
     "reads_lengths",
     "register_attention",
+    "rope_limits",
     "set_attention_name",
+    "synced_gpus",
     "takes_mask_dict",
     "text_config",
     "window",

@@ -10,7 +10,7 @@ from transformers import AnyToAnyPipeline, ImageTextToTextPipeline, TextGenerati
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.hook import enable
 
-SERVED = {
+SERVED: dict[str, type[Any]] = {
     "text-generation": TextGenerationPipeline,
     "image-text-to-text": ImageTextToTextPipeline,
     "any-to-any": AnyToAnyPipeline,
@@ -41,7 +41,7 @@ def pipeline(
     """
     SpeculativeConfig.resolve(speculative)
     pipe = transformers.pipeline(task, model, *args, **kwargs)
-    if not isinstance(pipe, tuple(SERVED.values())):
+    if not any(isinstance(pipe, kind) for kind in SERVED.values()):
         raise ValueError(
             f"a {pipe.task} pipeline does not generate text: speculation is for the tasks "
             f"{', '.join(SERVED)}; build the others with transformers.pipeline"

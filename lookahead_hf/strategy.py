@@ -15,6 +15,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.decoding import Request, decode
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.target import admission
 
 _decided: ContextVar[bool] = ContextVar("lookahead_hf_decided", default=False)
 """Whether this is inside a call for which was decided already: a model whose `generate` calls
@@ -93,7 +94,7 @@ def _request(model: Any, arguments: Arguments, config: SpeculativeConfig) -> Req
     """What decoding is told of the call; raises Unserved where it cannot be speculated."""
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
-    fallback.check_model(model)
+    admission.check_setup(model)
     arguments.check_original()
     return Request(
         config=config,
@@ -144,7 +145,7 @@ class Strategy:
     ) -> Any:
         fallback.check_settings(lambda name: getattr(generation_config, name, None))
         if model is not self._model:
-            fallback.check_model(model)
+            admission.check_setup(model)
         if self.held is not None:
             self.held.take()
         output = decode(

@@ -20,6 +20,7 @@ from transformers import (
 import lookahead_hf
 from lookahead_hf import fallback
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.target import admission
 from tests.fakes import PlainDecoding
 from tests.models import prompt, tiny
 
@@ -142,7 +143,7 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
     assert len(decoding.calls) == 1
     model.train()
     with pytest.raises(Unserved, match="gradient checkpointing"):
-        fallback.check_model(model)
+        admission.check_setup(model)
 
 
 def test_encoder_decoder(decoding: PlainDecoding) -> None:
@@ -161,7 +162,7 @@ def test_recurrent_state(decoding: PlainDecoding) -> None:
     config = MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = MambaForCausalLM(config).eval()
     with pytest.raises(Unserved) as raised:
-        fallback.check_model(model)
+        admission.check_setup(model)
     assert raised.value.reason == "stateful"
 
 
@@ -178,19 +179,19 @@ def test_a_decoding_loop_of_its_own(decoding: PlainDecoding) -> None:
 def test_other_models_that_are_not_served(model: Any) -> None:
     model._tp_size = 2
     with pytest.raises(Unserved, match="tensor_parallel"):
-        fallback.check_model(model)
+        admission.check_setup(model)
     model._tp_size = None
     ALoraLinearVariant = type("ALoraLinearVariant", (), {})
     model.lm_head.lora_variant = {"default": ALoraLinearVariant()}
     with pytest.raises(Unserved, match="adapter"):
-        fallback.check_model(model)
+        admission.check_setup(model)
     model.lm_head.lora_variant = {"default": object()}
-    fallback.check_model(model)
+    admission.check_setup(model)
     model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
-    fallback.check_model(model)
+    admission.check_setup(model)
     model.prepare_inputs_for_generation = tiny("llama").prepare_inputs_for_generation.__func__
     with pytest.raises(Unserved, match="adapter"):
-        fallback.check_model(model)
+        admission.check_setup(model)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids:UserWarning")

@@ -31,7 +31,7 @@ LEVELS = (
 NARROW = {
     "stats": {"steps"},
     "streaming": {"steps"},
-    "arguments": {"config", "fallback"},
+    "arguments": {"compat", "config", "fallback"},
     "ngram_pool": set(),
     "kernels": set(),
     "": set(),

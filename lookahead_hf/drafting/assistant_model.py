@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf import compat, fallback
+from lookahead_hf import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import admission
@@ -34,7 +34,7 @@ class AssistantModel:
         Raises:
             Unserved: The model cannot be fed so.
         """
-        fallback.check_model(model)
+        admission.check_setup(model)
         ids, attended = _left_padded(contexts)
         kwargs = _prefill_arguments(model, torch.from_numpy(attended).to(model.device))
         admission.check(model, model.generation_config, kwargs)

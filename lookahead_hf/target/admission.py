@@ -39,11 +39,11 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
 
 
 def check_model(model: Any) -> None:
-    """Raise Unserved where this model cannot be served in any call."""
+    """Raise Unserved where this kind of model cannot be served in any call."""
     config = compat.text_config(model)
     if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
-    if getattr(model, "_is_stateful", False):
+    if compat.is_stateful(model):
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
     needed = {"position_ids", "past_key_values", "attention_mask"}
     missing = needed - compat.forward_arguments(model)
@@ -114,3 +114,48 @@ def _check_arguments(model: Any, generation_config: Any, model_kwargs: dict[str,
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         raise Unserved(FallbackReason.ARGUMENT, f"an attention mask of {mask.dim()} dimensions")
+
+
+def check_setup(model: Any) -> None:
+    """Raise Unserved where the model is set up so, by now, that it cannot be speculated with."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise Unserved(FallbackReason.ENCODER_DECODER, name)
+    if compat.is_stateful(model):
+        raise Unserved(FallbackReason.STATEFUL, name)
+    if compat.has_own_loop(model):
+        raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
+    if (processes := compat.num_tensor_parallel(model)) > 1:
+        raise Unserved(FallbackReason.TENSOR_PARALLEL, f"{processes} processes")
+    _check_inputs(model)
+    for module in model.modules():
+        own = vars(module)  # a module's getattr is slow for what it has not
+        if own["training"]:
+            _check_training(module)
+        if own.get("lora_variant"):
+            _check_adapter(own["lora_variant"])
+
+
+def _check_inputs(model: Any) -> None:
+    """PEFT's prompt and prefix tuning prepare each forward's inputs in place of the model."""
+    prepare = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        owner = getattr(prepare, "__self__", prepare)
+        raise Unserved(FallbackReason.ADAPTER, f"{type(owner).__name__} prepares its inputs")
+
+
+def _check_training(module: Any) -> None:
+    """Look at what a module does only in training mode."""
+    if getattr(module, "gradient_checkpointing", False):
+        raise Unserved(FallbackReason.CHECKPOINTING, type(module).__name__)
+    for name, value in vars(module).items():
+        is_rate = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+        if is_rate and isinstance(value, (int, float)) and value > 0:
+            raise Unserved(FallbackReason.DROPOUT, f"{type(module).__name__}.{name}={value}")
+
+
+def _check_adapter(variants: Any) -> None:
+    """PEFT's activated LoRA masks the last tokens of each block that a layer is fed."""
+    for variant in variants.values():
+        if type(variant).__name__.startswith("ALora"):
+            raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)
