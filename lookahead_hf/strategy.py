@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from lookahead_hf import fallback, stats
+from lookahead_hf import activations, fallback, stats
 from lookahead_hf.arguments import Arguments, HeldStreamer
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.decoding import Request, decode
@@ -79,6 +79,7 @@ def _serve(
         strategy = Strategy(model, _request(model, arguments, config))
         output = original(**arguments.forwarded(strategy, strategy.held))
         if strategy.decoded is not None:
+            activations.say_once(strategy.decoded, stacklevel=4)
             if strategy.decoded is not model:
                 stats.publish(model, stats.last_stats(strategy.decoded))
             return output

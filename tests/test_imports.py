@@ -14,7 +14,7 @@ import lookahead_hf
 ROOT = Path(lookahead_hf.__file__).parent
 
 LEVELS = (
-    {"config", "compat", "rows", "steps", "fallback", "records"},
+    {"config", "compat", "rows", "steps", "fallback", "records", "activations"},
     {"stats", "streaming", "ngram_pool", "kernels"},
     {"logits", "cache"},
     {"target"},
@@ -44,6 +44,7 @@ PACKAGES = {
     "rows": {"numpy"},
     "config": set(),
     "fallback": set(),
+    "activations": set(),
     "stats": {"numpy"},
 }
 """Rooms whose other imports come from the standard library and from these packages only."""

@@ -1,0 +1,88 @@
+"""Models that quantise activations, whose text may depend on how many tokens a forward has."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+_lock = threading.Lock()
+_looked_at: WeakSet[Any] = WeakSet()
+
+_ALWAYS = ("fp8", "fbgemm_fp8", "bitnet", "fp_quant")
+"""Methods of transformers that compute with quantised activations whatever else they are told."""
+
+
+def say_once(model: Any, stacklevel: int = 2) -> None:
+    """Warn, at the first call of a model, that its text may not be plain's.
+
+    A forward of one token and a forward of several round activations to a coarse grid with other
+    scales or from slightly other values, so that a token changes more often than in half precision.
+
+    Args:
+        model: The model, as it stands now.
+        stacklevel: As in `warnings.warn`.
+    """
+    with _lock:
+        if model in _looked_at:
+            return
+        _looked_at.add(model)
+    how = quantised_activations(model)
+    if how is not None:
+        warnings.warn(
+            f"{type(model).__name__} quantises activations ({how}): a block of tokens rounds "
+            "otherwise than single tokens, so the speculative text can differ from that of plain "
+            "generate",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def quantised_activations(model: Any) -> str | None:
+    """How a model quantises activations, None where it does not."""
+    return _by_config(_config_of(model)) or _by_modules(model)
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    config = getattr(model.config, "quantization_config", None)
+    if config is None:
+        return {}
+    # An object's fields, as the torchao one's dict is a copy without its types.
+    return dict(config) if isinstance(config, Mapping) else vars(config)
+
+
+def _by_config(config: dict[str, Any]) -> str | None:
+    method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
+    if method in _ALWAYS and not config.get("dequantize"):
+        return method
+    # bitsandbytes' object keeps the flag under a private name.
+    if config.get("load_in_8bit") or config.get("_load_in_8bit"):
+        return "LLM.int8"
+    if method == "quanto" and config.get("activations") is not None:
+        return f"quanto, {config['activations']}"
+    if found := re.search(r"\w*(Dynamic|Static)Activation\w*", repr(config.get("quant_type"))):
+        return found.group()
+    inner = config.get("quantization_config", config)  # compressed-tensors' object holds its own
+    groups = (inner if isinstance(inner, Mapping) else vars(inner)).get("config_groups") or {}
+    for group in groups.values():
+        fields = group if isinstance(group, Mapping) else vars(group)
+        if fields.get("input_activations") is not None:
+            return method
+    return None
+
+
+def _by_modules(model: Any) -> str | None:
+    """What was quantised after loading says it by its types."""
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__.startswith("torch.ao.nn.quantized"):
+            return f"{kind.__module__}.{kind.__name__}"
+        weight = vars(module).get("_parameters", {}).get("weight")
+        if type(weight).__name__ == "LinearActivationQuantizedTensor":
+            return type(weight).__name__
+        if getattr(weight, "act_quant_kwargs", None) is not None:
+            return f"{type(weight).__name__} with quantised inputs"
+    return None
