@@ -1,0 +1,182 @@
+"""The device engine, forced on CPU tensors: plain's text, one copy to the host per step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.target.host_copy import HostCopy
+from tests.device import on_device
+from tests.models import NAMES, prompt, tiny
+from tests.scripted import RandomTrees, continuations, right, scripted
+from tests.test_lossless import GREEDY, WARPERS, compare, padded
+
+SAMPLE = ("llama", "mistral", "gpt2")
+"""Architectures that are also tried where time is short."""
+
+KNOWN_WARPERS = {name: WARPERS[name] for name in ("temperature", "top-k", "top-p", "min-p")}
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with on_device(monkeypatch):
+        yield
+
+
+def assert_on_device(stats: lookahead_hf.SpeculativeStats | None) -> None:
+    assert stats is not None
+    assert stats.fallback_reason is None
+    assert stats.engine == "device"
+    assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+)
+def test_greedy(name: str, kind: str) -> None:
+    stats = compare(tiny(name), padded(kind), **GREEDY)
+    assert_on_device(stats)
+    assert stats.num_moved > 0
+    assert stats.graphs == "there are no graphs on cpu"
+
+
+@pytest.mark.parametrize("warpers", KNOWN_WARPERS.values(), ids=KNOWN_WARPERS)
+@pytest.mark.parametrize("kind", ["alone", "left"])
+def test_same_seed_same_text(kind: str, warpers: dict[str, Any]) -> None:
+    inputs = {"input_ids": prompt()} if kind == "alone" else padded(kind)
+    sampled = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0}
+    assert_on_device(compare(tiny("llama"), inputs, **sampled, **warpers))
+
+
+def test_greedy_through_known_processors() -> None:
+    stats = compare(tiny("llama"), padded("left"), **GREEDY, suppress_tokens=[5, 6, 7])
+    assert_on_device(stats)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rows_end_at_their_own_eos(do_sample: bool) -> None:
+    call = {"max_new_tokens": 60, "pad_token_id": 0, "eos_token_id": list(range(3, 12))}
+    stats = compare(tiny("llama"), padded("left", rows=4), do_sample=do_sample, **call)
+    assert_on_device(stats)
+    assert len({row.num_emitted for row in stats.row_stats}) > 1
+
+
+def test_one_copy_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    fetch = HostCopy.fetch
+
+    def counted(copy: HostCopy) -> None:
+        copies.append(len(copy._tickets))
+        fetch(copy)
+
+    monkeypatch.setattr(HostCopy, "fetch", counted)
+    stats = compare(tiny("llama"), padded("left"), **GREEDY)
+    assert_on_device(stats)
+    assert copies == [1] * stats.num_steps
+
+
+def test_the_cache_comes_back_as_plain_leaves_it() -> None:
+    model, inputs = tiny("gemma3"), padded("left")
+    call = {**inputs, **GREEDY, "return_dict_in_generate": True}
+    plain = model.generate(**call)
+    truth = continuations(plain.sequences, inputs["input_ids"].shape[1])
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**call, speculative=scripted(truth, RandomTrees()))
+    assert_on_device(ours.speculative_stats)
+    for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        attended = theirs.keys.abs().sum((1, 3)) * mine.keys.abs().sum((1, 3)) > 0
+        assert attended[:, -20:].all() or attended[:, -7:].all()
+        for of_mine, of_theirs in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            difference = (of_mine - of_theirs).abs().amax((1, 3))
+            assert float(difference[attended].max()) < 1e-4
+
+
+def test_two_turns_on_one_cache() -> None:
+    model = tiny("llama")
+    texts, first = {}, prompt(length=10)
+    for name in ("plain", "ours"):
+        cache, ids = DynamicCache(config=model.config), first
+        for turn in range(2):
+            call = {**GREEDY, "past_key_values": cache}
+            config: Any = False
+            if name == "ours":
+                config = scripted([texts["plain"][0, ids.shape[1] :].tolist()], right(4))
+            with lookahead_hf.enabled(model):
+                ids = model.generate(ids, **call, speculative=config)
+                if name == "ours":
+                    assert_on_device(lookahead_hf.last_stats(model))
+            ids = torch.cat([ids, prompt(length=5, seed=turn + 5)], 1)
+        texts[name] = ids
+    assert texts["ours"].tolist() == texts["plain"].tolist()
+
+
+def test_learned_sources_draft() -> None:
+    model = tiny("llama")
+    plain = model.generate(prompt(2), **{**GREEDY, "max_new_tokens": 80})
+    config = SpeculativeConfig(drafters=("recycling",), budget=24)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(prompt(2), **{**GREEDY, "max_new_tokens": 80}, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    assert_on_device(lookahead_hf.last_stats(model))
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields"),
+    [
+        ("walk", {"repetition_penalty": 1.2}),
+        ("walk", {"max_time": 1000.0}),
+        ("walk", {"return_dict_in_generate": True, "output_scores": True}),
+        ("lockstep", {"logits_processor": LogitsProcessorList([Own()])}),
+    ],
+)
+def test_what_needs_the_host_is_verified_there(engine: str, fields: dict[str, Any]) -> None:
+    model = tiny("llama")
+    inputs = padded("left") if engine == "lockstep" else {"input_ids": prompt()}
+    call = {**inputs, **GREEDY, **fields}
+    with lookahead_hf.enabled(model):
+        model.generate(**call, speculative=True)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert (stats.engine, stats.graphs) == (engine, None)
+
+
+def test_probabilities_that_are_not_finite_raise_as_in_plain() -> None:
+    model = tiny("llama")
+    plain = model.generate(prompt(), **GREEDY)
+    config = scripted(continuations(plain, 12), right(4))
+    with torch.no_grad():
+        model.lm_head.weight[50:] = torch.inf
+    for speculative in (False, config):
+        with lookahead_hf.enabled(model), pytest.raises(RuntimeError, match="inf"):
+            model.generate(prompt(), max_new_tokens=9, do_sample=True, speculative=speculative)
+
+
+def test_the_length_warning_is_heard_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    model.config.max_position_embeddings = 20
+    with warnings.catch_warnings(record=True):
+        stats = compare(model, {"input_ids": prompt()}, **GREEDY)
+    assert_on_device(stats)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_through_tritons_interpreter(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
+    call = {"do_sample": do_sample, "max_new_tokens": 16, "pad_token_id": 0}
+    stats = compare(tiny("llama"), padded("left"), **call)
+    assert_on_device(stats)
+    assert stats.num_moved > 0
