@@ -88,6 +88,28 @@ def test_turns_plain_and_speculative_mixed(name: str, rows: int, with_config: bo
         assert model.generate(third, past_key_values=cache, **call).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) -> None:
+    model = tiny(name)
+    ids, mask = left_padded()
+    mask[2, 10] = 0  # in the window of a sliding layer still
+    eos = {"eos_token_id": [7, 8, 9, 10]}
+    caches = [new_cache(model, True) for _ in range(2)]
+    call = {"attention_mask": mask, **{**KWARGS, "max_new_tokens": 6}, **eos}
+    first = model.generate(ids, past_key_values=caches[0], **call)
+    with lookahead_hf.enabled(model):
+        config = scripted(continuations(first, 12), RandomTrees())
+        out = model.generate(ids, past_key_values=caches[1], **call, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert out.tolist() == first.tolist()
+    assert_same(caches[1], caches[0], torch.ones_like(mask))
+    again = torch.cat([first, prompt(3, 4, seed=3)], 1)  # and from here on all columns are attended
+    call = {"attention_mask": torch.ones_like(again), **KWARGS}
+    expected, got = (model.generate(again, past_key_values=cache, **call) for cache in caches)
+    assert got.tolist() == expected.tolist()
+
+
 def test_only_the_new_tokens_with_the_whole_mask() -> None:
     model = tiny("llama")
     ids, mask = prompt(), torch.ones(1, 12, dtype=torch.long)

@@ -53,6 +53,9 @@ class AdoptedCache:
         self.slots.lengths[:] = lengths
         self.slots.starts = lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
+        self._aside: Aside | None = None
+        if returned and attended is not None and self.columns is not None:
+            self._aside = Aside(~attended)
         layers = original.layers
         self._masks = [masks[min(i, len(masks) - 1)] for i in range(len(layers))]
         self._group(masks, trims)
@@ -83,6 +86,8 @@ class AdoptedCache:
                 self.slots.add_empty()
                 continue
             keys, values = (self._to_slots(states, self.slots.groups[name]) for states in content)
+            if self._aside is not None:
+                self._aside.keep(layer, content, self.num_columns)
             held.release(layer, is_users_cache(self.original))
             self.slots.add(name, keys, values)
 
@@ -148,7 +153,8 @@ class AdoptedCache:
     def hand_back(self, num_columns: int) -> Cache:
         """Fill the original with its first `num_columns` columns, in its own layers.
 
-        Columns that no row attends are zero: their K and V are never read.
+        Columns that a row does not attend hold what they held where the caller sees the cache; a
+        later call may attend them. Otherwise they are zero.
         """
         for layer, ours in zip(self.original.layers, self.slots.layers, strict=True):
             if isinstance(ours, SlotLayer):
@@ -160,6 +166,8 @@ class AdoptedCache:
         first = 0 if most is None else max(0, num_columns - most)
         keys = self._to_columns(ours.k_store, ours.group, first, num_columns)
         values = self._to_columns(ours.v_store, ours.group, first, num_columns)
+        if self._aside is not None:
+            self._aside.put_back(layer, (keys, values), first)
         held.fill(layer, (keys, values), num_columns)
 
     def _to_columns(
@@ -171,6 +179,34 @@ class AdoptedCache:
             index = _index(columns - first, store.device)
             out[of][:, :, index] = store[of, slots].transpose(1, 2)
         return out
+
+
+class Aside:
+    """K and V of the columns that rows do not attend, for the caller who gets the cache back."""
+
+    def __init__(self, unattended: np.ndarray) -> None:  # [rows, columns] bool
+        self._rows, self._columns = np.nonzero(unattended)
+        self._kept: dict[int, tuple[np.ndarray, held.Content]] = {}
+
+    def keep(self, layer: object, content: held.Content, num_columns: int) -> None:
+        """Keep a layer's, of which `content` are the newest columns of `num_columns`."""
+        first = num_columns - content[0].shape[2]
+        index = np.flatnonzero(self._columns >= first)
+        rows, places = self._index(index, first)
+        keys, values = (states[rows, :, places] for states in content)  # [kept, kv_heads, dim]
+        self._kept[id(layer)] = index, (keys, values)
+
+    def put_back(self, layer: object, content: held.Content, first: int) -> None:
+        """Write them into `content`, a layer's columns from `first` on."""
+        index, kept = self._kept[id(layer)]
+        still = np.flatnonzero(self._columns[index] >= first)
+        rows, places = self._index(index[still], first)
+        for states, values in zip(content, kept, strict=True):
+            states[rows, :, places] = values[torch.from_numpy(still)]
+
+    def _index(self, index: np.ndarray, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows, and places from column `first` on."""
+        return torch.from_numpy(self._rows[index]), torch.from_numpy(self._columns[index] - first)
 
 
 def _own_too(window: int | None) -> int | None:
