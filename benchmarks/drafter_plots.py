@@ -19,26 +19,28 @@ if TYPE_CHECKING:
 
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "drafters"  # the same figure is the same file
+matplotlib.rcParams["svg.fonttype"] = "none"
 
 from matplotlib import pyplot  # noqa: E402 (the backend is chosen first)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-LEAST_TESTS = 30
+LEAST_TESTS = 100
 """Rates of fewer tests are not drawn."""
 
 
 def by_family(lines: list[Line], path: Path) -> None:
     """Tokens per step of every drafter, a group of bars per family."""
     families = list(dict.fromkeys(line.family for line in lines))
-    drafters = list(dict.fromkeys((line.drafter, line.settings) for line in lines))
+    drafters = list(dict.fromkeys(line.drafter for line in lines))
+    colors = iter(("tab:orange", "tab:blue", "tab:green", "tab:red"))
     figure, axis = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
-    for place, (name, settings) in enumerate(drafters):
-        own = [line for line in lines if (line.drafter, line.settings) == (name, settings)]
+    for place, name in enumerate(drafters):
+        own = [line for line in lines if line.drafter == name]
         at = np.arange(len(families)) + 0.85 * ((place + 0.5) / len(drafters) - 0.5)
         heights = [line.tokens_per_step for line in own]
-        label = f"{name} ({own[-1].nodes_per_step:.0f} nodes)"
-        # The others in greys.
-        color = f"C{place}" if name.startswith("ours") else str(0.85 - 0.1 * place)
+        is_ours = name.startswith("ours")
+        label = name if is_ours else f"{name}: {own[-1].nodes_per_step:.0f} nodes"
+        color = next(colors, "tab:purple") if is_ours else str(0.85 - 0.09 * place)
         axis.bar(at, heights, 0.85 / len(drafters), label=label, color=color)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_ylabel("tokens per step")
@@ -73,7 +75,7 @@ def by_size(means: list[float], lines: list[Line], path: Path) -> None:
         if line.family == "all" and not line.drafter.startswith("ours"):
             axis.plot(line.nodes_per_step, line.tokens_per_step, "s", color="0.45")
             axis.annotate(
-                line.drafter, (line.nodes_per_step, line.tokens_per_step), (4, -10),
+                line.drafter, (line.nodes_per_step, line.tokens_per_step), (5, -9),
                 textcoords="offset points", fontsize="x-small",
             )  # fmt: skip
     axis.set_xscale("log", base=2)

@@ -6,7 +6,7 @@ text. The first eight prompts of each family are left out: rates that drafting s
 measured on them. The peers are written anew from their papers and code, with published settings.
 Only the logits of the text itself were recorded. Drafters that also recycle those of rejected nodes
 (Token Recycling, SAM-Decoding, this project's) get them with --on-model, which runs the model on
-every draft: hours on a CPU, minutes on a GPU. Without it they do worse than they would.
+every draft and takes hours on a CPU. Without it they do worse than they would.
 
     python benchmarks/drafters.py
     python benchmarks/drafters.py --json drafters.json --plot drafters.svg
@@ -90,10 +90,11 @@ def print_table(lines: list[Line]) -> None:
     families = list(dict.fromkeys(line.family for line in lines))
     print("| drafter | settings | nodes per step |", " | ".join(families), "|")
     print("|---|---|" + "---|" * (1 + len(families)))
-    for drafter in dict.fromkeys((line.drafter, line.settings) for line in lines):
-        own = [line for line in lines if (line.drafter, line.settings) == drafter]
+    for drafter in dict.fromkeys(line.drafter for line in lines):
+        own = [line for line in lines if line.drafter == drafter]
         values = " | ".join(f"{line.tokens_per_step:.2f}" for line in own)
-        print(f"| {drafter[0]} | {drafter[1]} | {own[-1].nodes_per_step:.1f} | {values} |")
+        settings, nodes = own[-1].settings, own[-1].nodes_per_step
+        print(f"| {drafter} | {settings} | {nodes:.1f} | {values} |")
 
 
 def print_leads(lines: list[Line], ours: list[str]) -> None:

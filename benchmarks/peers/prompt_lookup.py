@@ -13,10 +13,9 @@ from lookahead_hf.steps import DraftTree
 class PromptLookup(Contender):
     """The first earlier occurrence of the longest match of at most `ngram_size` tokens."""
 
-    name = "HF prompt lookup"
-
     def __init__(self, ngram_size: int = 2, num_tokens: int = 10) -> None:
         """The defaults are those of transformers; Spec-Bench ran it with 3 and 10."""
+        self.name = f"HF prompt lookup ({ngram_size})"
         self.settings = f"matches of <= {ngram_size}, {num_tokens} tokens"
         self._generator = PromptLookupCandidateGenerator(
             num_output_tokens=num_tokens, max_matching_ngram_size=ngram_size, max_length=1 << 30
