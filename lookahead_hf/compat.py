@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -217,9 +218,17 @@ def layer_masks(model: nn.Module) -> tuple[str, ...]:
     return tuple(text_config(model).layer_types) if takes_mask_dict(model) else kinds
 
 
+_known_sources: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+
+
 def _decoder_sources(model: nn.Module) -> list[str]:
-    kinds: set[Any] = {type(module) for module in model.modules()}
-    return [source for kind in kinds if (source := _forward_source(kind))]
+    """Sources of the forwards that deal with masks; a call asks several times, a model is large."""
+    known = _known_sources.get(model)
+    if known is None:
+        kinds: set[Any] = {type(module) for module in model.modules()}
+        known = [source for kind in kinds if (source := _forward_source(kind))]
+        _known_sources[model] = known
+    return known
 
 
 @functools.lru_cache(maxsize=4096)
