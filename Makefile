@@ -2,6 +2,7 @@
 # make test       build .venv, lint, type check, run the tests
 # make test-all   the same with the slow tests
 # make test-oldest  the tests with the oldest supported transformers, in a venv of its own
+# make test-ecosystem  the libraries that call `generate`, in a venv of its own (some gigabytes)
 # make bench      the end-to-end benchmark (ARGS="--families code_edit --rounds 1")
 # make clean      remove what the above built; the model stays in the user's cache folder
 #
@@ -17,7 +18,7 @@ NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests
 
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-oldest lint bench clean
+.PHONY: demo test test-all test-oldest test-ecosystem lint bench clean
 
 demo: .venv/.demo
 	.venv/bin/lookahead-hf demo $(ARGS)
@@ -31,6 +32,10 @@ test-all: lint
 test-oldest: .venv-oldest/.tests
 	.venv-oldest/bin/python -m pytest -q -m "not gpu and not slow" $(NOT_ON_OLDEST) $(ARGS)
 
+test-ecosystem: .venv-ecosystem/.tests
+	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
+	.venv-ecosystem/bin/python -m tests.ecosystem.table docs/ecosystem.md
+
 lint: .venv/.tests
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -40,7 +45,7 @@ bench: .venv/.tests
 	.venv/bin/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ecosystem build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Each stamp is newer than what it was installed from, so a second `make` installs nothing.
 .venv/bin/python:
@@ -59,4 +64,9 @@ clean:
 	$(PYTHON) -m venv .venv-oldest
 	sed 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python $(subst -c constraints.txt,-c .venv-oldest/constraints.txt,$(PIP_INSTALL)) -e ".[demo,dev]"
+	@touch $@
+
+.venv-ecosystem/.tests: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-ecosystem
+	.venv-ecosystem/bin/python $(PIP_INSTALL) -e ".[demo,dev,ecosystem]"
 	@touch $@

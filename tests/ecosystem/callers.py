@@ -1,0 +1,224 @@
+"""Libraries and servers that call `generate` themselves."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.request
+from threading import Thread
+from typing import Any
+
+import transformers
+
+import lookahead_hf
+from tests.ecosystem.room import Caller, Room
+
+NEW_TOKENS = 24
+PROMPT = "abc abc abc"
+SAID = [{"role": "user", "content": PROMPT}]
+SHOWN = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+
+
+def _pipe(room: Room, speculative: Any) -> Any:
+    build = lookahead_hf.pipeline if speculative else transformers.pipeline
+    extra = {"speculative": speculative} if speculative else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(room.folder(None)).eval()
+    return build("text-generation", model=model, tokenizer=room.tokenizer(), device="cpu", **extra)
+
+
+def text_generation_chat(room: Room, speculative: Any) -> Any:
+    return _pipe(room, speculative)(SAID, **GREEDY)
+
+
+def text_generation_batches(room: Room, speculative: Any) -> Any:
+    return _pipe(room, speculative)([PROMPT, "abcd"], batch_size=2, **GREEDY)
+
+
+def text_generation_generator(room: Room, speculative: Any) -> Any:
+    prompts = (text for text in (PROMPT, "abcd", "xyz xyz"))
+    return list(_pipe(room, speculative)(prompts, **GREEDY))
+
+
+def text_generation_stop(room: Room, speculative: Any) -> Any:
+    whole = _pipe(room, None)(PROMPT, return_full_text=False, **GREEDY)[0]["generated_text"]
+    return _pipe(room, speculative)(PROMPT, stop_sequence=whole[10], **GREEDY)
+
+
+def text_generation_streamer(room: Room, speculative: Any) -> Any:
+    pipe = _pipe(room, speculative)
+    streamer = transformers.TextIteratorStreamer(pipe.tokenizer, skip_prompt=True)
+    worker = Thread(target=pipe, args=(PROMPT,), kwargs={**GREEDY, "streamer": streamer})
+    worker.start()
+    pieces = list(streamer)
+    worker.join()
+    return pieces
+
+
+def _speech(room: Room, speculative: Any, **more: Any) -> Any:
+    import numpy as np
+
+    config = transformers.MoonshineConfig(
+        vocab_size=len(room.tokenizer()), hidden_size=48, intermediate_size=96,
+        encoder_num_hidden_layers=2, decoder_num_hidden_layers=2, pad_token_id=0,
+        encoder_num_attention_heads=4, decoder_num_attention_heads=4, eos_token_id=1,
+        decoder_start_token_id=2, bos_token_id=2,
+    )  # fmt: skip
+    transformers.set_seed(0)
+    model = transformers.MoonshineForConditionalGeneration(config).eval()
+    pipe = transformers.pipeline(
+        "automatic-speech-recognition",
+        model=lookahead_hf.enable(model) if speculative else model,
+        tokenizer=room.tokenizer(),
+        feature_extractor=transformers.Wav2Vec2FeatureExtractor(),
+        device="cpu",
+    )
+    extra = {"speculative": speculative} if speculative else {}
+    wave = np.random.default_rng(0).standard_normal(8_000).astype(np.float32)
+    return pipe(wave, generate_kwargs={"max_new_tokens": 12, **more}, **extra)
+
+
+def speech_by_default(room: Room, speculative: Any) -> Any:
+    return _speech(room, speculative)
+
+
+def speech_without_beams(room: Room, speculative: Any) -> Any:
+    return _speech(room, speculative, num_beams=1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(room: Room, speculative: Any, **request: Any) -> bytes:
+    """One chat completion from `transformers serve`, as it comes over the wire."""
+    from transformers.cli.serve import Serve
+
+    folder, port = room.folder(speculative), _free_port()
+    server = Serve(force_model=folder, port=port, device="cpu", non_blocking=True)
+    body = {"model": folder, "messages": SAID, "max_tokens": NEW_TOKENS, "temperature": 0.0}
+    call = urllib.request.Request(
+        f"http://localhost:{port}/v1/chat/completions",
+        json.dumps(body | request).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        _wait_for(port)
+        with urllib.request.urlopen(call, timeout=120) as answer:
+            return bytes(answer.read())
+    finally:
+        server.kill_server()
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(200):
+        try:
+            urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError("the server did not start")
+
+
+def serve_chat(room: Room, speculative: Any) -> Any:
+    answer = json.loads(_serve(room, speculative))
+    choice = answer["choices"][0]
+    return choice["message"]["content"], choice["finish_reason"], answer["usage"]
+
+
+def serve_stream(room: Room, speculative: Any) -> Any:
+    lines = _serve(room, speculative, stream=True).decode().splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in deltas)
+    usage = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    return text, deltas[-1]["finish_reason"], usage
+
+
+def smolagents_generate(room: Room, speculative: Any) -> Any:
+    return _smolagent(room, speculative).generate(SHOWN, stop_sequences=["\x00"]).content
+
+
+def smolagents_stream(room: Room, speculative: Any) -> Any:
+    return [delta.content for delta in _smolagent(room, speculative).generate_stream(SHOWN)]
+
+
+def _smolagent(room: Room, speculative: Any) -> Any:
+    from smolagents import TransformersModel
+
+    extra = {"speculative": speculative} if speculative else {}
+    return TransformersModel(model_id=room.folder(None), device_map="cpu", **GREEDY, **extra)
+
+
+def langchain_invoke(room: Room, speculative: Any) -> Any:
+    return _langchain(room, speculative).invoke(PROMPT)
+
+
+def langchain_batch(room: Room, speculative: Any) -> Any:
+    return _langchain(room, speculative).batch([PROMPT, "abcd"])
+
+
+def langchain_stream(room: Room, speculative: Any) -> Any:
+    return list(_langchain(room, speculative).stream(PROMPT))
+
+
+def _langchain(room: Room, speculative: Any) -> Any:
+    from langchain_huggingface import HuggingFacePipeline
+
+    extra = {"speculative": speculative} if speculative else {}
+    return HuggingFacePipeline.from_model_id(
+        model_id=room.folder(None), task="text-generation", pipeline_kwargs={**GREEDY, **extra}
+    )
+
+
+def map_of_datasets(room: Room, speculative: Any) -> Any:
+    from datasets import Dataset
+
+    model, tokenizer = room.model(speculative), room.tokenizer()
+
+    def answer(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+        inputs = tokenizer(rows["text"], return_tensors="pt", padding=True)
+        output = model.generate(**inputs, **GREEDY)
+        return {"answer": tokenizer.batch_decode(output)}
+
+    rows = Dataset.from_dict({"text": [PROMPT, "abcd", "xyz xyz"]})
+    return rows.map(answer, batched=True, batch_size=2, load_from_cache_file=False)["answer"][:]
+
+
+PIPE = "`lookahead_hf.pipeline(...)`, or `pipe(x, speculative=True)`"
+SERVE = '`import lookahead_hf.auto`, and `"speculative": true` in the model\'s generation config'
+SERVE_NEEDS = ("fastapi", "uvicorn", "openai")
+AGENT = "`TransformersModel(model_id=..., speculative=True)`"
+CHAIN = '`from_model_id(..., pipeline_kwargs={"speculative": True})`'
+
+CALLERS = [
+    Caller("pipeline text-generation, a chat", PIPE, text_generation_chat),
+    Caller("pipeline text-generation, a list, batch_size=2", PIPE, text_generation_batches),
+    Caller("pipeline text-generation, a generator", PIPE, text_generation_generator),
+    Caller("pipeline text-generation, stop_sequence", PIPE, text_generation_stop),
+    Caller("pipeline text-generation, a streamer", PIPE, text_generation_streamer),
+    Caller(
+        "pipeline automatic-speech-recognition",
+        '`generate_kwargs={"num_beams": 1}`',
+        speech_by_default,
+        expects="beams",
+        note="asks for num_beams=5 by default; the warning says num_beams=1",
+    ),
+    Caller(
+        "pipeline automatic-speech-recognition, num_beams=1",
+        '`pipe(audio, speculative=True, generate_kwargs={"num_beams": 1})`',
+        speech_without_beams,
+        expects="encoder_decoder",
+    ),
+    Caller("transformers serve, chat completion", SERVE, serve_chat, SERVE_NEEDS),
+    Caller("transformers serve, streaming", SERVE, serve_stream, SERVE_NEEDS),
+    Caller("smolagents, generate", AGENT, smolagents_generate, ("smolagents",)),
+    Caller("smolagents, stream", AGENT, smolagents_stream, ("smolagents",)),
+    Caller("LangChain, invoke", CHAIN, langchain_invoke, ("langchain_huggingface",)),
+    Caller("LangChain, batch", CHAIN, langchain_batch, ("langchain_huggingface",)),
+    Caller("LangChain, stream", CHAIN, langchain_stream, ("langchain_huggingface",)),
+    Caller("datasets, map", "`enable(model)`", map_of_datasets, ("datasets",)),
+]

@@ -1,0 +1,76 @@
+"""Every caller that is installed: speculated with plain's text, or plain for a known reason."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+
+import lookahead_hf
+from tests.ecosystem import callers
+from tests.ecosystem.room import SPECULATIVE, Caller, Room, everywhere, try_out
+from tests.ecosystem.table import every_caller
+
+# Libraries warn of each other's future, and import one another's private names.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
+    return Room(tmp_path_factory.mktemp("ecosystem") / "room")
+
+
+@pytest.fixture(autouse=True)
+def contained() -> Iterator[None]:
+    """Some callers change settings of the whole process, or leave sockets and loops behind."""
+    count, has_grad = torch.get_num_threads(), torch.is_grad_enabled()
+    yield
+    torch.set_num_threads(count)
+    torch.set_grad_enabled(has_grad)
+    gc.collect()  # while their warnings are ignored
+
+
+@pytest.mark.parametrize("caller", every_caller(), ids=lambda caller: caller.name)
+def test_caller(caller: Caller, room: Room) -> None:
+    for package in caller.needs:
+        pytest.importorskip(package)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = try_out(caller, room)
+    assert outcome.status == caller.expects
+    assert outcome.plain
+    if caller.promises:
+        assert outcome.is_equal
+    said = [str(each.message) for each in caught]
+    assert any("quantises activations" in message for message in said) is not caller.promises
+
+
+def test_speech_is_told_what_to_do_about_its_beams(room: Room) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callers.speech_by_default(room, SPECULATIVE)
+    (said,) = [each for each in caught if "beams" in str(each.message)]
+    assert said.category is lookahead_hf.SpeculationFallbackWarning
+    assert "num_beams=1" in str(said.message)
+
+
+def test_usage_counts_every_token(room: Room) -> None:
+    for package in callers.SERVE_NEEDS:
+        pytest.importorskip(package)
+    with everywhere():
+        _, finish, usage = callers.serve_chat(room, SPECULATIVE)
+        text, streamed_finish, streamed_usage = callers.serve_stream(room, SPECULATIVE)
+    assert usage["completion_tokens"] == callers.NEW_TOKENS
+    assert [each["completion_tokens"] for each in streamed_usage] == [callers.NEW_TOKENS]
+    assert finish == streamed_finish == "length"
+    assert text
+
+
+def test_the_models_are_small_and_speculate(room: Room) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(room.folder(SPECULATIVE))
+    assert model.num_parameters() < 1_000_000
+    assert model.generation_config.speculative == SPECULATIVE
