@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead_hf import compat, stats
 from lookahead_hf.config import SpeculativeConfig
@@ -38,6 +38,7 @@ class Request:
         assistant_tokenizer: The caller's `assistant_tokenizer=`.
         synced_gpus: As `generate` computes it.
         prediction: The caller's guess of every row's text, token ids.
+        encoder_ids: Token ids of an encoder's input, [texts, columns].
     """
 
     config: SpeculativeConfig
@@ -47,6 +48,7 @@ class Request:
     assistant_tokenizer: Any = None
     synced_gpus: bool = False
     prediction: Sequence[np.ndarray] | None = None
+    encoder_ids: torch.Tensor | None = None
 
 
 class Call:
@@ -65,15 +67,17 @@ class Call:
         """Raises Unserved where the call cannot be served."""
         admission.check(model, generation_config, model_kwargs)
         num_new = int(generation_config.max_length) - input_ids.shape[1]
-        position_ids = model_kwargs["position_ids"]
-        admission.check_room(model, generation_config, model_kwargs, num_new)
+        position_ids = positions.of_prompt(model, input_ids, model_kwargs)
+        assert position_ids is not None
+        admission.check_room(model, input_ids, generation_config, model_kwargs)
         positions.check_length(model, position_ids, input_ids.shape[1], num_new)
         if request.synced_gpus:
             raise Unserved(FallbackReason.SYNCED_GPUS)
         self.model, self.input_ids, self.request = model, input_ids, request
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.pad = compat.pad_token(generation_config)
-        self.rows = _rows(input_ids, model_kwargs)
+        mask = model_kwargs.get(compat.decoder_names(model).mask)
+        self.rows = _rows(input_ids, mask, self._encoder_ids(request.encoder_ids))
         self.records = Records(generation_config, self.rows.num_rows)
         self.engine = Engine(
             logits_processor,
@@ -83,7 +87,7 @@ class Call:
             self.pad,
             self.records,
             request.config.verification,
-            on_device=device.serves(input_ids.device) and admission.is_on(model, input_ids.device),
+            on_device=device.serves(input_ids.device) and admission.on_device(model, input_ids),
         )
         self.target = self._target(num_new)
         self.stream = ColumnStream(request.streamer, self.rows.num_rows, self.pad)
@@ -116,6 +120,18 @@ class Call:
             room=num_new,
             cuda_graphs=self.request.config.cuda_graphs,
         )
+
+    def _encoder_ids(self, texts: torch.Tensor | None) -> list[np.ndarray] | None:
+        """What each row's encoder has read, without pads; several rows may share one text."""
+        if texts is None:
+            return None
+        num_rows = len(self.input_ids)
+        ids = texts.repeat_interleave(num_rows // len(texts), 0).to("cpu").numpy()
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is None:
+            return list(ids)
+        read = mask.to("cpu").numpy().astype(bool)
+        return [ids[row][read[row]] for row in range(num_rows)]
 
     def _shape(self, num_new: int) -> BlockShape | None:
         """The shape of all blocks, where the text may not depend on what is drafted."""
@@ -192,9 +208,17 @@ class Call:
         if not self.generation_config.return_dict_in_generate:
             return sequences
         fields = self.records.fields(columns)
-        output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **fields)
+        output = self._wrapped(sequences=sequences, past_key_values=cache, **fields)
         output.speculative_stats = record
         return output
+
+    def _wrapped(self, hidden_states: Any, attentions: Any, **fields: Any) -> Any:
+        """The output of plain's own class for this kind of model."""
+        if not self.model.config.is_encoder_decoder:
+            return GenerateDecoderOnlyOutput(
+                hidden_states=hidden_states, attentions=attentions, **fields
+            )
+        return GenerateEncoderDecoderOutput(**fields)
 
     def _num_columns(self) -> int:
         """Columns that were generated; without a pad token the shortest row's."""
@@ -231,9 +255,13 @@ class Call:
         return torch.cat([self.input_ids, torch.from_numpy(out).to(self.input_ids)], 1)
 
 
-def _rows(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Rows:
+def _rows(
+    input_ids: torch.Tensor,  # [rows, columns]
+    mask: torch.Tensor | None,  # [rows, columns]
+    encoder_ids: list[np.ndarray] | None,
+) -> Rows:
     ids = input_ids.to("cpu").numpy()
-    mask = model_kwargs.get("attention_mask")
     if mask is None or not ids.shape[1]:
-        return Rows(ids)
-    return Rows(ids, mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool))
+        return Rows(ids, None, encoder_ids)
+    attended = mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool)
+    return Rows(ids, attended, encoder_ids)

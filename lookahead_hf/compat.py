@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -37,10 +39,65 @@ PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFI
 }
 """Arguments of the forward that plain `generate` passes with the prompt and never again."""
 
-PREPARED = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-)
-"""Arguments that `generate` prepares itself and that a step sets anew."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments that plain extends for every new token: by the row's last value, by 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderNames:
+    """What a forward calls the inputs that every step sets anew.
+
+    Attributes:
+        ids: Token ids.
+        mask: The attention mask.
+        positions: The positions; None where the decoder counts them itself.
+    """
+
+    ids: str
+    mask: str
+    positions: str | None
+
+    @property
+    def prepared(self) -> frozenset[str]:
+        """Arguments that `generate` prepares itself and that a step sets anew."""
+        names = {self.ids, self.mask, "past_key_values", "use_cache", "logits_to_keep"}
+        return frozenset(names | ({self.positions} if self.positions else set()))
+
+
+def decoder_names(model: Any) -> DecoderNames:
+    """What the model's forward calls the inputs of its decoder."""
+    if model.config.is_encoder_decoder:
+        return DecoderNames("decoder_input_ids", "decoder_attention_mask", None)
+    return DecoderNames("input_ids", "attention_mask", "position_ids")
+
+
+def counts_positions(model: Any) -> bool:
+    """Whether the decoder counts positions from the length of its cache."""
+    return decoder_names(model).positions is None
+
+
+def counted_tables(model: Any) -> list[nn.Module]:
+    """Embeddings in which a decoder looks up the positions that it has counted."""
+    table = getattr(model.get_decoder(), "embed_positions", None)
+    return [] if table is None else [table]
+
+
+def relative_biases(model: Any) -> list[Any]:
+    """Attentions of a decoder that compute a bias from the distance of two tokens."""
+    modules = model.get_decoder().modules()
+    return [m for m in modules if getattr(m, "has_relative_attention_bias", False)]
+
+
+def self_attention(cache: Any) -> Any:
+    """The part of a cache that grows with the text."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def with_self_attention(cache: Any, grows: Any) -> Any:
+    """The cache to hand a model in place of `cache` where another part `grows` with the text."""
+    if not isinstance(cache, EncoderDecoderCache):
+        return grows
+    return EncoderDecoderCache(grows, cache.cross_attention_cache)
 
 
 def prefill(
@@ -243,19 +300,24 @@ def _forward_source(module_class: Any) -> str:
 
 __all__ = [
     "CACHES",
-    "PREPARED",
     "PROMPT_ONLY",
+    "TOKEN_TYPES",
     "Cache",
+    "DecoderNames",
     "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "EmptyLayer",
+    "EncoderDecoderCache",
     "StaticCache",
     "StaticLayer",
     "StaticSlidingWindowLayer",
     "attention_configs",
     "attention_function",
     "attention_name",
+    "counted_tables",
+    "counts_positions",
+    "decoder_names",
     "forward_arguments",
     "has_experts",
     "has_own_loop",
@@ -270,10 +332,13 @@ __all__ = [
     "prefill",
     "reads_lengths",
     "register_attention",
+    "relative_biases",
     "rope_limits",
+    "self_attention",
     "set_attention_name",
     "synced_gpus",
     "takes_mask_dict",
     "text_config",
     "window",
+    "with_self_attention",
 ]

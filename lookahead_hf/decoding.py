@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lookahead_hf.call import Call, Request
-from lookahead_hf.target import attention
+from lookahead_hf.target import attention, counting
 
 __all__ = ["Request", "decode"]
 
@@ -52,6 +52,7 @@ def decode(
     phase = call.record.phase
     with ExitStack() as stack:
         stack.enter_context(attention.laid_under(model))
+        stack.enter_context(counting.laid_under(model))
         stack.enter_context(call)
         logits = call.prefill()
         stack.enter_context(engine.sampling(rows, logits))

@@ -44,7 +44,7 @@ class FallbackReason(str, Enum):
     OWN_GENERATE = "own_generate", "the model brings a generate of its own"
     OWN_LOOP = "own_loop", "the model brings a decoding loop of its own"
     STATEFUL = "stateful", "the model keeps a recurrent state, which cannot be rolled back"
-    ENCODER_DECODER = "encoder_decoder", "encoder-decoder models are not served"
+    ENCODER_DECODER = "encoder_decoder", "this encoder-decoder architecture is not served"
     ATTENTION = (
         "attention",
         "this attention implementation takes no mask of ours",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -142,8 +143,10 @@ class Strategy:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        inputs_tensor: torch.Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
+        """Decode; `generate` passes `inputs_tensor`, what it was given as inputs, by its name."""
         fallback.check_settings(lambda name: getattr(generation_config, name, None))
         if model is not self._model:
             admission.check_setup(model)
@@ -156,7 +159,14 @@ class Strategy:
             stopping_criteria,
             generation_config,
             model_kwargs,
-            self._request,
+            self._request_with(model, inputs_tensor),
         )
         self.decoded = model
         return output
+
+    def _request_with(self, model: Any, inputs: torch.Tensor | None) -> Request:
+        """The request and, where the encoder was given token ids, [texts, columns], these."""
+        has_ids = inputs is not None and inputs.dim() == 2 and not inputs.is_floating_point()
+        if not (model.config.is_encoder_decoder and has_ids):
+            return self._request
+        return dataclasses.replace(self._request, encoder_ids=inputs)

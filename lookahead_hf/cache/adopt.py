@@ -9,7 +9,7 @@ import torch
 
 from lookahead_hf.cache import held
 from lookahead_hf.cache.layers import SlotCache, SlotGroup, SlotLayer
-from lookahead_hf.compat import Cache, is_users_cache
+from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self_attention
 
 
 class AdoptedCache:
@@ -22,6 +22,7 @@ class AdoptedCache:
     Attributes:
         original: The object that was taken over; empty until `hand_back`.
         slots: The content.
+        for_model: The slots, and beside them what does not grow with the text.
         columns: Column of every prompt token, [rows, prompt tokens] int64; None where token i of a
             row stands in column i.
         pads: Columns of the prompt that are not attended, [rows] int64.
@@ -46,7 +47,7 @@ class AdoptedCache:
             trims: Whether layers with a window hold no more than that.
             returned: Whether the caller sees the cache, wherever the call ends.
         """
-        self.original = original
+        self.original, self._text = original, self_attention(original)
         self.num_columns = int(original.get_seq_length())
         self.slots = SlotCache(num_rows)
         self.columns, lengths = _token_columns(attended, self.num_columns, num_rows)
@@ -56,9 +57,10 @@ class AdoptedCache:
         self._aside: Aside | None = None
         if returned and attended is not None and self.columns is not None:
             self._aside = Aside(~attended)
-        layers = original.layers
-        self._masks = [masks[min(i, len(masks) - 1)] for i in range(len(layers))]
+        num_layers = len(self._text.layers)
+        self._masks = [masks[min(i, len(masks) - 1)] for i in range(num_layers)]
         self._group(masks, trims)
+        self.for_model = with_self_attention(original, self.slots)
         try:
             self._take()
         except BaseException:
@@ -68,7 +70,7 @@ class AdoptedCache:
     def _group(self, masks: Sequence[str], trims: bool) -> None:
         """Put layers with one mask and one window together; all others share the whole text."""
         found: dict[str, set[int | None]] = {name: set() for name in masks}
-        for name, layer in zip(self._masks, self.original.layers, strict=True):
+        for name, layer in zip(self._masks, self._text.layers, strict=True):
             if held.read(layer) is not None:
                 found[name].add(held.window(layer))
         whole = SlotGroup(self.slots)
@@ -80,7 +82,7 @@ class AdoptedCache:
             self.slots.groups[name] = group
 
     def _take(self) -> None:
-        for name, layer in zip(self._masks, self.original.layers, strict=True):
+        for name, layer in zip(self._masks, self._text.layers, strict=True):
             content = held.read(layer)
             if content is None:
                 self.slots.add_empty()
@@ -93,7 +95,7 @@ class AdoptedCache:
 
     def _put_back(self) -> None:
         """Undo a take-over that broke off."""
-        for layer, ours in zip(self.original.layers, self.slots.layers, strict=False):
+        for layer, ours in zip(self._text.layers, self.slots.layers, strict=False):
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, self.num_columns)
 
@@ -147,7 +149,7 @@ class AdoptedCache:
             (_own_too(held.window(layer)), ours.group.dropped)
             if isinstance(ours, SlotLayer)
             else whole
-            for layer, ours in zip(self.original.layers, self.slots.layers, strict=True)
+            for layer, ours in zip(self._text.layers, self.slots.layers, strict=True)
         ]
 
     def hand_back(self, num_columns: int) -> Cache:
@@ -156,7 +158,7 @@ class AdoptedCache:
         Columns that a row does not attend hold what they held where the caller sees the cache; a
         later call may attend them. Otherwise they are zero.
         """
-        for layer, ours in zip(self.original.layers, self.slots.layers, strict=True):
+        for layer, ours in zip(self._text.layers, self.slots.layers, strict=True):
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, num_columns)
         return self.original

@@ -30,11 +30,17 @@ UNSERVED_TYPES = frozenset(
 )
 """Model types whose positions or biases do not follow from position ids and a mask."""
 
+ENCODER_DECODERS = frozenset(
+    {"bart", "blenderbot", "blenderbot-small", "longt5", "marian", "mbart", "mt5", "pegasus"}
+    | {"plbart", "t5", "umt5"}
+)
+"""Types whose decoder counts positions in a way that is known: a table, or a bias by distance."""
+
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise Unserved where this call's model, cache or arguments cannot be served."""
     check_model(model)
-    _check_cache(generation_config, model_kwargs)
+    _check_cache(model, generation_config, model_kwargs)
     _check_arguments(model, generation_config, model_kwargs)
 
 
@@ -45,40 +51,47 @@ def check_model(model: Any) -> None:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
     if compat.is_stateful(model):
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
-    needed = {"position_ids", "past_key_values", "attention_mask"}
-    missing = needed - compat.forward_arguments(model)
+    names = compat.decoder_names(model)
+    missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
     if missing:
         raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
     unknown = set(compat.mask_kinds(model)) - MASK_KINDS
     if unknown:
         raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
     _check_attention(model)
-    if not probe.serves(model):
+    if names.positions is not None and not probe.serves(model):
         raise Unserved(
             FallbackReason.MODEL, f"{type(model).__name__} gives other logits for blocks"
         )
 
 
 def check_room(
-    model: Any, generation_config: Any, model_kwargs: dict[str, Any], num_new: int
+    model: Any,
+    input_ids: torch.Tensor,  # [rows, columns]
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
 ) -> None:
     """Raise Unserved where a cache has no room for a call's longest text; plain says so itself.
 
     Args:
         model: The target.
+        input_ids: Prompt tokens; with a cache of the caller's perhaps only the new ones.
         generation_config: As prepared by `generate`.
         model_kwargs: As prepared by `generate`.
-        num_new: Most tokens that the call generates; the last of them is never fed.
     """
-    columns = compat.known_mask_length(generation_config, model_kwargs)
-    room = held.room(model_kwargs["past_key_values"], compat.window(model))
-    if room is not None and columns is not None and columns + num_new - 1 > room:
+    room = held.room(compat.self_attention(model_kwargs["past_key_values"]), compat.window(model))
+    columns = input_ids.shape[1]
+    if not compat.counts_positions(model):
+        columns = compat.known_mask_length(generation_config, model_kwargs) or columns
+    most_fed = columns + generation_config.max_length - input_ids.shape[1] - 1
+    if room is not None and most_fed > room:
         raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns")
 
 
-def is_on(model: Any, device: torch.device) -> bool:
-    """Whether all of the model is on this device."""
-    return all(parameter.device == device for parameter in model.parameters())
+def on_device(model: Any, input_ids: torch.Tensor) -> bool:
+    """Whether steps can stay on the device: all of the model is there, and told its positions."""
+    everywhere = all(parameter.device == input_ids.device for parameter in model.parameters())
+    return everywhere and not compat.counts_positions(model)
 
 
 def check_invariance(model: Any) -> None:
@@ -93,8 +106,9 @@ def _check_attention(model: Any) -> None:
         raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
 
 
-def _check_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    cache = model_kwargs.get("past_key_values")
+def _check_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    given: Any = model_kwargs.get("past_key_values")
+    cache = compat.self_attention(given)
     if type(cache) not in compat.CACHES:
         raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
     if name := held.unserved_layer(cache):
@@ -102,24 +116,37 @@ def _check_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     weights = generation_config.return_dict_in_generate and generation_config.output_attentions
     if weights and type(cache) is compat.StaticCache:
         raise Unserved(FallbackReason.CACHE, "attention weights over all of a static cache's room")
+    if compat.counts_positions(model) and given.get_seq_length() > 0:
+        raise Unserved(FallbackReason.CACHE, "a decoder that goes on with an earlier text")
 
 
 def _check_arguments(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    if model_kwargs.get("position_ids") is None:
+    names = compat.decoder_names(model)
+    if names.positions is not None and model_kwargs.get(names.positions) is None:
         raise Unserved(FallbackReason.ARGUMENT, "position_ids that generate could not prepare")
-    known = compat.PREPARED | compat.PROMPT_ONLY
+    mask = model_kwargs.get(names.mask)
+    if mask is not None and mask.dim() != 2:
+        raise Unserved(FallbackReason.ARGUMENT, f"an attention mask of {mask.dim()} dimensions")
+    known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
+    if names.positions is None:
+        known = known - {names.mask} | {"attention_mask"}  # the encoder's
+        _check_outputs(generation_config)
     for name, value in model_kwargs.items():
         if name not in known and isinstance(value, torch.Tensor):
             raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.dim() != 2:
-        raise Unserved(FallbackReason.ARGUMENT, f"an attention mask of {mask.dim()} dimensions")
+
+
+def _check_outputs(generation_config: Any) -> None:
+    """A decoder's states and attentions are given back under names that are not kept yet."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if generation_config.return_dict_in_generate and getattr(generation_config, name):
+            raise Unserved(FallbackReason.ARGUMENT, f"{name} of an encoder-decoder model")
 
 
 def check_setup(model: Any) -> None:
     """Raise Unserved where the model is set up so, by now, that it cannot be speculated with."""
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
         raise Unserved(FallbackReason.ENCODER_DECODER, name)
     if compat.is_stateful(model):
         raise Unserved(FallbackReason.STATEFUL, name)

@@ -14,6 +14,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention
 from lookahead_hf.target.device_ops import DraftViews, compact, walk
+from lookahead_hf.target.extras import widened
 from lookahead_hf.target.masks import MaskKind
 
 MAX_WIDTH = 64
@@ -180,7 +181,7 @@ class DeviceStep:
         state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
         fed = state.lengths - state.prompt_lengths
         inputs = {
-            **self._extras,
+            **widened(self._extras, width),
             "input_ids": draft.tokens,
             "position_ids": state.next_position + (fed[:, None] + draft.depth),
             "attention_mask": self._masks(draft, width, visible),

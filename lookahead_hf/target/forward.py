@@ -10,10 +10,11 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.layers import SlotGroup
 from lookahead_hf.kernels import compact_path
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
-from lookahead_hf.target import attention, masks
+from lookahead_hf.target import attention, counting, extras, masks, positions
 from lookahead_hf.target.prompt import PromptStates
 
 
@@ -23,6 +24,7 @@ class BlockInputs:
 
     width: int  # tokens per row, padding included
     model_inputs: dict[str, Any]
+    columns: counting.Columns | None = None  # for a model that counts positions itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Target:
         self.cache: AdoptedCache | None = None
         self.prompt = PromptStates(model)
         self._shape = shape
+        self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = mask_kinds(model)
         self._mask_dict = compat.takes_mask_dict(model)
@@ -78,12 +81,14 @@ class Target:
         """
         with self.prompt.captured():
             outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
-        mask = model_kwargs.get("attention_mask")
+        mask = model_kwargs.get(self._names.mask)
         attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
-        self._extras = _passed_on(model_kwargs)
+        self._extras = extras.passed_on(model_kwargs, self._names)
         cache = outputs.past_key_values
         returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
-        self._take_over(cache, attended, model_kwargs["position_ids"], returned)
+        position_ids = positions.of_prompt(self.model, input_ids, model_kwargs)
+        assert position_ids is not None
+        self._take_over(cache, attended, position_ids, returned)
         return outputs
 
     def start(self, input_ids: torch.Tensor, cache: compat.Cache) -> None:
@@ -108,6 +113,9 @@ class Target:
     ) -> None:
         takes = compat.layer_masks(self.model)
         self.cache = AdoptedCache(cache, attended, self.num_rows, takes, self._trims, returned)
+        groups = self.cache.slots.groups
+        self._kinds = [kind.within(groups[kind.name].window) for kind in self._kinds]
+        self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
@@ -136,14 +144,25 @@ class Target:
         self.cache.slots.place(width)
         offsets = torch.from_numpy(ahead[:, None] + depths).to(self._next_position.device)
         inputs: dict[str, Any] = {
-            **self._extras,
-            "input_ids": torch.from_numpy(tokens).to(self._next_position.device),
-            "position_ids": self._next_position + offsets,
-            "attention_mask": self._masks(draft, depths, ahead),
-            "past_key_values": self.cache.slots,
+            **extras.widened(self._extras, width),
+            self._names.ids: torch.from_numpy(tokens).to(self._next_position.device),
+            self._names.mask: self._masks(draft, depths, ahead),
+            "past_key_values": self.cache.for_model,
             "use_cache": True,
         }
-        return BlockInputs(width, inputs)
+        if self._names.positions is not None:
+            inputs[self._names.positions] = self._next_position + offsets
+        return BlockInputs(width, inputs, columns=self._counted(depths, ahead))
+
+    def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> counting.Columns | None:
+        """What a model that counts positions itself is to count; None where it is told them."""
+        assert self.cache is not None
+        if self._names.positions is not None:
+            return None
+        (kind,) = self._kinds
+        columns = self._columns(self.cache.slots.groups[kind.name], depths, ahead)
+        query, key = (torch.from_numpy(each).to(self._next_position.device) for each in columns)
+        return query, key
 
     def _masks(self, draft: DraftTree, depths: np.ndarray, ahead: np.ndarray) -> Any:
         """The masks in the form that the model takes; None where every slot is seen by all."""
@@ -169,18 +188,25 @@ class Target:
         """Who sees which slot of the layers that take this mask, [rows, width, visible] bool."""
         assert self.cache is not None
         group = self.cache.slots.groups[kind.name]
-        columns = None
-        if kind.window or kind.chunk:
-            query = self.cache.num_columns + ahead[:, None] + depths
-            key = self.cache.token_columns(group)
-            for row, length in enumerate(group.lengths.tolist()):
-                key[row, length : length + depths.shape[1]] = query[row]
-            columns = query, key
+        limited = kind.window or kind.chunk
+        columns = self._columns(group, depths, ahead) if limited else None
         return masks.allowed(kind, seen, group.lengths, group.visible, columns, self.cache.pads)
+
+    def _columns(
+        self, group: SlotGroup, depths: np.ndarray, ahead: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Columns of the block, [rows, width], and of a group's slots, [rows, visible]."""
+        assert self.cache is not None
+        query = self.cache.num_columns + ahead[:, None] + depths
+        key = self.cache.token_columns(group)
+        for row, length in enumerate(group.lengths.tolist()):
+            key[row, length : length + depths.shape[1]] = query[row]
+        return query, key
 
     def forward(self, inputs: BlockInputs) -> Any:
         """Outputs of the model for the block; its logits are [rows, width, vocab]."""
-        with attention.step(self._next_position.device):
+        device = self._next_position.device
+        with attention.step(device), counting.step(inputs.columns):
             return self.model(**inputs.model_inputs, return_dict=True)
 
     def commit(self, verdict: Verdict) -> int:
@@ -287,9 +313,3 @@ def mask_kinds(model: Any) -> list[masks.MaskKind]:
     }
     names = [name for name in compat.mask_kinds(model) if name in limits]
     return [masks.MaskKind(name, **limits[name]) for name in names]
-
-
-def _passed_on(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What plain passes with every forward and we do not set ourselves."""
-    ours = compat.PREPARED | compat.PROMPT_ONLY
-    return {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,12 @@ class MaskKind:
     name: str
     window: int | None = None  # columns, the token's own included
     chunk: int | None = None  # columns, counted from the row's first attended one
+
+    def within(self, kept: int | None) -> MaskKind:
+        """This kind where plain's cache keeps so many earlier columns, None for all."""
+        if kept is None or self.window is not None:
+            return self
+        return replace(self, window=kept + 1)
 
 
 def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:

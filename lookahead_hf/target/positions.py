@@ -10,6 +10,22 @@ from lookahead_hf import compat
 from lookahead_hf.fallback import FallbackReason, Unserved
 
 
+def of_prompt(
+    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Position ids of the decoder's prompt, [..., rows, columns]; None where there are none.
+
+    Args:
+        model: The target.
+        input_ids: Prompt tokens, [rows, columns].
+        model_kwargs: As prepared by `generate`.
+    """
+    name = compat.decoder_names(model).positions
+    if name is None:
+        return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    return model_kwargs.get(name)
+
+
 def check_length(
     model: Any,
     position_ids: torch.Tensor,  # [..., rows, columns]

@@ -1,0 +1,219 @@
+"""Encoder-decoder models: a decoder that counts its own positions writes plain's text too."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import lookahead_hf
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree
+from lookahead_hf.target.admission import ENCODER_DECODERS
+from tests.compared import compared
+from tests.models import VOCAB, prompt
+from tests.scripted import Scripted, empty, right
+
+_T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 48,
+    "d_kv": 12,
+    "d_ff": 96,
+    "num_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+_BART = {
+    "vocab_size": VOCAB,
+    "d_model": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "scale_embedding": False,
+}
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
+
+
+def tiny_pair(name: str, attn: str = "eager", scale: float = 3.5, **own: Any) -> Any:
+    """A tiny random encoder-decoder model whose texts are varied and do not end by themselves."""
+    fields = _T5 if "t5" in name else _BART
+    config = CONFIG_MAPPING[name](**fields, **own)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attn).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(scale)
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    return model
+
+
+def texts(rows: int) -> dict[str, torch.Tensor]:
+    """Texts for the encoder, of several lengths."""
+    ids = prompt(rows, 14, seed=4)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, -4 * row :] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def call(rows: int, **settings: Any) -> dict[str, Any]:
+    return {**texts(rows), "max_new_tokens": 30, "pad_token_id": 0, **settings}
+
+
+@pytest.mark.parametrize("name", sorted(ENCODER_DECODERS))
+def test_every_type_writes_plains_text(name: str) -> None:
+    model = tiny_pair(name)
+    stats = compared(model, lambda: call(3, **SAMPLED), 1).stats
+    assert stats.num_moved > 0
+    assert len({row.row_steps for row in stats.row_stats}) > 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("settings", [GREEDY, {**SAMPLED, "eos_token_id": [3, 4, 5, 6]}])
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+def test_alone_and_in_batches(name: str, settings: dict[str, Any], rows: int) -> None:
+    compared(tiny_pair(name, "sdpa"), lambda: call(rows, **settings), 1)
+
+
+def test_several_texts_of_one_source() -> None:
+    compared(tiny_pair("t5"), lambda: call(2, **SAMPLED, num_return_sequences=2), 1)
+
+
+def test_a_table_of_positions_is_used_to_its_end() -> None:
+    compared(tiny_pair("bart"), lambda: {**call(2, **SAMPLED), "max_new_tokens": 63}, 1)
+
+
+def test_a_decoder_prompt() -> None:
+    given = {"decoder_input_ids": torch.tensor([[0, 17, 40, 8]] * 2)}
+    compared(tiny_pair("t5"), lambda: call(2, **SAMPLED, **given), 4)
+
+
+def test_what_is_returned_has_plains_type_and_scores() -> None:
+    settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    both = compared(tiny_pair("bart"), lambda: call(2, **SAMPLED, **settings), 1)
+    assert type(both.ours) is type(both.plain)
+    for name in ("scores", "logits"):
+        pairs = zip(getattr(both.ours, name), getattr(both.plain, name), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in pairs)
+    ours, plain = both.ours.past_key_values, both.plain.past_key_values
+    assert type(ours) is EncoderDecoderCache
+    for a, b in zip(
+        ours.self_attention_cache.layers, plain.self_attention_cache.layers, strict=True
+    ):
+        assert torch.allclose(a.keys, b.keys, atol=1e-3, rtol=1e-3)
+        assert torch.allclose(a.values, b.values, atol=1e-3, rtol=1e-3)
+
+
+def test_a_cache_of_the_callers_comes_back_filled() -> None:
+    model = tiny_pair("t5")
+    caches: list[EncoderDecoderCache] = []
+
+    def with_cache() -> dict[str, Any]:
+        caches.append(EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        return call(1, **GREEDY, past_key_values=caches[-1])
+
+    compared(model, with_cache, 1)
+    plain, ours = caches
+    assert ours.get_seq_length() == plain.get_seq_length() == 30
+
+
+def test_a_static_cache_by_name() -> None:
+    compared(tiny_pair("t5"), lambda: call(2, **GREEDY, cache_implementation="static"), 1)
+
+
+class SeesSource(Scripted):
+    """Keeps what it is shown of the encoder's texts."""
+
+    seen: list[np.ndarray] | None = None
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        self.seen = rows.encoder_ids
+        return super().propose(rows, max_nodes)
+
+
+def test_drafters_see_what_the_encoder_read_without_pads() -> None:
+    model, drafter = tiny_pair("t5"), SeesSource([[]] * 4, empty)
+    config = lookahead_hf.SpeculativeConfig(drafters=(drafter,), budget=16)
+    with lookahead_hf.enabled(model):
+        model.generate(**call(2, **SAMPLED, num_return_sequences=2), speculative=config)
+    read = texts(2)
+    expected = [i[m.bool()].tolist() for i, m in zip(*read.values(), strict=True) for _ in range(2)]
+    assert drafter.seen is not None
+    assert [ids.tolist() for ids in drafter.seen] == expected
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_the_model_is_left_as_it_was(name: str) -> None:
+    model = tiny_pair(name)
+    before = {id(module): dict(vars(module)) for module in model.modules()}
+    compared(model, lambda: call(1, **SAMPLED), 1)
+    for module in model.modules():
+        assert vars(module).keys() == before[id(module)].keys()
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_plain_call_of_another_thread_counts_as_before(name: str) -> None:
+    model = tiny_pair(name)
+    expected = model.generate(**call(2, **GREEDY)).tolist()
+    got: list[Any] = []
+
+    def plainly() -> None:
+        got.append(model.generate(**call(2, **GREEDY)).tolist())
+
+    class Interrupts(Scripted):
+        def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+            if not got:
+                thread = threading.Thread(target=plainly)
+                thread.start()
+                thread.join()
+            return super().propose(rows, max_nodes)
+
+    drafter = Interrupts([row[1:] for row in expected], right(3))
+    config = lookahead_hf.SpeculativeConfig(drafters=(drafter,), budget=16)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**call(2, **GREEDY), speculative=config).tolist()
+    assert ours == got[0] == expected
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "decoder_attention_mask": {
+        "decoder_input_ids": torch.tensor([[0, 5], [0, 6]]),
+        "decoder_attention_mask": torch.tensor([[0, 1], [1, 1]]),
+    },
+    "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
+    "output_attentions": {"return_dict_in_generate": True, "output_attentions": True},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_by_name(what: str) -> None:
+    model = tiny_pair("t5")
+    with (
+        lookahead_hf.enabled(model),
+        pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=rf"{what}.*\[argument\]"),
+    ):
+        model.generate(**call(2, **GREEDY, **REFUSED[what]), speculative=True)
