@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
+    from lookahead_hf.target.host_copy import HostCopy
 
 
 class Adapted(Drafter):
@@ -61,6 +62,12 @@ class Adapted(Drafter):
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return checked(self._drafter.propose(rows, max_nodes), rows.num_rows, self._num_buckets)
+
+    def prepare(self, logits: torch.Tensor) -> None:
+        self._call("prepare", logits)
+
+    def bring(self, copy: HostCopy) -> None:
+        self._call("bring", copy)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         self._call("observe", rows, draft, verdict, logits)

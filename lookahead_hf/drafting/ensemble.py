@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-_OWN = {f"lookahead_hf.drafting.{name}" for name in ("ngram", "pool", "recycling")}
-"""Where trees are made that need no check, which would take as long as making some of them."""
-
 
 @dataclass(frozen=True, slots=True)
 class SourceCounts:
@@ -45,8 +42,7 @@ class SourceCounts:
 class Ensemble(Drafter):
     """Merges the trees of its sources by learned acceptance rates.
 
-    A source that raises or returns something that is no tree for these rows is dropped for the rest
-    of the call, with one warning; the others go on.
+    A source that raises is dropped for the rest of the call, with one warning; the others go on.
     """
 
     name = "ensemble"
@@ -72,7 +68,6 @@ class Ensemble(Drafter):
         self._calibration = calibration
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
-        self._is_own = [type(source).propose.__module__ in _OWN for source in sources]
         self._working = [True] * len(self._sources)
         self._merged: DraftTree | None = None
         self._counts = np.zeros((3, len(self._sources)), np.int64)
@@ -131,12 +126,7 @@ class Ensemble(Drafter):
 
     def _proposal(self, index: int, rows: Rows, max_nodes: int) -> DraftTree:
         source = self._sources[index]
-
-        def proposed() -> DraftTree:
-            tree = source.propose(rows, max_nodes)
-            return tree if self._is_own[index] else _checked(tree, rows)
-
-        tree = self._guarded(index, proposed)
+        tree = self._guarded(index, lambda: source.propose(rows, max_nodes))
         return DraftTree.empty(rows.num_rows) if tree is None else tree
 
     def _guarded(
@@ -166,33 +156,3 @@ class Ensemble(Drafter):
             depth = self._max_new_tokens - 1 - rows.num_emitted
         depth[rows.finished] = 0
         return depth
-
-
-def _checked(tree: DraftTree, rows: Rows) -> DraftTree:
-    """`tree`, if its arrays fit together and it has one tree per row.
-
-    The compiled functions read what stands here without looking back, so a user's tree is looked at
-    once before.
-    """
-    if not isinstance(tree, DraftTree):
-        raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")
-    num_rows, num_nodes = len(tree.row_offsets) - 1, len(tree.token_ids)
-    if num_rows != rows.num_rows:
-        raise ValueError(f"the tree has {num_rows} rows, the batch {rows.num_rows}")
-    if len(tree.parents) != num_nodes:
-        raise ValueError(f"the tree has {num_nodes} token ids and {len(tree.parents)} parents")
-    _check_offsets("row_offsets", tree.row_offsets, num_nodes)
-    integers = [tree.row_offsets, tree.token_ids, tree.parents]
-    if tree.evidence is not None:
-        if len(tree.evidence.offsets) != num_nodes + 1:
-            raise ValueError(f"the evidence does not fit {num_nodes} nodes")
-        _check_offsets("evidence.offsets", tree.evidence.offsets, len(tree.evidence.bucket))
-        integers += [tree.evidence.offsets, tree.evidence.bucket]
-    if any(array.dtype.kind not in "iu" for array in integers):
-        raise ValueError("offsets, token ids, parents and buckets must be integers")
-    return tree
-
-
-def _check_offsets(name: str, offsets: np.ndarray, last: int) -> None:
-    if offsets[0] != 0 or offsets[-1] != last or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError(f"{name} must rise from 0 to {last}, not {offsets.tolist()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -214,3 +215,22 @@ def test_a_drafter_sees_its_learned_rates() -> None:
     adapted = Adapted(own)
     adapted.rates = np.array([0.7], np.float32)
     assert own.rates is adapted.rates
+
+
+def test_every_hook_of_a_drafter_reaches_it() -> None:
+    called: list[str] = []
+
+    class Hooked(Own):
+        def __getattribute__(self, name: str) -> Any:
+            if name in hooks:
+                called.append(name)
+            return super().__getattribute__(name)
+
+    public = {name for name in vars(Drafter) if not name.startswith("_")}
+    hooks = public - {"name", "rates", "num_buckets", "prior"}
+    adapted = Adapted(Hooked(lambda rows, n: DraftTree.empty(1)))
+    rows, nothing = Rows(np.zeros((1, 3), np.int64)), None
+    for hook in sorted(hooks):
+        arguments = inspect.signature(getattr(Drafter, hook)).parameters
+        getattr(adapted, hook)(*([rows, nothing, nothing, nothing][: len(arguments) - 1]))
+    assert called == sorted(hooks)

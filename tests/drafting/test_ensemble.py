@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lookahead_hf.drafting.adapted import Adapted
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
@@ -166,7 +167,7 @@ BAD_RETURNS = {
 
 @pytest.mark.parametrize("value", BAD_RETURNS.values(), ids=BAD_RETURNS.keys())
 def test_a_source_that_returns_no_fitting_tree_is_dropped(value: Any) -> None:
-    ensemble = ensemble_of(Returns(value), Chains("sound", [1, 2]))
+    ensemble = ensemble_of(Adapted(Returns(value)), Chains("sound", [1, 2]))
     with pytest.warns(RuntimeWarning, match="'returns'"):
         tree = ensemble.propose(rows_of(), 8)
     assert tree.token_ids.tolist() == [1, 2]
