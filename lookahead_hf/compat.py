@@ -229,6 +229,18 @@ def attention_function(name: str) -> Any:
     return ALL_ATTENTION_FUNCTIONS.get(name)
 
 
+def eager_attention(module: nn.Module) -> Any:
+    """The eager attention function that a module's own file has."""
+    forward = inspect.unwrap(type(module).forward)
+    return forward.__globals__["eager_attention_forward"]
+
+
+def has_only_flash_beside_eager(model: nn.Module) -> bool:
+    """Whether a model says that its attention is eager or flash attention, but never sdpa."""
+    supports = getattr(model, "_supports_sdpa", True), getattr(model, "_supports_flash_attn", False)
+    return supports == (False, True)
+
+
 def register_attention(name: str, function: Any, like: str) -> None:
     """Register an attention function whose masks are built as those of `like`."""
     AttentionInterface.register(name, function)
@@ -318,8 +330,10 @@ __all__ = [
     "counted_tables",
     "counts_positions",
     "decoder_names",
+    "eager_attention",
     "forward_arguments",
     "has_experts",
+    "has_only_flash_beside_eager",
     "has_own_loop",
     "is_stateful",
     "is_users_cache",

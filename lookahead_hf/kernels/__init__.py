@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from lookahead_hf.kernels.dispatch import (
+    MAX_ATTENTION_NODES,
+    MAX_HEAD_DIM,
     backend,
     compact_path,
+    is_asked_for,
     reject_tree,
     topk_rows,
     tree_attention,
@@ -14,10 +17,13 @@ from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.tree_walk import TreeWalk
 
 __all__ = [
+    "MAX_ATTENTION_NODES",
+    "MAX_HEAD_DIM",
     "PathTable",
     "TreeWalk",
     "backend",
     "compact_path",
+    "is_asked_for",
     "reject_tree",
     "topk_rows",
     "tree_attention",

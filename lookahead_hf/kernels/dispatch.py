@@ -46,6 +46,11 @@ def backend(device: torch.device) -> str:
     return chosen
 
 
+def is_asked_for() -> bool:
+    """Whether the environment asks for the kernels, not just the device."""
+    return os.environ.get(_VARIABLE) == "triton"
+
+
 @lru_cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

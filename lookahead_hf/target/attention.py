@@ -1,9 +1,9 @@
-"""Attention inside our forward: a group's query heads folded into rows, K and V not repeated."""
+"""Attention inside our forward: a group's query heads folded into rows, or our own kernel."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,30 +14,48 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf import compat
+from lookahead_hf.target import tree_attention
+from lookahead_hf.target.tree_attention import BlockTree
 
 SERVED = ("eager", "sdpa")
 """Implementations that take an additive mask of our own."""
 
 _WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _PREFIX = "lookahead:"
-_step = threading.local()
+_thread = threading.local()
 _lock = threading.Lock()
 _users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
+class _Step:
+    """What the layers of one forward share."""
+
+    def __init__(self, trees: Sequence[BlockTree]) -> None:
+        self.folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._trees = {id(tree.mask): tree for tree in trees}
+
+    def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
+        """What is known of this very mask; a copy that the model made may say something else."""
+        return self._trees.get(id(mask))
+
+
 @contextmanager
-def step(device: torch.device | None = None) -> Iterator[None]:
+def step(device: torch.device | None = None, trees: Sequence[BlockTree] = ()) -> Iterator[None]:
     """Mark the forward in progress, on this thread, as ours; keep cuDNN out of it on CUDA.
 
     There torch prefers cuDNN's attention, which builds a plan for every new length of the cache.
+
+    Args:
+        device: Where the forward runs.
+        trees: Masks of the forward that the kernel can do without.
     """
     on_cuda = device is not None and device.type == "cuda"
-    _step.folded = {}
+    _thread.step = _Step(trees)
     try:
         with sdpa_kernel(list(_WITHOUT_CUDNN)) if on_cuda else nullcontext():
             yield
     finally:
-        del _step.folded
+        del _thread.step
 
 
 @contextmanager
@@ -48,7 +66,8 @@ def laid_under(model: nn.Module) -> Iterator[None]:
     """
     with _lock:
         _users[model] = _users.get(model, 0) + 1
-        _rename(model, "sdpa", _registered("sdpa"))
+        for name in _replaced(model):
+            _rename(model, name, _registered(name))
     try:
         yield
     finally:
@@ -56,7 +75,20 @@ def laid_under(model: nn.Module) -> Iterator[None]:
             _users[model] -= 1
             if not _users[model]:
                 del _users[model]
-                _rename(model, _PREFIX + "sdpa", "sdpa")
+                for name in SERVED:
+                    _rename(model, _PREFIX + name, name)
+
+
+def _replaced(model: nn.Module) -> tuple[str, ...]:
+    """Implementations that ours go under.
+
+    Eager attention is each modelling file's own, so only where flash attention could stand for it
+    (soft-capped scores, sinks, which sdpa has not) and where our kernel may.
+    """
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None or not tree_attention.serves(device, 1):
+        return ("sdpa",)
+    return SERVED if compat.has_only_flash_beside_eager(model) else ("sdpa",)
 
 
 def _rename(model: nn.Module, old: str, new: str) -> None:
@@ -68,12 +100,13 @@ def _rename(model: nn.Module, old: str, new: str) -> None:
 def _registered(name: str) -> str:
     ours = _PREFIX + name
     if compat.attention_function(ours) is None:
-        compat.register_attention(ours, _folding(compat.attention_function(name)), like=name)
+        compat.register_attention(ours, _ours(name), like=name)
     return ours
 
 
-def _folding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that folds inside our forward and is `original` everywhere else."""
+def _ours(name: str) -> Callable[..., Any]:
+    """An attention function of ours inside our forward, the one of that name everywhere else."""
+    registered = compat.attention_function(name)
 
     def attention(
         module: nn.Module,
@@ -85,31 +118,39 @@ def _folding(original: Callable[..., Any]) -> Callable[..., Any]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        folded = getattr(_step, "folded", None)
-        groups = query.shape[1] // key.shape[1]
-        if (
-            folded is None
-            or groups == 1
-            or not (attention_mask is not None or _folds_unmasked(query))
-            or kwargs.get("position_bias") is not None
-            or kwargs.get("softcap")
-        ):
-            return original(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                **kwargs,
-            )
-        mask = attention_mask
-        if mask is not None:
-            mask = _folded_mask(folded, mask, groups)
-        return _fold(query, key, value, mask, groups, scaling), None
+        step: _Step | None = getattr(_thread, "step", None)
+        if step is not None and kwargs.get("position_bias") is None:
+            tree = step.tree(attention_mask)
+            if tree is not None and _leaves_to_kernel(query, key, value, kwargs):
+                more = kwargs.get("softcap"), kwargs.get("s_aux")
+                return tree_attention.attend(tree, query, key, value, scaling, *more), None
+            if registered is not None and _folds(query, key, attention_mask, kwargs):
+                mask, groups = attention_mask, query.shape[1] // key.shape[1]
+                if mask is not None:
+                    mask = _folded_mask(step.folded, mask, groups)
+                return _fold(query, key, value, mask, groups, scaling), None
+        original = registered or compat.eager_attention(module)
+        return original(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
 
     return attention
+
+
+def _leaves_to_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> bool:
+    """Whether the kernel attends; it has no weights to show."""
+    return not kwargs.get("output_attentions") and tree_attention.is_faster(query, key, value)
+
+
+def _folds(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    """Whether there is a group to fold, and nothing that folding has no place for."""
+    if query.shape[1] == key.shape[1] or kwargs.get("softcap"):
+        return False
+    return mask is not None or _folds_unmasked(query)
 
 
 def _folds_unmasked(query: torch.Tensor) -> bool:

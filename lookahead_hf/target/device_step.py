@@ -12,10 +12,11 @@ from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.layers import SlotGroup
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
-from lookahead_hf.target import attention
+from lookahead_hf.target import attention, tree_attention
 from lookahead_hf.target.device_ops import DraftViews, compact, walk
 from lookahead_hf.target.extras import widened
 from lookahead_hf.target.masks import MaskKind
+from lookahead_hf.target.tree_attention import BlockTree
 
 MAX_WIDTH = 64
 """Tokens per row of a block, the last one included: one bit each in the ancestor words."""
@@ -180,15 +181,16 @@ class DeviceStep:
         # A text that has ended keeps what the host kept of it, which may be less than was accepted.
         state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
         fed = state.lengths - state.prompt_lengths
+        built = self._masks(draft, width, visible)
         inputs = {
             **widened(self._extras, width),
             "input_ids": draft.tokens,
             "position_ids": state.next_position + (fed[:, None] + draft.depth),
-            "attention_mask": self._masks(draft, width, visible),
+            "attention_mask": built if self._takes_dict else next(iter(built.values())),
             "past_key_values": self._cache.slots,
             "use_cache": True,
         }
-        with attention.step(state.lengths.device):
+        with attention.step(state.lengths.device, self._trees(built, draft)):
             logits: torch.Tensor = self._model(**inputs, return_dict=True).logits
         return logits
 
@@ -205,15 +207,32 @@ class DeviceStep:
         state.lengths.add_((packed[:, 0] + 1) * draft.live)
         return packed
 
-    def _masks(self, draft: DraftViews, width: int, visible: int) -> Any:
-        """Place the block; the masks in the form that the model takes."""
+    def _trees(self, built: dict[str, torch.Tensor], draft: DraftViews) -> list[BlockTree]:
+        """The masks in the terms of the kernel, which knows windows but no chunks."""
+        state = self._state
+        if not tree_attention.serves(state.lengths.device, draft.tokens.shape[1]):
+            return []
+        return [
+            BlockTree(
+                built[kind.name],
+                state.lengths,
+                draft.bits,
+                kind.window or 0,
+                state.columns if kind.window else None,
+                state.pads,
+            )
+            for kind in self._kinds
+            if kind.chunk is None
+        ]
+
+    def _masks(self, draft: DraftViews, width: int, visible: int) -> dict[str, torch.Tensor]:
+        """Place the block; the mask of every kind, by its name."""
         group = only_group(self._cache)
         place = torch.arange(width, device=draft.tokens.device)
         row = torch.arange(len(draft.tokens), device=place.device)[:, None]
         flat = row * group.capacity + self._state.lengths[:, None] + place
         group.place_at(flat.reshape(-1), width, visible)
-        built = {kind.name: self._mask(kind, draft, visible) for kind in self._kinds}
-        return built if self._takes_dict else next(iter(built.values()))
+        return {kind.name: self._mask(kind, draft, visible) for kind in self._kinds}
 
     def _mask(self, kind: MaskKind, draft: DraftViews, visible: int) -> torch.Tensor:
         """`[rows, 1, width, visible]`, 0 where a slot is seen and the lowest number elsewhere."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from lookahead_hf.cache.layers import SlotGroup
 from lookahead_hf.kernels import compact_path
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
-from lookahead_hf.target import attention, counting, extras, masks, positions
+from lookahead_hf.target import attention, counting, extras, masks, positions, tree_attention
 from lookahead_hf.target.prompt import PromptStates
+from lookahead_hf.target.tree_attention import BlockTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class BlockInputs:
 
     width: int  # tokens per row, padding included
     model_inputs: dict[str, Any]
+    trees: list[BlockTree] = field(default_factory=list)
     columns: counting.Columns | None = None  # for a model that counts positions itself
 
 
@@ -146,13 +148,28 @@ class Target:
         inputs: dict[str, Any] = {
             **extras.widened(self._extras, width),
             self._names.ids: torch.from_numpy(tokens).to(self._next_position.device),
-            self._names.mask: self._masks(draft, depths, ahead),
+            self._names.mask: None,
             "past_key_values": self.cache.for_model,
             "use_cache": True,
         }
         if self._names.positions is not None:
             inputs[self._names.positions] = self._next_position + offsets
-        return BlockInputs(width, inputs, columns=self._counted(depths, ahead))
+        columns = self._counted(depths, ahead)
+        slots = self.cache.slots
+        uniform = bool((slots.lengths == slots.lengths[0]).all())
+        if width == 1 and uniform and not self._windowed and slots.shown is None:
+            return BlockInputs(width, inputs, columns=columns)  # every slot is seen by all
+        seen = np.stack([masks.ancestors(draft, row, width) for row in range(self.num_rows)])
+        built = {
+            kind.name: masks.additive(
+                self._allowed(kind, seen, depths, ahead),
+                self.model.dtype,
+                self._next_position.device,
+            )
+            for kind in self._kinds
+        }
+        inputs[self._names.mask] = built if self._mask_dict else next(iter(built.values()))
+        return BlockInputs(width, inputs, self._trees(built, seen), columns)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> counting.Columns | None:
         """What a model that counts positions itself is to count; None where it is told them."""
@@ -164,23 +181,24 @@ class Target:
         query, key = (torch.from_numpy(each).to(self._next_position.device) for each in columns)
         return query, key
 
-    def _masks(self, draft: DraftTree, depths: np.ndarray, ahead: np.ndarray) -> Any:
-        """The masks in the form that the model takes; None where every slot is seen by all."""
+    def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
+        """The masks in the terms of the kernel, which knows windows but no chunks."""
         assert self.cache is not None
-        slots, width = self.cache.slots, depths.shape[1]
-        uniform = bool((slots.lengths == slots.lengths[0]).all())
-        if width == 1 and uniform and not self._windowed and slots.shown is None:
-            return None
-        seen = np.stack([masks.ancestors(draft, row, width) for row in range(self.num_rows)])
-        built = {
-            kind.name: masks.additive(
-                self._allowed(kind, seen, depths, ahead),
-                self.model.dtype,
-                self._next_position.device,
-            )
-            for kind in self._kinds
-        }
-        return built if self._mask_dict else next(iter(built.values()))
+        device = self._next_position.device
+        if not tree_attention.serves(device, seen.shape[1]):
+            return []
+        words = torch.from_numpy(tree_attention.ancestor_words(seen)).to(device)
+        trees = []
+        for kind in self._kinds:
+            if kind.chunk is None:
+                group = self.cache.slots.groups[kind.name]
+                given = [group.lengths]
+                if kind.window:
+                    given += [self.cache.token_columns(group), self.cache.pads + group.dropped]
+                lengths, *columns = (torch.from_numpy(array).to(device) for array in given)
+                window = kind.window or 0
+                trees.append(BlockTree(built[kind.name], lengths, words, window, *columns))
+        return trees
 
     def _allowed(
         self, kind: masks.MaskKind, seen: np.ndarray, depths: np.ndarray, ahead: np.ndarray
@@ -206,7 +224,7 @@ class Target:
     def forward(self, inputs: BlockInputs) -> Any:
         """Outputs of the model for the block; its logits are [rows, width, vocab]."""
         device = self._next_position.device
-        with attention.step(device), counting.step(inputs.columns):
+        with attention.step(device, inputs.trees), counting.step(inputs.columns):
             return self.model(**inputs.model_inputs, return_dict=True)
 
     def commit(self, verdict: Verdict) -> int:

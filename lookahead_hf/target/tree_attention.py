@@ -1,0 +1,108 @@
+"""Attention of a step's layers by our kernel over cache slots, where that is faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from lookahead_hf import kernels
+
+_LEAST_SLOTS = 512
+"""Below that one program per head is through the keys before splitting them pays."""
+
+_ROWS_PER_PROGRAM = 64
+"""Query rows that one program of torch's memory-efficient attention takes."""
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTree:
+    """A mask of a step in the kernel's own terms: which slots each token of the block sees.
+
+    Attributes:
+        mask: The mask as layers get it, [rows, 1, width, slots].
+        lengths: Slots of each row before its block, [rows] int64.
+        ancestors: Bit j says that block token j is an ancestor of it, or itself, [rows, width].
+        window: Columns that a token sees, its own included; 0 for all.
+        columns: Column of the token in every slot, needed with a window, [rows, any] int64.
+        pads: Column less slot behind those, [rows] int64.
+    """
+
+    mask: torch.Tensor
+    lengths: torch.Tensor
+    ancestors: torch.Tensor
+    window: int = 0
+    columns: torch.Tensor | None = None
+    pads: torch.Tensor | None = None
+
+
+def ancestor_words(seen: np.ndarray) -> np.ndarray:
+    """One word per block token, [rows, width] int64, from who sees whom, [rows, width, width]."""
+    bits = np.uint64(1) << np.arange(seen.shape[2], dtype=np.uint64)
+    return (seen * bits).sum(2, dtype=np.uint64).astype(np.int64)
+
+
+def serves(device: torch.device, width: int) -> bool:
+    """Whether layers on this device may be asked to attend a block of this width so."""
+    return kernels.backend(device) == "triton" and width <= kernels.MAX_ATTENTION_NODES
+
+
+def is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a layer's attention is left to the kernel.
+
+    Torch's attention under a mask reads all keys of 64 query rows in one program. Where that
+    leaves processors of the GPU idle, the kernel, which splits the keys, has the advantage. The
+    shapes alone decide, so that a text has the same bits whatever else the machine is doing; where
+    LOOKAHEAD_HF_BACKEND asks for Triton, it always serves.
+
+    Args:
+        query: [rows, heads, width, dim].
+        key: [rows, kv_heads, slots, dim].
+        value: [rows, kv_heads, slots, v_dim].
+    """
+    rows, heads, width, dim = query.shape
+    kv_heads, slots, v_dim = value.shape[1:]
+    if max(dim, v_dim) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
+        return False
+    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
+        return False  # Triton's interpreter multiplies the bit patterns
+    if kernels.is_asked_for():
+        return True
+    folded = heads // kv_heads * width
+    programs = rows * kv_heads * -(-folded // _ROWS_PER_PROGRAM)
+    return slots >= _LEAST_SLOTS and programs < _processors(query.device)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def attend(
+    tree: BlockTree,
+    query: torch.Tensor,  # [rows, heads, width, dim]
+    key: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> torch.Tensor:  # [rows, width, heads, v_dim]
+    """What attention under `tree.mask` gives, without reading the mask."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    return kernels.tree_attention(
+        q,
+        k,
+        v,
+        tree.lengths,
+        tree.ancestors,
+        query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=tree.window,
+        columns=tree.columns,
+        pads=tree.pads,
+        softcap=softcap or 0.0,
+        sinks=sinks,
+    )

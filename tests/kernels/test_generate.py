@@ -1,0 +1,196 @@
+"""Whole `generate` calls with all kernels, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lookahead_hf import kernels
+from lookahead_hf.target import probe, tree_attention
+from lookahead_hf.target.tree_attention import BlockTree
+from tests import models
+from tests.compared import compared
+from tests.device import on_device
+from tests.scripted import second_child_right
+
+NEW = 7
+WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Kernels everywhere, verification on the device, and how often each kernel was called."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(kernels, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
+    for name in ("verify_tree", "compact_path", "tree_attention"):
+        monkeypatch.setattr(kernels, name, counting(name))
+    with on_device(monkeypatch):
+        yield counted
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attention of the kernel is compared with one under the mask that it replaces."""
+    attend = tree_attention.attend
+
+    def checking(tree: BlockTree, *args: Any) -> torch.Tensor:
+        got = attend(tree, *args)
+        torch.testing.assert_close(got, under_mask(tree.mask, *args), atol=2e-5, rtol=2e-5)
+        return got
+
+    monkeypatch.setattr(tree_attention, "attend", checking)
+
+
+def under_mask(
+    mask: torch.Tensor,  # [rows, 1, width, slots]
+    query: torch.Tensor,  # [rows, heads, width, dim]
+    key: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [heads]
+) -> torch.Tensor:
+    """Attention as it is written in the books, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    score = query.double() @ k.transpose(2, 3) * scaling
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    score = score.masked_fill(mask < 0, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*score.shape[:3], 1)
+        score = torch.cat([score, column], -1)
+    weight = score.softmax(-1)[..., : k.shape[2]]
+    return (weight @ v).transpose(1, 2).to(query.dtype)
+
+
+def ragged(device: torch.device) -> dict[str, Any]:
+    """Two prompts of different lengths, padded on the left."""
+    mask = torch.ones(2, 14, dtype=torch.long)
+    mask[1, :9] = 0
+    ids = models.prompt(2, 14).masked_fill(mask == 0, 0)
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def run(model: Any, inputs: dict[str, Any], device: torch.device, **settings: Any) -> Any:
+    """Plain's text, in trees whose right path is not their first one."""
+    given = {**inputs, "max_new_tokens": NEW, "pad_token_id": 0, **settings}
+    columns = inputs["input_ids"].shape[1]
+    done = compared(model.to(device), lambda: dict(given), columns, second_child_right)
+    assert done.stats.num_moved > 0
+    return done.stats
+
+
+def test_greedy(calls: Counter[str], checked: None, device: torch.device) -> None:
+    model = models.tiny("llama", num_hidden_layers=2)
+    stats = run(model, {"input_ids": models.prompt(1).to(device)}, device)
+    assert stats.engine == "device"
+    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
+    assert calls["tree_attention"] == 2 * stats.num_steps
+
+
+def test_sampled(calls: Counter[str], device: torch.device) -> None:
+    model = models.tiny("llama", num_hidden_layers=1)
+    inputs = {"input_ids": models.prompt(2).to(device)}
+    settings = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    stats = run(model, inputs, device, **settings)
+    assert stats.engine == "device"
+    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
+
+
+def test_ragged_with_windows(calls: Counter[str], checked: None, device: torch.device) -> None:
+    stats = run(models.tiny("gemma3", **WINDOWS), ragged(device), device)
+    assert stats.engine == "device"
+    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
+    assert calls["tree_attention"] == 2 * stats.num_steps
+
+
+def test_verified_on_the_host(calls: Counter[str], checked: None, device: torch.device) -> None:
+    """A penalty of repetitions looks at the text; layers with a window drop what they need not."""
+    model = models.tiny("mistral", num_hidden_layers=1, sliding_window=5)
+    stats = run(model, ragged(device), device, repetition_penalty=1.1)
+    assert stats.engine == "walk"
+    assert calls["tree_attention"] == stats.num_steps > 0
+
+
+def tiny_eager(model_type: str, **fields: Any) -> Any:
+    """A tiny model of a kind whose attention sdpa does not have."""
+    config = CONFIG_MAPPING[model_type](**{**models._COMMON, **WINDOWS, "head_dim": 12, **fields})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    model.generation_config.eos_token_id = None
+    assert probe.serves(model)  # looks once at every kind of model, with forwards of its own
+    return model
+
+
+EAGER = {
+    "gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 6},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("model_type", EAGER)
+def test_softcap_and_sinks(
+    calls: Counter[str], checked: None, device: torch.device, model_type: str
+) -> None:
+    model = tiny_eager(model_type, **EAGER[model_type])
+    calls.clear()
+    stats = run(model, {"input_ids": models.prompt(1).to(device)}, device)
+    assert calls["tree_attention"] == 2 * stats.num_steps > 0
+    assert model.config._attn_implementation == "eager"
+
+
+def test_weights_that_are_asked_for(calls: Counter[str], device: torch.device) -> None:
+    model = tiny_eager("gpt_oss", **EAGER["gpt_oss"])
+    calls.clear()
+    settings = {"return_dict_in_generate": True, "output_attentions": True}
+    given = {"input_ids": models.prompt(1).to(device), "max_new_tokens": 5, **settings}
+    done = compared(model.to(device), lambda: dict(given), 12, second_child_right)
+    assert not calls["tree_attention"]
+    for plain, ours in zip(done.plain.attentions, done.ours.attentions, strict=True):
+        for of_plain, of_ours in zip(plain, ours, strict=True):
+            torch.testing.assert_close(of_ours, of_plain, atol=1e-5, rtol=1e-5)
+
+
+def test_wide_blocks(calls: Counter[str], device: torch.device) -> None:
+    """More tokens than an ancestor word has bits are attended as ever."""
+    model = models.tiny("llama", num_hidden_layers=1)
+
+    def wide(rest: list[int]) -> tuple[list[int], list[int]]:
+        children = [*range(rest[0] + 3, rest[0] + 66)] if rest else []
+        return [rest[0], *(token % models.VOCAB for token in children)], [-1] * 64
+
+    given = {"input_ids": models.prompt(1).to(device), "max_new_tokens": 4}
+    given["repetition_penalty"] = 1.1
+    done = compared(model.to(device), lambda: dict(given), 12, wide)
+    assert done.stats.max_width == 64
+    assert not calls["tree_attention"]
+
+
+def test_not_on_a_cpu_by_default(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND")
+    run(models.tiny("gemma3", **WINDOWS), ragged(torch.device("cpu")), torch.device("cpu"))
+    model = tiny_eager("gemma2", **EAGER["gemma2"])
+    run(model, {"input_ids": models.prompt(1)}, torch.device("cpu"))
+    assert not calls["tree_attention"]
+    assert not calls["verify_tree"]
