@@ -14,8 +14,12 @@ from transformers import GenerationMixin
 from lookahead_hf import stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.strategy import run
+from lookahead_hf.target import graphs
 
 _Model = TypeVar("_Model")
+
+MOST_WRAPPERS = 16
+"""Wrappers around a model that are looked into; a mock would have one in another without end."""
 
 
 class SpeculativeMixin(GenerationMixin):
@@ -104,9 +108,11 @@ def disable(model: _Model) -> _Model:
     Returns:
         The same object.
     """
-    hook = vars(unwrap(model)).get("generate")
+    target = unwrap(model)
+    hook = vars(target).get("generate")
     if isinstance(hook, Hook):
         hook.remove()
+        graphs.release(target)
     return model
 
 
@@ -243,11 +249,12 @@ def unwrap(model: Any) -> Any:
         ValueError: There is none.
     """
     inner = model
-    while not isinstance(inner, GenerationMixin):
-        found = _inside(inner)
-        if found is None:
-            raise _not_a_model(model)
-        inner = found
+    for _ in range(MOST_WRAPPERS):
+        if inner is None or isinstance(inner, GenerationMixin):
+            break
+        inner = _inside(inner)
+    if not isinstance(inner, GenerationMixin):
+        raise _not_a_model(model)
     return inner
 
 

@@ -267,7 +267,10 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
         (compat.attention_name(config), getattr(config, "_experts_implementation", None))
         for config in compat.attention_configs(model)
     ]
+    device = tensors[0].device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (
+        (autocast, torch.get_float32_matmul_precision()),
         hash(tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors)),
         hash(tuple(modules)),
         tuple(configs),

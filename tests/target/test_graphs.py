@@ -86,7 +86,7 @@ def test_later_calls_move_into_the_same_graphs(made: list[TapeRecorder]) -> None
     first, second = sets_of(made)
     assert first.released == len(WIDTHS)  # all together
     assert second.released == 0
-    graphs.release(model)
+    lookahead_hf.disable(lookahead_hf.enable(model))
     assert second.released == len(WIDTHS)
 
 
@@ -122,6 +122,19 @@ def test_a_forward_that_waits_is_not_captured(made: list[TapeRecorder]) -> None:
         assert stats.graphs is not None
         assert stats.graphs.startswith("a forward waits for the device")
     assert sets_of(made) == []
+
+
+def test_a_compiled_model_is_left_to_its_compiler(made: list[TapeRecorder]) -> None:
+    model = tiny("llama")
+    assert graphs.refusal(model, model.device, {}) is None
+    assert graphs.refusal(model, model.device, {"token_type_ids": prompt()}) is not None
+    model._compiled_call_impl = model._call_impl  # what `model.compile()` sets
+    assert graphs.refusal(model, model.device, {}) == "the model is compiled"
+
+
+def test_a_static_cache_is_served(made: list[TapeRecorder]) -> None:
+    stats = compare(tiny("llama"), padded("left"), cache_implementation="static")
+    assert stats.graphs == "replayed"
 
 
 def test_a_capture_that_fails_leaves_the_text_alone(
