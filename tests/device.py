@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -66,6 +67,19 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
+class HostReads(TorchFunctionMode):
+    """Notes what reads CPU memory without an operation; on a device that waits, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            self.reads.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class TapeRecording:
     """A step on tape."""
 
@@ -89,9 +103,10 @@ class TapeRecorder:
 
     def try_out(self, run: Callable[[], Step]) -> str | None:
         run()
-        with Tape() as tape:
+        with HostReads() as host, Tape() as tape:
             run()
-        return f"a forward waits for the device: {tape.reads[0]}" if tape.reads else None
+        reads = tape.reads + host.reads
+        return f"a forward waits for the device: {reads[0]}" if reads else None
 
     def record(self, run: Callable[[], Step]) -> TapeRecording:
         self.recordings.append(TapeRecording(run))
