@@ -34,6 +34,7 @@ from lookahead_hf.cli.parsing import positive
 from lookahead_hf.cli.summary import summarize
 
 PREDICTED = "with prediction"
+SPECULATIVE: Any = True
 
 MIN_TOKENS = 100
 """Shorter files are left out."""
@@ -126,8 +127,8 @@ def measure(
     """Run plain, ours without and ours with the prediction."""
     ways: dict[str, dict[str, Any]] = {
         PLAIN: {},
-        OURS: {"speculative": True},
-        PREDICTED: {"speculative": True, "prediction": edit.old, "tokenizer": tokenizer},
+        OURS: {"speculative": SPECULATIVE},
+        PREDICTED: {"speculative": SPECULATIVE, "prediction": edit.old, "tokenizer": tokenizer},
     }
     runs = [Run(edit.kind, name) for name in ways]
     for number in range(rounds):

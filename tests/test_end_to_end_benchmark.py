@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from lookahead_hf.cli import measuring
-from tests.cli.tiny_chat import byte_tokenizer, save_tiny_chat
+from tests.cli.tiny_chat import DRAFTING, byte_tokenizer, save_tiny_chat
 
 
 @pytest.fixture
@@ -26,8 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_all_systems_are_compared(
-    benchmark: ModuleType, folder: str, tmp_path: Path, batch: int
+    benchmark: ModuleType,
+    folder: str,
+    tmp_path: Path,
+    batch: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    ways = {**measuring.systems(batch), measuring.OURS: {"speculative": DRAFTING}}
+    monkeypatch.setattr(benchmark, "systems", lambda size: ways)
     words = ["--model", folder, "--families", "qa,translation", "--prompts-per-family", "2"]
     words += ["--rounds", "1", "--new-tokens", "40", "--batch", str(batch)]
     benchmark.main([*words, "--json", str(tmp_path / "out.json")])

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.cli.tiny_chat import save_tiny_chat
+from tests.cli.tiny_chat import DRAFTING, save_tiny_chat
 
 TEXT = """def total(numbers):
     result = 0
@@ -52,6 +52,7 @@ def test_the_table_has_all_kinds(
     folder = save_tiny_chat(tmp_path / "model")
     # What the tiny model writes has no lines and no names; the old file is then its text.
     monkeypatch.setattr(benchmark, "KINDS", {"same": lambda text, rng: text})
+    monkeypatch.setattr(benchmark, "SPECULATIVE", DRAFTING)
     words = ["--model", str(folder), "--edits", "1", "--rounds", "1", "--new-tokens", "100"]
     benchmark.main([*words, "--json", str(tmp_path / "out.json")])
     lines = json.loads((tmp_path / "out.json").read_text())["lines"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lookahead_hf.cli import main, measuring
-from tests.cli.tiny_chat import save_tiny_chat
+from lookahead_hf.cli import bench, main, measuring
+from tests.cli.tiny_chat import DRAFTING, save_tiny_chat
 
 SYSTEMS = ["plain", "HF prompt lookup", "speculative"]
 
@@ -23,8 +23,13 @@ def words(folder: str, *more: str) -> list[str]:
 
 
 def test_lines_of_a_file_are_prompts(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    ways = {**measuring.systems(), measuring.OURS: {"speculative": DRAFTING}}
+    monkeypatch.setattr(bench, "systems", lambda: ways)
     (tmp_path / "mine.txt").write_text("abc abc abc\n\nabcd\nleft out\n")
     more = ["--prompts", str(tmp_path / "mine.txt"), "--limit", "2", "--json"]
     assert main(words(folder, *more)) == 0

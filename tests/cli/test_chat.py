@@ -5,18 +5,20 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
-from lookahead_hf.cli import main
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.cli import comparison, main
 from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
-from tests.cli.tiny_chat import save_tiny_chat
+from tests.cli.tiny_chat import DRAFTING, save_tiny_chat
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
 
@@ -52,8 +54,9 @@ def fed(stage: Stage) -> Iterator[list[int]]:
 
 
 def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
-    stage: Stage, fed: list[int]
+    stage: Stage, fed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(comparison, "SpeculativeConfig", partial(SpeculativeConfig, **DRAFTING))
     conversation, messages = Conversation(stage), []
     before: list[int] = []
     for turn in TURNS:

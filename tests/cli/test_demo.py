@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
-from lookahead_hf.cli import main
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.cli import comparison, main
 from lookahead_hf.cli.comparison import Stage, Timed, explain_parting, first_difference
 from lookahead_hf.cli.live_text import CLOSE, OPEN
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import PlainScreen
-from tests.cli.tiny_chat import save_tiny_chat
+from tests.cli.tiny_chat import DRAFTING, save_tiny_chat
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,10 @@ def test_demo_shows_identical_texts_and_what_was_drafted(
     assert steps > 1.0
 
 
-def test_demo_and_generate_as_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_and_generate_as_json(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "SpeculativeConfig", partial(SpeculativeConfig, **DRAFTING))
     common = ["--model", folder, "--new-tokens", "24", "--json"]
     assert main(["demo", *common, "--dtypes", "float32", "--prompt", "abc abc"]) == 0
     (outcome,) = json.loads(capsys.readouterr().out)

@@ -8,6 +8,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+DRAFTING = {"budget": 8}
+"""On a tiny model no draft is worth its cost, and what is drafted would hang on the clock."""
+
 PAD, END = "<pad>", "<end>"
 TEMPLATE = "{% for message in messages %}{{ message.content }}" + END + "{% endfor %}"
 
