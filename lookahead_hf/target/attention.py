@@ -128,7 +128,7 @@ def _ours(name: str) -> Callable[..., Any]:
                 mask, groups = attention_mask, query.shape[1] // key.shape[1]
                 if mask is not None:
                     mask = _folded_mask(step.folded, mask, groups)
-                return _fold(query, key, value, mask, groups, scaling), None
+                return fold(query, key, value, mask, groups, scaling), None
         original = registered or compat.eager_attention(module)
         return original(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -173,7 +173,7 @@ def _folded_mask(
     return known[1]
 
 
-def _fold(
+def fold(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

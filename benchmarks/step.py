@@ -1,0 +1,336 @@
+"""Time one step of decoding by nodes, batch and context, for shapes of models with random weights.
+
+A step is what lies between two drafts: layout, forward of the last token and its nodes, choice of
+tokens, and the result on the host. Systems:
+
+    eager           transformers with a DynamicCache, a chain of nodes as in assisted decoding
+    eager no cudnn  the same without cuDNN's attention, on a GPU
+    static          transformers' compiled forward over a StaticCache, without nodes, on a GPU
+    ours            our cache, masks, walk and compaction, one operation after the other
+    ours graphs     the same replayed as a CUDA graph
+
+`floor` is the time to read the weights once, by the bandwidth of a large copy in the same run. The
+context of transformers' eager steps grows by a token from round to round, as in a text: cuDNN plans
+anew for every length. Times are the fastest of `--rounds`, in milliseconds. On a CPU `twins` is
+what verify_tree and compact_path take of our step.
+
+    python benchmarks/step.py --json step.json --plot step.svg
+    python benchmarks/step.py --shapes 0.1B --nodes 0,8,32 --context 1500 --dtype float32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernels import bandwidth, microseconds
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+
+from lookahead_hf import kernels
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import DraftTree
+from lookahead_hf.target import attention, graphs
+from lookahead_hf.target.device import DeviceTarget
+from lookahead_hf.target.forward import Target
+
+SHAPES = {
+    "0.1B": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
+    "1B": (2048, 8192, 16, 32, 8, 128256),  # Llama-3.2-1B
+    "8B": (4096, 14336, 32, 32, 8, 128256),  # Llama-3.1-8B
+}
+"""Hidden size, intermediate size, layers, heads, heads of K and V, vocabulary."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step of one system."""
+
+    shape: str
+    system: str
+    rows: int
+    context: int
+    nodes: int
+    milliseconds: float
+    floor: float
+    twins: float | None = (
+        None  # milliseconds of it that verify_tree and compact_path take, on a CPU
+    )
+
+
+def load(shape: str, folder: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model of this shape with random weights, or the one in a folder."""
+    if folder:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        max_position_embeddings=65536,
+        tie_word_embeddings=shape != "8B",
+    )
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@contextmanager
+def cudnn(enabled: bool) -> Iterator[None]:
+    """Let torch's attention use cuDNN, or not."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def fastest(step: Callable[[int], Any], rounds: int) -> float:
+    """Milliseconds; every step ends with its result on the host."""
+    step(0), step(1)
+    best = float("inf")
+    for index in range(2, 2 + rounds):
+        start = time.perf_counter()
+        step(index)
+        best = min(best, time.perf_counter() - start)
+    return best * 1e3
+
+
+class Bench:
+    """One model, one batch, one context."""
+
+    def __init__(self, model: Any, rows: int, context: int, rounds: int) -> None:
+        self.model, self.rows, self.context, self.rounds = model, rows, context, rounds
+        vocab = model.config.vocab_size
+        self.prompt = torch.randint(vocab, (rows, context), device=model.device)
+
+    def eager(self, nodes: int) -> float:
+        """Transformers with its growing cache."""
+        cache = DynamicCache(config=self.model.config)
+        self.model(self.prompt, past_key_values=cache, logits_to_keep=1)
+        block = self.prompt[:, : 1 + nodes]
+
+        def step(_: int) -> None:
+            self.model(block, past_key_values=cache).logits.argmax(-1).tolist()
+            if nodes:
+                cache.crop(-nodes)
+
+        return fastest(step, self.rounds)
+
+    def static(self) -> float:
+        """Transformers' compiled decoding step."""
+        slots = self.context + self.rounds + 3
+        cache = StaticCache(config=self.model.config, max_cache_len=slots)
+        self.model(self.prompt, past_key_values=cache, logits_to_keep=1)
+        compiled = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
+        token = self.prompt[:, :1].clone()
+
+        def step(index: int) -> None:
+            positions = torch.full_like(token, self.context + index)
+            compiled(token, past_key_values=cache, position_ids=positions).logits.argmax().tolist()
+
+        return fastest(step, self.rounds)
+
+    def ours(self, nodes: int, cuda_graphs: bool = False) -> tuple[float, float | None]:
+        """Our step; and on a CPU what the twins take of it."""
+        on_device = self.model.device.type == "cuda"
+        with attention.laid_under(self.model):
+            target: Any = Target(self.model, self.rows)
+            if on_device:
+                room = nodes + 1
+                target = DeviceTarget(self.model, self.rows, room=room, cuda_graphs=cuda_graphs)
+            target.start(self.prompt, DynamicCache(config=self.model.config))
+            texts, draft = self._texts(), self._draft(nodes)
+            try:
+                if on_device:
+                    return fastest(lambda _: _on_device(target, texts, draft), self.rounds), None
+                work = _Host(target, texts, draft)
+                whole = fastest(lambda _: work.step(), self.rounds)
+                return whole, work.twins(self.rounds)
+            finally:
+                target.end()
+
+    def _texts(self) -> Rows:
+        """Texts that have ended: a step computes all the same, and keeps nothing."""
+        texts = Rows(self.prompt.to("cpu").numpy())
+        for row in range(self.rows):
+            texts.emit(row, 5)
+        if self.model.device.type == "cuda":
+            texts.end_rows(np.ones(self.rows, bool))
+        return texts
+
+    def _draft(self, nodes: int) -> DraftTree:
+        chain = list(range(10, 10 + nodes))
+        return DraftTree.from_rows([(chain, list(range(-1, nodes - 1)))] * self.rows)
+
+
+def _on_device(target: DeviceTarget, texts: Rows, draft: DraftTree) -> None:
+    target.forward(target.layout(texts, draft)).copy.fetch()
+
+
+class _Host:
+    """A step that is verified and compacted on the CPU."""
+
+    def __init__(self, target: Target, texts: Rows, draft: DraftTree) -> None:
+        self.target, self.texts, self.draft = target, texts, draft
+        rows, width = texts.num_rows, 1 + draft.max_nodes
+        self.tokens = torch.zeros(rows, width, dtype=torch.long)
+        for row in range(rows):
+            self.tokens[row, 1:] = torch.from_numpy(draft.token_ids[draft.row(row)].astype(int))
+        self.parents = torch.arange(-1, width - 1).repeat(rows, 1)
+        self.num_nodes = torch.full((rows,), width - 1)
+        # Half of the nodes, each a slot too far behind: all of them move.
+        kept = 1 + (width - 1) // 2
+        self.path = torch.tensor([0, *range(2, 1 + kept)])[:kept].repeat(rows, 1)
+        self.kept = torch.full((rows,), kept)
+
+    def step(self) -> None:
+        inputs = self.target.layout(self.texts, self.draft)
+        self.logits = self.target.forward(inputs).logits
+        self.verify()
+        self.compact()
+
+    def verify(self) -> None:
+        kernels.verify_tree(self.logits, self.tokens, self.parents, self.num_nodes)
+
+    def compact(self) -> None:
+        assert self.target.cache is not None
+        for group in self.target.cache.slots.each_group():
+            lengths = torch.from_numpy(group.lengths)
+            kernels.compact_path(group.path_table, lengths, self.path, self.kept)
+
+    def twins(self, rounds: int) -> float:
+        """Milliseconds of both."""
+        device = torch.device("cpu")
+        return sum(microseconds(w, device, rounds) for w in (self.verify, self.compact)) / 1e3
+
+
+def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
+    """All lines of one model."""
+    cuda = model.device.type == "cuda"
+    for rows in options.batch:
+        for context in options.context:
+            bench = Bench(model, rows, context, options.rounds)
+            if cuda and options.compiled and rows == options.batch[0]:
+                yield Line(shape, "static", rows, context, 0, bench.static(), floor)
+            for nodes in options.nodes:
+                place = rows, context, nodes
+                with cudnn(True):
+                    yield Line(shape, "eager", *place, bench.eager(nodes), floor)
+                if cuda:
+                    with cudnn(False):
+                        yield Line(shape, "eager no cudnn", *place, bench.eager(nodes), floor)
+                step, twins = bench.ours(nodes)
+                yield Line(shape, "ours", *place, step, floor, twins)
+                if cuda:
+                    step, _ = bench.ours(nodes, cuda_graphs=True)
+                    yield Line(shape, "ours graphs", *place, step, floor)
+            graphs.release(model)
+
+
+def plot(lines: list[Line], path: Path) -> None:
+    """Milliseconds by nodes: a row of axes per shape, a column per batch and context."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(line.shape for line in lines))
+    places = list(dict.fromkeys((line.rows, line.context) for line in lines))
+    size = 3.4 * len(places), 2.8 * len(shapes) + 0.6
+    figure, axes = pyplot.subplots(
+        len(shapes), len(places), figsize=size, squeeze=False, layout="constrained"
+    )
+    for shape, of_shape in zip(shapes, axes, strict=True):
+        for (rows, context), axis in zip(places, of_shape, strict=True):
+            own = [li for li in lines if (li.shape, li.rows, li.context) == (shape, rows, context)]
+            for system in dict.fromkeys(line.system for line in lines):
+                points = [(li.nodes, li.milliseconds) for li in own if li.system == system]
+                axis.plot(*zip(*points, strict=True) if points else ([], []), "o-", label=system)
+            if own:
+                axis.axhline(own[0].floor, color="black", linewidth=0.8, label="weights")
+            axis.set(title=f"{shape}, {rows} x {context}", xlabel="nodes", ylim=(0, None))
+        of_shape[0].set_ylabel("ms per step")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+    figure.savefig(path)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    default = list(SHAPES) if cuda else ["0.1B"]
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=default)
+    parser.add_argument("--model", help="a folder, in place of random weights")
+    parser.add_argument("--nodes", type=numbers, default=[0, 7, 15, 31, 63])
+    parser.add_argument("--batch", type=numbers, default=[1, 8] if cuda else [1])
+    parser.add_argument("--context", type=numbers, default=[512, 4096] if cuda else [512])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--no-compiled", dest="compiled", action="store_false")
+    parser.add_argument("--threads", type=int, help="torch's threads")
+    parser.add_argument("--json", type=Path, help="write the lines there, as they come")
+    parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
+    options = parser.parse_args(argv)
+    unknown = set(options.shapes) - set(SHAPES)
+    if unknown:
+        parser.error(f"no shape {', '.join(sorted(unknown))}: choose from {', '.join(SHAPES)}")
+    if max(options.nodes) + options.rounds + 3 > min(options.context):
+        parser.error("--context is shorter than nodes and rounds: take a longer one")
+    return options
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print a table, write the files."""
+    options = parse_arguments(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    per_microsecond = bandwidth(device, options.rounds)
+    about = {"device": str(device), "dtype": options.dtype, "torch": torch.__version__}
+    about["gigabytes_per_second"] = per_microsecond / 1e3
+    lines: list[Line] = []
+    print("| shape | batch | context | nodes | system | ms | floor | twins |")
+    print("|---|---|---|---|---|---|---|---|")
+    with suppress(KeyboardInterrupt):  # what there is by then is plotted
+        for shape in [Path(options.model).name] if options.model else options.shapes:
+            model = load(shape, options.model, dtype, device)
+            weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
+            floor = sum(weights.values()) / per_microsecond / 1e3
+            for line in measure(model, shape, floor, options):
+                lines.append(line)
+                twins = "" if line.twins is None else f"{line.twins:.2f}"
+                print(
+                    f"| {line.shape} | {line.rows} | {line.context} | {line.nodes} | {line.system} "
+                    f"| {line.milliseconds:.2f} | {line.floor:.2f} | {twins} |",
+                    flush=True,
+                )
+                if options.json:
+                    report = {"about": about, "lines": [asdict(each) for each in lines]}
+                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            del model
+    if options.plot and lines:
+        plot(lines, options.plot)
+
+
+if __name__ == "__main__":
+    main()
