@@ -129,10 +129,14 @@ class SlotGroup:
         least = GROWTH_SLOTS if self.window is None else GROWTH_SLOTS // 4
         return slots + max(least, slots // 16)
 
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` in every layer."""
+    def reserve(self, slots: int, width: int = 0) -> None:
+        """Make room for `slots` in every layer, the last `width` of them for a block.
+
+        Behind a window that room is enough, since its layers drop before they grow.
+        """
         if slots > self.capacity:
-            self.grow(self.roomy(slots))
+            is_whole = self.window is None
+            self.grow(self.roomy(slots) if is_whole else max(slots, self.roomy(slots - width)))
 
     def grow(self, capacity: int) -> None:
         """Give every layer exactly this room."""
@@ -161,7 +165,7 @@ class SlotGroup:
         if self.window is not None and self.longest + width > self.capacity:
             self._drop(np.minimum(self.lengths, self.window + self.owner.lead))
         lengths = self.lengths
-        self.reserve(int(lengths.max()) + width)
+        self.reserve(int(lengths.max()) + width, width)
         visible = max(int(lengths.max()) + width, self.owner.shown or 0)
         if bool((lengths == lengths[0]).all()):
             self.block = Block(int(lengths[0]), None, width, visible)
