@@ -12,7 +12,7 @@ tokens, and the result on the host. Systems:
 `floor` is the time to read the weights once, by the bandwidth of a large copy in the same run. The
 context of transformers' eager steps grows by a token from round to round, as in a text: cuDNN plans
 anew for every length. Times are the fastest of `--rounds`, in milliseconds. On a CPU `twins` is
-what verify_tree and compact_path take of our step.
+what verify_tree and compact_path take of our step, timed by themselves.
 
     python benchmarks/step.py --json step.json --plot step.svg
     python benchmarks/step.py --shapes 0.1B --nodes 0,8,32 --context 1500 --dtype float32
