@@ -121,8 +121,10 @@ def _ours(name: str) -> Callable[..., Any]:
         step: _Step | None = getattr(_thread, "step", None)
         if step is not None and kwargs.get("position_bias") is None:
             tree = step.tree(attention_mask)
-            if tree is not None and _leaves_to_kernel(query, key, value, kwargs):
-                more = kwargs.get("softcap"), kwargs.get("s_aux")
+            more = kwargs.get("softcap"), kwargs.get("s_aux")
+            # sdpa refuses these or looks past them, as transformers' version has it.
+            has_them = registered is None or more == (None, None)
+            if tree is not None and has_them and _leaves_to_kernel(query, key, value, kwargs):
                 return tree_attention.attend(tree, query, key, value, scaling, *more), None
             if registered is not None and _folds(query, key, attention_mask, kwargs):
                 mask, groups = attention_mask, query.shape[1] // key.shape[1]

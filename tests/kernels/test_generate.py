@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lookahead_hf import kernels
-from lookahead_hf.target import probe, tree_attention
+from lookahead_hf.target import attention, probe, tree_attention
 from lookahead_hf.target.tree_attention import BlockTree
 from tests import models
 from tests.compared import compared
@@ -194,3 +194,19 @@ def test_not_on_a_cpu_by_default(calls: Counter[str], monkeypatch: pytest.Monkey
     run(model, {"input_ids": models.prompt(1)}, torch.device("cpu"))
     assert not calls["tree_attention"]
     assert not calls["verify_tree"]
+
+
+def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.device) -> None:
+    """Older models hand sdpa soft caps or sinks, which it looks past: so do we under its name."""
+    attend = attention._ours("sdpa")
+    hidden = torch.tensor([[0.0, -1e38, -1e38], [0.0, 0.0, -1e38]], device=device)[None, None]
+    q, k = torch.randn(1, 4, 2, 16, device=device), torch.randn(1, 2, 3, 16, device=device)
+    words, length = torch.tensor([[1, 3]], device=device), torch.tensor([0], device=device)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    with attention.step(device, [BlockTree(hidden, length, words)]):
+        ours, _ = attend(module, q, k, k, hidden)
+        assert calls["tree_attention"] == 1
+        theirs, _ = attend(module, q, k, k, hidden, s_aux=torch.zeros(4, device=device))
+        assert calls["tree_attention"] == 1
+    torch.testing.assert_close(ours, theirs)
