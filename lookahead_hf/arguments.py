@@ -190,11 +190,11 @@ def _has_ids(value: Any) -> bool:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy()
     try:
+        if isinstance(value, torch.Tensor):
+            return value.detach().cpu().numpy()
         return np.asarray(value)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # rows of several lengths; numpy knows no bfloat16
         raise _not_a_prediction(repr(value)) from error
 
 
@@ -203,8 +203,9 @@ def _checked_ids(ids: np.ndarray) -> np.ndarray:
         return np.empty(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise _not_a_prediction(f"a row of type {ids.dtype} and shape {list(ids.shape)}")
-    if ids.min() < 0:
-        raise _not_a_prediction(f"the id {int(ids.min())}")
+    for each in (int(ids.min()), int(ids.max())):
+        if not 0 <= each < 2**63:
+            raise _not_a_prediction(f"the id {each}")
     return ids.astype(np.int64)
 
 

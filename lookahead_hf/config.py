@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -81,7 +81,7 @@ class SpeculativeConfig:
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
                 "decide which sample comes out"
             )
-        if self.cuda_graphs != "auto" and not isinstance(self.cuda_graphs, bool):
+        if not (_is_auto(self.cuda_graphs) or isinstance(self.cuda_graphs, bool)):
             raise ValueError(f'cuda_graphs must be "auto", True or False, not {self.cuda_graphs!r}')
         _check_pool(self.pool)
         _check_flag("learn", self.learn)
@@ -105,6 +105,8 @@ class SpeculativeConfig:
         Raises:
             ValueError: An unknown field, an object where a JSON value belongs, a value not allowed.
         """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
         allowed = [f.name for f in dataclasses.fields(cls)]
         for name, value in values.items():
             if name not in allowed:
@@ -168,8 +170,14 @@ def drafter_name(drafter: Any) -> str:
         return "custom"
 
 
+def check_int(name: str, value: Any, least: int, most: int) -> None:
+    """Raise ValueError where an option is no int from `least` to `most`."""
+    if not _is_int(value) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}, but must be an int in {least}..{most}")
+
+
 def _checked_drafters(drafters: Any) -> tuple[Any, ...]:
-    if isinstance(drafters, str) or not isinstance(drafters, Iterable):
+    if not isinstance(drafters, (list, tuple)):
         raise ValueError(f"drafters must be a tuple of names or Drafter objects, not {drafters!r}")
     drafters = tuple(drafters)
     if not drafters:
@@ -199,7 +207,7 @@ def _check_drafter(drafter: Any) -> None:
 def _check_nodes(max_draft_nodes: Any, budget: Any) -> None:
     if not _is_int(max_draft_nodes) or max_draft_nodes < 1:
         raise ValueError(f"max_draft_nodes must be an int from 1 on, not {max_draft_nodes!r}")
-    if budget != "auto" and not (_is_int(budget) and 0 <= budget <= max_draft_nodes):
+    if not _is_auto(budget) and not (_is_int(budget) and 0 <= budget <= max_draft_nodes):
         raise ValueError(
             f'budget must be "auto" or an int from 0 to max_draft_nodes={max_draft_nodes}, '
             f"not {budget!r}"
@@ -207,7 +215,8 @@ def _check_nodes(max_draft_nodes: Any, budget: Any) -> None:
 
 
 def _check_pool(pool: Any) -> None:
-    if pool is not None and not isinstance(pool, (str, os.PathLike)) and not hasattr(pool, "grow"):
+    is_pool = hasattr(pool, "grow") and not isinstance(pool, type)
+    if not (pool is None or is_pool or isinstance(pool, (str, os.PathLike))):
         raise ValueError(f"pool must be an NgramPool or the path of one, not {pool!r}")
 
 
@@ -217,7 +226,7 @@ def _check_flag(name: str, value: Any) -> None:
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r} is not known; known: {', '.join(allowed)}")
 
 
@@ -248,6 +257,10 @@ def _as_json(value: Any, where: str) -> Any:
         f"{where} holds an object ({type(value).__name__}), which cannot be stored; pass the "
         "configuration in the call instead, as `generate(..., speculative=config)`"
     )
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 def _is_int(value: Any) -> bool:

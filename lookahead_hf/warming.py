@@ -37,7 +37,7 @@ def warm_up(
         max_draft_nodes: Most draft tokens per row, as in the configuration.
 
     Raises:
-        ValueError: A number that is no int from 1 on.
+        ValueError: A number that is no int from 1 on, or no model in `model`.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -46,9 +46,9 @@ def warm_up(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
+    model = unwrap(model)
     if ngram_pool.available():
         ngram_pool.compile_now()
-    model = unwrap(model)
     try:
         admission.check_model(model)
     except Unserved:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.config import check_int
 from lookahead_hf.drafting.assistant_growth import DEPTH_CLASSES, Branches, Growth, tree_of
 from lookahead_hf.drafting.assistant_model import AssistantModel
 from lookahead_hf.drafting.assistant_picks import TENTHS, Drawn, Likeliest
@@ -67,13 +68,13 @@ class AssistantDrafter(Drafter):
             vocab_size: Token ids of the target; the assistant's further ones are never drafted.
 
         Raises:
-            ValueError: An option is out of its range.
+            ValueError: An option is out of its range, or the model is none.
         """
         for option, value in (("num_draft", num_draft), ("top_k", top_k), ("beam", beam)):
-            if not 1 <= value <= 64:
-                raise ValueError(f"assistant: {option} is {value}, but must lie in 1..64")
-        if not 0.0 <= min_reach < 1.0:
-            raise ValueError(f"assistant: min_reach is {min_reach}, but must lie in [0, 1)")
+            check_int(f"assistant: {option}", value, 1, 64)
+        if type(min_reach) not in (int, float) or not 0.0 <= min_reach < 1.0:
+            raise ValueError(f"assistant: min_reach must be a number in [0, 1), not {min_reach!r}")
+        _check_model(model)
         self._tokenizers = None
         if differ(target_tokenizer, assistant_tokenizer):
             self._tokenizers = target_tokenizer, assistant_tokenizer
@@ -175,3 +176,8 @@ class AssistantDrafter(Drafter):
         self._model = None
         self._texts = []
         self._laid_under.close()
+
+
+def _check_model(model: Any) -> None:
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
+        raise ValueError(f"assistant_model must be a model of transformers, not {model!r}")

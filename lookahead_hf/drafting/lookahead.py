@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from lookahead_hf.config import check_int
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Evidence, Verdict
@@ -173,8 +174,7 @@ class LookaheadDrafter(Drafter):
             ("ngram_size", ngram_size, 2),
             ("num_ngrams", num_ngrams, 1),
         ):
-            if not least <= value <= 64:
-                raise ValueError(f"lookahead: {option} is {value}, but must lie in {least}..64")
+            check_int(f"lookahead: {option}", value, least, 64)
         self._window, self._ngram_size, self._num_ngrams = window, ngram_size, num_ngrams
         self._rows: list[_RowWindow] = []
 

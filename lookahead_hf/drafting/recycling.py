@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from lookahead_hf.config import check_int
 from lookahead_hf.drafting.best_tokens import BestTokens
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.recycling_reference import MIN_REACH, NUM_BUCKETS
@@ -78,12 +79,11 @@ class RecyclingDrafter(Drafter):
         Raises:
             ValueError: An option is out of its range.
         """
-        if not 1 <= top_k <= MAX_TOP_K:
-            raise ValueError(f"recycling: top_k is {top_k}, but must lie in 1..{MAX_TOP_K}")
-        if not 1 <= num_next <= MAX_TOP_K:
-            raise ValueError(f"recycling: num_next is {num_next}, but must lie in 1..{MAX_TOP_K}")
-        if not 1 <= capacity <= 2**24:
-            raise ValueError(f"recycling: capacity is {capacity}, but must lie in 1..{2**24}")
+        check_int("recycling: top_k", top_k, 1, MAX_TOP_K)
+        check_int("recycling: num_next", num_next, 1, MAX_TOP_K)
+        check_int("recycling: capacity", capacity, 1, 2**24)
+        if not isinstance(keep, bool):
+            raise ValueError(f"recycling: keep must be True or False, not {keep!r}")
         self._top_k, self._num_next = top_k, num_next
         self._capacity, self._keep = capacity, keep
         self._memory: LogitsMemory | None = None

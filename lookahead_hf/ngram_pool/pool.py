@@ -90,12 +90,15 @@ class NgramPool:
 
         Raises:
             NumbaMissingError: numba cannot be imported.
-            ValueError: `max_tokens` or `vocab_size` is out of its range.
+            ValueError: An argument is of the wrong type or out of its range.
         """
-        if not 1 <= max_tokens <= MOST_TOKENS:
-            raise ValueError(f"max_tokens is {max_tokens}, but must lie in 1..{MOST_TOKENS}")
-        if vocab_size is not None and not 1 <= vocab_size <= MOST_VOCABULARY:
-            raise ValueError(f"vocab_size is {vocab_size}, but must lie in 1..{MOST_VOCABULARY}")
+        _check_int("max_tokens", max_tokens, MOST_TOKENS)
+        if vocab_size is not None:
+            _check_int("vocab_size", vocab_size, MOST_VOCABULARY)
+        if not isinstance(tokenizer_fingerprint, (str, type(None))):
+            raise ValueError(
+                f"tokenizer_fingerprint must be a text or None, not {tokenizer_fingerprint!r}"
+            )
         _functions()
         self._start(
             Contents(
@@ -194,8 +197,10 @@ class NgramPool:
         """Add all texts of another pool, oldest first, as if they were added here once more.
 
         Raises:
-            ValueError: The pools have different vocabulary sizes or tokenizers.
+            ValueError: The pools have different vocabulary sizes or tokenizers, or `other` is none.
         """
+        if not isinstance(other, NgramPool):
+            raise ValueError(f"only an NgramPool can be merged, not {other!r}")
         for name in ("vocab_size", "tokenizer_fingerprint"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if None not in (ours, theirs) and ours != theirs:
@@ -302,6 +307,12 @@ class NgramPool:
             contents.links = _enlarged(contents.links, ahead.live)
         if after.num_buckets > len(contents.table):
             contents.table = _enlarged(contents.table, ahead.num_buckets)
+
+
+def _check_int(name: str, value: Any, most: int) -> None:
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_int or not 1 <= value <= most:
+        raise ValueError(f"{name} is {value!r}, but must be an int in 1..{most}")
 
 
 def _readable(contents: Contents) -> tuple[Any, ...]:

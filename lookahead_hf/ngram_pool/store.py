@@ -186,7 +186,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _open(path: str | os.PathLike[str]) -> tuple[Contents, str]:
     """The contents and the digest that the file says they have."""
-    with open(path, "rb") as file:
+    with open(os.fspath(path), "rb") as file:  # open alone would take an int, as a descriptor
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER):

@@ -172,8 +172,9 @@ def check_limits(min_ngram: int, max_ngram: int) -> None:
     Raises:
         ValueError: They are no integers, or not `1 <= min_ngram <= max_ngram <= 32`.
     """
-    integers = isinstance(min_ngram, int) and isinstance(max_ngram, int)
-    if not integers or not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
+    # A bool is an int to Python; an array compared with a number is no truth value.
+    are_ints = {type(min_ngram), type(max_ngram)} == {int}
+    if not are_ints or not 1 <= min_ngram <= max_ngram <= LONGEST_MATCH:
         raise ValueError(
             f"min_ngram={min_ngram!r} and max_ngram={max_ngram!r} were given: choose integers with "
             f"1 <= min_ngram <= max_ngram <= {LONGEST_MATCH}"
