@@ -64,10 +64,11 @@ def laid_under(model: nn.Module) -> Iterator[None]:
 
     Another thread's plain call on the same model meanwhile passes through it unchanged.
     """
+    configs = compat.attention_configs(model)
     with _lock:
         _users[model] = _users.get(model, 0) + 1
         for name in _replaced(model):
-            _rename(model, name, _registered(name))
+            _rename(configs, name, _registered(name))
     try:
         yield
     finally:
@@ -76,7 +77,7 @@ def laid_under(model: nn.Module) -> Iterator[None]:
             if not _users[model]:
                 del _users[model]
                 for name in SERVED:
-                    _rename(model, _PREFIX + name, name)
+                    _rename(configs, _PREFIX + name, name)
 
 
 def _replaced(model: nn.Module) -> tuple[str, ...]:
@@ -91,8 +92,8 @@ def _replaced(model: nn.Module) -> tuple[str, ...]:
     return SERVED if compat.has_only_flash_beside_eager(model) else ("sdpa",)
 
 
-def _rename(model: nn.Module, old: str, new: str) -> None:
-    for config in compat.attention_configs(model):
+def _rename(configs: list[Any], old: str, new: str) -> None:
+    for config in configs:
         if compat.attention_name(config) == old:
             compat.set_attention_name(config, new)
 
