@@ -289,7 +289,9 @@ def _settings(draw: st.DrawFn, rows: int) -> dict[str, Any]:
     for name in draw(st.lists(st.sampled_from(sorted(known)), max_size=4, unique=True)):
         settings[name] = draw(known[name])
     eos = draw(st.sampled_from(["none", "one", "several"]))
-    if eos != "none":
+    if eos == "none":
+        settings.pop("exponential_decay_length_penalty", None)  # which needs one
+    else:
         settings["eos_token_id"] = draw(_token if eos == "one" else _tokens)
     if draw(st.booleans()):
         settings["pad_token_id"] = 0
