@@ -1,7 +1,7 @@
 """Time `generate`: plain, HF's prompt lookup, speculative, and speculative with nothing drafted.
 
-Every prompt is run by all systems, one after the other, `--rounds` times; a call's time is the
-median of its rounds. A family's tokens/s is all its tokens by all its seconds, prefill included;
+Every prompt is run by all systems, one after the other, `--rounds` times; the round of median speed
+counts. A family's tokens/s is all its tokens by all its seconds, prefill included;
 ratios are to plain. All systems stop at the same end tokens and the same number of new tokens.
 Prompts longer than 1,200 tokens are left out and not counted. Nothing is timed before the model is
 warmed up and every system ran once; what drafting learns carries over from prompt to prompt.

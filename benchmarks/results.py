@@ -48,13 +48,14 @@ def plot(lines: list[Line], path: Path) -> None:
 
 
 def store(path: Path, about: dict[str, Any], runs: list[Run]) -> None:
-    """Write the lines, every call's seconds and the latest statistics as JSON."""
+    """Write the lines, every call's seconds and the median round's statistics as JSON."""
     calls = [
         {
             "family": run.family,
             "system": run.system,
             "seconds": [call.seconds for call in run.calls],
-            "stats": run.stats[-1] if run.stats else None,
+            "tokens": [call.num_tokens for call in run.calls],
+            "stats": run.stats[run.middle] if run.stats else None,
         }
         for run in runs
     ]

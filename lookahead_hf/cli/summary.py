@@ -38,7 +38,7 @@ def _line(family: str, runs: list[Run], plain: list[Run]) -> Line:
     pairs = [
         pair
         for run, reference in zip(runs, plain, strict=True)
-        for pair in zip(run.texts, reference.texts, strict=True)
+        for pair in zip(run.call.rows, reference.call.rows, strict=True)
     ]
     speed = _tokens_per_second(runs)
     return Line(
@@ -55,19 +55,21 @@ def _line(family: str, runs: list[Run], plain: list[Run]) -> Line:
 
 
 def _tokens_per_second(runs: list[Run]) -> float:
-    return sum(run.calls[-1].num_tokens for run in runs) / sum(run.seconds for run in runs)
+    calls = [run.call for run in runs]
+    return sum(call.num_tokens for call in calls) / sum(call.seconds for call in calls)
 
 
 def _tokens_per_step(runs: list[Run]) -> float:
     """(emitted - rows) / row steps; systems without statistics have their forwards counted."""
     if runs[0].stats:
-        last = [run.stats[-1] for run in runs]
-        emitted = sum(stats["num_emitted"] - stats["rows"] for stats in last)
-        return _ratio(emitted, sum(stats["row_steps"] for stats in last))
+        middle = [run.stats[run.middle] for run in runs]
+        emitted = sum(stats["num_emitted"] - stats["rows"] for stats in middle)
+        return _ratio(emitted, sum(stats["row_steps"] for stats in middle))
     if runs[0].system == PLAIN:
         return 1.0
-    emitted = sum(run.calls[-1].num_tokens - len(run.texts) for run in runs)
-    return _ratio(emitted, sum(run.calls[-1].forwards - 1 for run in runs))
+    calls = [run.call for run in runs]
+    emitted = sum(call.num_tokens - len(call.rows) for call in calls)
+    return _ratio(emitted, sum(call.forwards - 1 for call in calls))
 
 
 def _outside_forward(runs: list[Run]) -> float | None:
