@@ -73,7 +73,7 @@ class AssistantDrafter(Drafter):
         for option, value in (("num_draft", num_draft), ("top_k", top_k), ("beam", beam)):
             check_int(f"assistant: {option}", value, 1, 64)
         if type(min_reach) not in (int, float) or not 0.0 <= min_reach < 1.0:
-            raise ValueError(f"assistant: min_reach must be a number in [0, 1), not {min_reach!r}")
+            raise ValueError(f"assistant: min_reach is {min_reach!r}, but must lie in [0, 1)")
         _check_model(model)
         self._tokenizers = None
         if differ(target_tokenizer, assistant_tokenizer):
