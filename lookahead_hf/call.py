@@ -128,7 +128,7 @@ class Call:
         num_rows = len(self.input_ids)
         ids = texts.repeat_interleave(num_rows // len(texts), 0).to("cpu").numpy()
         mask = self.model_kwargs.get("attention_mask")
-        if mask is None:
+        if mask is None or mask.dim() != 2:
             return list(ids)
         read = mask.to("cpu").numpy().astype(bool)
         return [ids[row][read[row]] for row in range(num_rows)]
@@ -187,12 +187,14 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.drafts.end(self.rows)
         try:
             if kind is not None and self._returns_cache and self.target.cache is not None:
                 self.target.cache.hand_back(self.target.cache.num_columns + self.target.num_fed)
         finally:
-            self.target.end()
+            try:
+                self.target.end()
+            finally:
+                self.drafts.end(self.rows)
 
     def output(self) -> Any:
         """Hand the cache back, close the stream and return what `generate` returns."""

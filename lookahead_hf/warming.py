@@ -50,9 +50,12 @@ def warm_up(
     if ngram_pool.available():
         ngram_pool.compile_now()
     try:
+        admission.check_setup(model)
         admission.check_model(model)
     except Unserved:
         return  # its calls will run plain generate
+    if model.config.is_encoder_decoder:
+        return  # what its steps cost is learned in its calls
     room = positions.room(model)
     most = max_draft_nodes if room is None else min(max_draft_nodes, room // 2)
     sizes = [n for n in SIZES if n <= most]

@@ -131,7 +131,7 @@ def assert_close(ours: Any, plain: Any) -> None:
         for a, b in zip(ours, plain, strict=True):
             assert_close(a, b)
     elif plain is not None:
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
     else:
         assert ours is None
 

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import models
+
+pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[1]
 

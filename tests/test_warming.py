@@ -8,6 +8,7 @@ import lookahead_hf
 from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.session import cost_setting, memory_of
 from tests.models import prompt, tiny
+from tests.test_encoder_decoder import tiny_pair
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -44,3 +45,8 @@ def test_positions_that_change_with_the_length_stay_as_they_are() -> None:
     before = model.model.rotary_emb.inv_freq.clone()
     lookahead_hf.warm_up(model, context_length=256)
     assert model.model.rotary_emb.inv_freq.tolist() == before.tolist()
+
+
+def test_an_encoder_decoder_model_is_left_to_its_calls() -> None:
+    lookahead_hf.warm_up(tiny_pair("bart"))
+    assert ngram_pool.compiled()

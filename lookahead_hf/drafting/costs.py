@@ -70,7 +70,8 @@ class CostCurve:
             estimate = sorted(samples)[len(samples) // 4]
             known = self._estimates.get(size)
             if known is None or abs(estimate - known) > DEADBAND * known:
-                self._estimates[size] = estimate
+                # Readers take no lock: what they iterate over must not change.
+                self._estimates = {**self._estimates, size: estimate}
                 self._line = self._drawn()
 
     def num_samples(self, num_nodes: int) -> int:
@@ -84,11 +85,10 @@ class CostCurve:
 
     def _known(self) -> dict[int, float]:
         """Seconds by size, measured or else guessed."""
-        both = [
-            self._estimates[n] / self._guesses[n] for n in self._estimates if n in self._guesses
-        ]
-        scale = sorted(both)[len(both) // 2] if both else 1.0
-        return {n: scale * guess for n, guess in self._guesses.items()} | self._estimates
+        measured, guesses = self._estimates, self._guesses
+        ratios = sorted(measured[n] / guesses[n] for n in measured if n in guesses)
+        scale = ratios[len(ratios) // 2] if ratios else 1.0
+        return {n: scale * guess for n, guess in guesses.items()} | measured
 
     def seconds(self, num_nodes: np.ndarray) -> np.ndarray:
         """Estimated seconds of steps with so many nodes per row."""

@@ -131,11 +131,14 @@ class DraftSession:
 
     def begin(self, rows: Rows) -> None:
         """Show the texts to the sources; until numba has compiled, the call goes on plainly."""
-        if ngram_pool.available() and not ngram_pool.compiled():
-            ngram_pool.compile_in_background()
-            return
-        self._begun = True
-        self._guarded(lambda: self._begin(rows))
+        try:
+            if ngram_pool.available() and not ngram_pool.compiled():
+                ngram_pool.compile_in_background()
+                return
+            self._begun = True
+            self._guarded(lambda: self._begin(rows))
+        finally:
+            self._prompt.drop()
 
     def _begin(self, rows: Rows) -> None:
         self._ensemble.begin(rows)
@@ -143,7 +146,6 @@ class DraftSession:
             for source in self._sources:
                 if isinstance(source, RecyclingDrafter):
                     seed(source, rows, self._prompt, self._max_new_tokens)
-        self._prompt.drop()
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, nothing where none is."""
@@ -198,7 +200,7 @@ class DraftSession:
     def end(self, rows: Rows) -> None:
         """Hand what was learned to the model's later calls."""
         if self._begun:
-            self._guarded(lambda: self._ensemble.end(rows))
+            self._ensemble.end(rows)  # also after a failure: sources have things to give back
             self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
 
     def _guarded(self, call: Callable[[], Any]) -> Any:

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf import compat
@@ -20,10 +19,10 @@ from lookahead_hf.target.tree_attention import BlockTree
 SERVED = ("eager", "sdpa")
 """Implementations that take an additive mask of our own."""
 
-_WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _PREFIX = "lookahead:"
 _thread = threading.local()
 _lock = threading.Lock()
+_num_without_cudnn, _had_cudnn = 0, True
 _users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -50,12 +49,31 @@ def step(device: torch.device | None = None, trees: Sequence[BlockTree] = ()) ->
         trees: Masks of the forward that the kernel can do without.
     """
     on_cuda = device is not None and device.type == "cuda"
+    outer = getattr(_thread, "step", None)
     _thread.step = _Step(trees)
     try:
-        with sdpa_kernel(list(_WITHOUT_CUDNN)) if on_cuda else nullcontext():
+        with _without_cudnn() if on_cuda else nullcontext():
             yield
     finally:
-        del _thread.step
+        _thread.step = outer
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Keep cuDNN out of attention; the switch is the process's, so the last one out resets it."""
+    global _num_without_cudnn, _had_cudnn
+    with _lock:
+        if not _num_without_cudnn:
+            _had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        _num_without_cudnn += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_without_cudnn -= 1
+            if not _num_without_cudnn:
+                torch.backends.cuda.enable_cudnn_sdp(_had_cudnn)
 
 
 @contextmanager

@@ -28,11 +28,12 @@ def step(columns: Columns | None) -> Iterator[None]:
 
     None for a model that is told its positions.
     """
+    outer = getattr(_step, "columns", None)
     _step.columns = columns
     try:
         yield
     finally:
-        del _step.columns
+        _step.columns = outer
 
 
 @contextmanager

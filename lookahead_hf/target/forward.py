@@ -280,7 +280,7 @@ class Target:
         for row, fed in enumerate(tokens):
             block[row, : len(fed)] = fed
         draft = DraftTree.from_chains([[row[1:]] for row in tokens])
-        return self.forward(self._block(block, draft, ahead))
+        return Target.forward(self, self._block(block, draft, ahead))
 
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]."""

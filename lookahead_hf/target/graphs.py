@@ -161,7 +161,11 @@ def enter(
             found = _new_set(key, cache, state, slots)
             found.in_use.acquire()
             _sets[model] = found
-    _move_in(found, cache, state)
+    try:
+        _move_in(found, cache, state)
+    except BaseException:
+        found.in_use.release()
+        raise
     return found
 
 

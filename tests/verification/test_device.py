@@ -70,6 +70,19 @@ def test_rows_end_at_their_own_eos(do_sample: bool) -> None:
     assert len({row.num_emitted for row in stats.row_stats}) > 1
 
 
+def test_finished_rows_are_fed_pads_where_the_cache_is_returned() -> None:
+    model, inputs = tiny("llama"), padded("left", rows=4)
+    call = {**inputs, "max_new_tokens": 60, "pad_token_id": 0, "eos_token_id": list(range(3, 12))}
+    call |= {"do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(**call)
+    truth = continuations(plain.sequences, inputs["input_ids"].shape[1])
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**call, speculative=scripted(truth, right(4)))
+    assert_on_device(ours.speculative_stats)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
 def test_one_copy_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     fetch = HostCopy.fetch
