@@ -186,6 +186,7 @@ def test_the_length_warning_is_heard_once(caplog: pytest.LogCaptureFixture) -> N
     assert_on_device(stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_through_tritons_interpreter(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
