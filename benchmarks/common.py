@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Iterator
@@ -13,7 +14,17 @@ import transformers
 
 from lookahead_hf.cli.measuring import Batch, end_tokens
 
-__all__ = ["Batch", "batches", "encode", "end_tokens", "load", "num_columns", "read_prompts"]
+__all__ = [
+    "Batch",
+    "batches",
+    "encode",
+    "end_tokens",
+    "load",
+    "model_parser",
+    "num_columns",
+    "read_prompts",
+    "with_random_weights",
+]
 
 PROMPTS = Path(__file__).parent / "data" / "prompts_dev.jsonl"
 MAX_PROMPT_TOKENS = 1200
@@ -71,6 +82,17 @@ def batches(
 
 def _fits(tokenizer: Any, text: str) -> bool:
     return encode(tokenizer, [text])["input_ids"].shape[1] <= MAX_PROMPT_TOKENS
+
+
+def model_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line that says which model runs, where and in which dtype."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    return parser
 
 
 def load(folder: str | None, dtype: str, device: str) -> tuple[Any, Any]:

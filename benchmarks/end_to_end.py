@@ -50,12 +50,7 @@ def shared_arguments(arguments: argparse.Namespace, pad_token_id: int) -> dict[s
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser = common.model_parser(__doc__)
     parser.add_argument("--families", type=lambda text: text.split(","), metavar="NAME,NAME")
     parser.add_argument("--prompts-per-family", type=int, default=4)
     parser.add_argument("--skip", type=int, default=0, help="leave out the first of each family")

@@ -146,12 +146,7 @@ def measure(
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser = common.model_parser(__doc__)
     parser.add_argument("--edits", type=positive, default=len(REQUESTS), help="the first N")
     parser.add_argument("--new-tokens", type=positive, default=300)
     parser.add_argument("--rounds", type=positive, default=3)

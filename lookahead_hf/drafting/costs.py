@@ -19,7 +19,7 @@ STALE = 48
 DEADBAND = 0.05
 """Changes of an estimate that are taken for noise."""
 
-DOUBTED = 3.0
+OUT_OF_REACH = 3.0
 """How many times its usual cost a few disturbed measurements may make a size look."""
 
 SLOPE = 0.02
@@ -50,7 +50,7 @@ class CostCurve:
     @property
     def greatest_size(self) -> int:
         """The greatest size whose cost is known or guessed, 0 if there is none."""
-        return max(self._known(), default=0)
+        return max((*self._estimates, *self._guesses), default=0)
 
     @property
     def plain_seconds(self) -> float:
@@ -111,7 +111,7 @@ class CostCurve:
         if not hopeful or size not in self._estimates:
             return min(guess, measured)
         unknown = self.plain_seconds * (1.0 + SLOPE * num_nodes)
-        return measured if measured > DOUBTED * unknown else min(guess, measured, unknown)
+        return measured if measured > OUT_OF_REACH * unknown else min(guess, measured, unknown)
 
     def _drawn(self) -> tuple[list[float], list[float]]:
         """Points of the polyline from no nodes to more than any draft has.

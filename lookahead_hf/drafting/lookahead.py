@@ -31,7 +31,7 @@ _CUT = -2
 """Stands for a node that was not verified; no node has it for a parent."""
 
 
-class NgramPool:
+class WindowNgrams:
     """The newest n-grams of a row by their first token, each n-gram once.
 
     A full list drops the n-gram that was seen longest ago.
@@ -64,7 +64,7 @@ class _RowWindow:
     """
 
     def __init__(
-        self, context: np.ndarray, num_columns: int, pool: NgramPool, ngram_size: int, seed: int
+        self, context: np.ndarray, num_columns: int, pool: WindowNgrams, ngram_size: int, seed: int
     ) -> None:
         """Fill the window with pieces of the context and collect its n-grams."""
         self.pool, self._ngram_size = pool, ngram_size
@@ -190,7 +190,7 @@ class LookaheadDrafter(Drafter):
             _RowWindow(
                 rows.context(row),
                 self._window,
-                NgramPool(self._num_ngrams),
+                WindowNgrams(self._num_ngrams),
                 self._ngram_size,
                 seed=row,
             )

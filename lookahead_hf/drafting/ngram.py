@@ -58,10 +58,7 @@ class NgramDrafter(Drafter):
         return NUM_BUCKETS
 
     def prior(self) -> np.ndarray:
-        misses = np.multiply.outer(1 - np.array(ONLY_CONTINUATION), MISSES_LEFT)
-        # [match lengths, shares, totals]
-        rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
-        return rates.astype(np.float32).ravel()
+        return rates_of(ONLY_CONTINUATION)
 
     def begin(self, rows: Rows) -> None:
         self._indexes = [SuffixIndex(*self._limits) for _ in range(rows.num_rows)]
@@ -84,6 +81,14 @@ class NgramDrafter(Drafter):
 
     def end(self, rows: Rows) -> None:
         self._indexes = []
+
+
+def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
+    """A rate for every bucket, [NUM_BUCKETS], from those of only continuations by match length."""
+    misses = np.multiply.outer(1 - np.array(only_continuation), MISSES_LEFT)
+    # [match lengths, shares, totals]
+    rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
+    return rates.astype(np.float32).ravel()
 
 
 def joined(grown: Sequence[Continuations | None]) -> DraftTree:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.ngram import MISSES_LEFT, SHARES_LEFT, joined
+from lookahead_hf.drafting.ngram import joined, rates_of
 from lookahead_hf.ngram_pool import Continuations, NgramPool
 from lookahead_hf.ngram_pool.suffix_index import LONGEST_MATCH, NUM_BUCKETS, check_limits
 from lookahead_hf.steps import DraftTree
@@ -89,10 +89,7 @@ class PoolDrafter(Drafter):
         return NUM_BUCKETS
 
     def prior(self) -> np.ndarray:
-        misses = np.multiply.outer(1 - np.array(ONLY_CONTINUATION), MISSES_LEFT)
-        # [match lengths, shares, totals]
-        rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
-        return rates.astype(np.float32).ravel()
+        return rates_of(ONLY_CONTINUATION)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return joined(

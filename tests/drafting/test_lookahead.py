@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.drafting.lookahead import LookaheadDrafter, NgramPool
+from lookahead_hf.drafting.lookahead import LookaheadDrafter, WindowNgrams
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Verdict
 
@@ -193,7 +193,7 @@ def test_ngrams_come_from_the_text_and_from_the_window() -> None:
 
 
 def test_a_pool_keeps_what_was_seen_last() -> None:
-    pool = NgramPool(2)
+    pool = WindowNgrams(2)
     for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [8, 2, 3]):
         pool.add(ngram)
     assert pool.after(1) == [(6, 7), (2, 3)]
