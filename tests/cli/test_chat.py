@@ -9,16 +9,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli import comparison, main
 from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
-from tests.cli.tiny_chat import DRAFTING, save_tiny_chat
+from tests.cli.tiny_chat import DRAFTING, save_tiny_chat, stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
 
@@ -30,9 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def stage(folder: str) -> Stage:
-    model = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
-    generation = {"max_new_tokens": 24, "do_sample": False}
-    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, JsonScreen())
+    return stage_on(folder, 24, JsonScreen())
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli import comparison, main
 from lookahead_hf.cli.comparison import Stage, Timed, explain_parting, first_difference
 from lookahead_hf.cli.live_text import CLOSE, OPEN
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import PlainScreen
-from tests.cli.tiny_chat import DRAFTING, save_tiny_chat
+from tests.cli.tiny_chat import DRAFTING, save_tiny_chat, stage_on
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def stage(folder: str) -> Stage:
-    model = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
-    generation = {"max_new_tokens": 12, "do_sample": False}
-    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, PlainScreen())
+    return stage_on(folder, 12, PlainScreen())
 
 
 def said(text: str) -> list[dict[str, str]]:

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import lookahead_hf
+from lookahead_hf.cli.comparison import Stage
+from lookahead_hf.cli.screen import Screen
 
 DRAFTING = {"budget": 8}
 """On a tiny model no draft is worth its cost, and what is drafted would hang on the clock."""
@@ -50,3 +60,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=TEMPLATE
     )
+
+
+def stage_on(folder: str, max_new_tokens: int, screen: Screen) -> Stage:
+    """The saved model, enabled and greedy, as the commands hold it."""
+    model = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
+    generation = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, screen)
