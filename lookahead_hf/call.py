@@ -78,7 +78,8 @@ class Call:
         self.pad = compat.pad_token(generation_config)
         mask = model_kwargs.get(compat.decoder_names(model).mask)
         self.rows = _rows(input_ids, mask, self._encoder_ids(request.encoder_ids))
-        self.records = Records(generation_config, self.rows.num_rows)
+        encoder_outputs = model_kwargs.get("encoder_outputs")
+        self.records = Records(generation_config, self.rows.num_rows, encoder_outputs)
         self.engine = Engine(
             logits_processor,
             stopping_criteria,
@@ -210,17 +211,11 @@ class Call:
         if not self.generation_config.return_dict_in_generate:
             return sequences
         fields = self.records.fields(columns)
-        output = self._wrapped(sequences=sequences, past_key_values=cache, **fields)
+        has_encoder = self.model.config.is_encoder_decoder
+        kind = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
+        output = kind(sequences=sequences, past_key_values=cache, **fields)
         output.speculative_stats = record
         return output
-
-    def _wrapped(self, hidden_states: Any, attentions: Any, **fields: Any) -> Any:
-        """The output of plain's own class for this kind of model."""
-        if not self.model.config.is_encoder_decoder:
-            return GenerateDecoderOnlyOutput(
-                hidden_states=hidden_states, attentions=attentions, **fields
-            )
-        return GenerateEncoderDecoderOutput(**fields)
 
     def _num_columns(self) -> int:
         """Columns that were generated; without a pad token the shortest row's."""

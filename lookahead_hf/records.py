@@ -13,31 +13,47 @@ class Records:
     """What the caller asked to see of each step; nothing is kept of what nobody asked for.
 
     Rows advance by different counts, so that everything is kept by row and put together at the end.
+    Names are those that forwards and `generate` use, of a decoder where the model has an encoder.
 
     Attributes:
         chooses: Whether the scores or logits behind each choice are kept.
         observes: Whether hidden states or attentions are kept.
     """
 
-    def __init__(self, generation_config: Any, num_rows: int) -> None:
-        """Read from a prepared generation config what to keep."""
+    def __init__(
+        self, generation_config: Any, num_rows: int, encoder_outputs: Any | None = None
+    ) -> None:
+        """Read from a prepared generation config what to keep.
+
+        `encoder_outputs`: What the encoder returned, None for a model without one.
+        """
         c = generation_config
         returned = bool(c.return_dict_in_generate)
+        states = returned and bool(c.output_hidden_states)
+        weights = returned and bool(c.output_attentions)
+        has_encoder = encoder_outputs is not None
+        prefix = "decoder_" if has_encoder else ""
+        self._states, self._weights = f"{prefix}hidden_states", f"{prefix}attentions"
+        self._observes = {self._states: states, self._weights: weights}
+        if has_encoder:
+            self._observes["cross_attentions"] = weights
         self._wants = {
             "scores": returned and bool(c.output_scores),
             "logits": returned and bool(c.output_logits),
-            "hidden_states": returned and bool(c.output_hidden_states),
-            "attentions": returned and bool(c.output_attentions),
+            **self._observes,
         }
+        self._encoder: dict[str, Any] = {}
+        if has_encoder and returned:
+            self._encoder = _of_encoder(encoder_outputs, states, weights)
         self.chooses = self._wants["scores"] or self._wants["logits"]
-        self.observes = self._wants["hidden_states"] or self._wants["attentions"]
+        self.observes = states or weights
         self._chosen: dict[str, list[list[torch.Tensor]]] = {
             name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
         }
         self._joined: dict[str, list[torch.Tensor]] = {"scores": [], "logits": []}
         self._prefill: dict[str, Layers | None] = {}
         self._observed: dict[str, list[list[Layers | None]]] = {
-            name: [[] for _ in range(num_rows)] for name in ("hidden_states", "attentions")
+            name: [[] for _ in range(num_rows)] for name in self._observes
         }
 
     def __bool__(self) -> bool:
@@ -61,8 +77,8 @@ class Records:
 
     def prefill(self, outputs: Any) -> None:
         """Keep what the prompt's forward returned."""
-        for name in ("hidden_states", "attentions"):
-            if self._wants[name]:
+        for name, wanted in self._observes.items():
+            if wanted:
                 self._prefill[name] = getattr(outputs, name, None)
 
     def observe(
@@ -81,24 +97,28 @@ class Records:
             slots: For each of them and each layer the slots of the columns that plain's cache
                 shows, -1 for none.
         """
-        if self._wants["hidden_states"]:
+        if self._wants[self._states]:
             for token in tokens:
-                states = tuple(h[row, token : token + 1].clone() for h in outputs.hidden_states)
-                self._observed["hidden_states"][row].append(states)
-        if self._wants["attentions"]:
+                each = getattr(outputs, self._states)
+                states = tuple(h[row, token : token + 1].clone() for h in each)
+                self._observed[self._states][row].append(states)
+        if self._wants[self._weights]:
             for token, shown in zip(tokens, slots, strict=True):
-                weights = _weights(outputs.attentions, row, token, shown)
-                self._observed["attentions"][row].append(weights)
+                weights = _weights(getattr(outputs, self._weights), row, token, shown)
+                self._observed[self._weights][row].append(weights)
+        if self._wants.get("cross_attentions"):
+            for token in tokens:
+                weights = _over_encoder(outputs.cross_attentions, row, token)
+                self._observed["cross_attentions"][row].append(weights)
 
     def fields(self, num_columns: int) -> dict[str, Any]:
         """The output's fields, one entry per generated column; None for what was not asked for."""
         out: dict[str, Any] = {}
         for name in ("scores", "logits"):
             out[name] = self._columns(name)[:num_columns] if self._wants[name] else None
-        for name in ("hidden_states", "attentions"):
-            wanted = self._wants[name]
+        for name, wanted in self._observes.items():
             out[name] = self._steps(name, num_columns) if wanted else None
-        return out
+        return out | self._encoder
 
     def _columns(self, name: str) -> tuple[torch.Tensor, ...]:
         """Entries of all rows by column, [rows, vocab] each; each column is put together once."""
@@ -116,6 +136,14 @@ class Records:
         return (self._prefill[name], *map(_by_layer, columns))
 
 
+def _of_encoder(outputs: Any, states: bool, weights: bool) -> dict[str, Any]:
+    """The output's fields of what the encoder returned."""
+    return {
+        "encoder_hidden_states": outputs.get("hidden_states") if states else None,
+        "encoder_attentions": outputs.get("attentions") if weights else None,
+    }
+
+
 def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
     """One column's entry from those of its rows."""
     layers = [row for row in rows if row is not None]
@@ -128,6 +156,17 @@ def _weights(attentions: Any, row: int, token: int, slots: list[torch.Tensor]) -
         return attentions
     layers = zip(attentions, slots, strict=True)
     return tuple(_by_column(weights, row, token, held) for weights, held in layers)
+
+
+def _over_encoder(attentions: Any, row: int, token: int) -> Layers | None:
+    """One token's weights over what the encoder read, [heads, 1, columns], layer by layer."""
+    if not attentions:
+        return attentions
+    return tuple(_of_token(weights, row, token) for weights in attentions)
+
+
+def _of_token(weights: Any, row: int, token: int) -> Any:
+    return None if weights is None else weights[row, :, token : token + 1].clone()
 
 
 def _by_column(weights: Any, row: int, token: int, slots: torch.Tensor) -> Any:

@@ -19,6 +19,7 @@ from lookahead_hf.target.admission import ENCODER_DECODERS
 from tests.compared import compared
 from tests.models import VOCAB, prompt
 from tests.scripted import Scripted, empty, right
+from tests.test_records import ALL, assert_close
 
 _T5 = {
     "vocab_size": VOCAB,
@@ -127,6 +128,37 @@ def test_what_is_returned_has_plains_type_and_scores() -> None:
         assert torch.allclose(a.values, b.values, atol=1e-3, rtol=1e-3)
 
 
+SEEN = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
+OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "attn"), [("t5", "eager"), ("bart", "eager"), ("bart", "sdpa"), ("longt5", "eager")]
+)
+def test_states_and_attentions_of_every_token(name: str, attn: str, rows: int) -> None:
+    ends = {**SAMPLED, "eos_token_id": [3, 4, 5, 6]}
+    both = compared(tiny_pair(name, attn), lambda: call(rows, **ends, **ALL), 1)
+    assert both.ours.keys() == both.plain.keys()
+    for field in (*SEEN, *OF_ENCODER, "scores"):
+        assert_close(both.ours[field], both.plain[field])
+    assert len(both.ours.cross_attentions) == both.ours.sequences.shape[1] - 1
+
+
+def test_the_prompts_entries_behind_a_decoder_prompt() -> None:
+    given = {"decoder_input_ids": torch.tensor([[0, 17, 40, 8]] * 2)}
+    both = compared(tiny_pair("t5"), lambda: call(2, **GREEDY, **ALL, **given), 4)
+    for field in SEEN:
+        assert_close(both.ours[field], both.plain[field])
+
+
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_only_what_was_asked_for_is_returned(asked: str) -> None:
+    settings = {"return_dict_in_generate": True, asked: True}
+    both = compared(tiny_pair("bart"), lambda: call(1, **GREEDY, **settings), 1)
+    assert both.ours.keys() == both.plain.keys()
+
+
 def test_a_cache_of_the_callers_comes_back_filled() -> None:
     model = tiny_pair("t5")
     caches: list[EncoderDecoderCache] = []
@@ -204,8 +236,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "decoder_input_ids": torch.tensor([[0, 5], [0, 6]]),
         "decoder_attention_mask": torch.tensor([[0, 1], [1, 1]]),
     },
-    "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
-    "output_attentions": {"return_dict_in_generate": True, "output_attentions": True},
 }
 
 

@@ -41,7 +41,7 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
     """Raise Unserved where this call's model, cache or arguments cannot be served."""
     check_model(model)
     _check_cache(model, generation_config, model_kwargs)
-    _check_arguments(model, generation_config, model_kwargs)
+    _check_arguments(model, model_kwargs)
 
 
 def check_model(model: Any) -> None:
@@ -120,7 +120,7 @@ def _check_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any
         raise Unserved(FallbackReason.CACHE, "a decoder that goes on with an earlier text")
 
 
-def _check_arguments(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
     names = compat.decoder_names(model)
     if names.positions is not None and model_kwargs.get(names.positions) is None:
         raise Unserved(FallbackReason.ARGUMENT, "position_ids that generate could not prepare")
@@ -130,17 +130,9 @@ def _check_arguments(model: Any, generation_config: Any, model_kwargs: dict[str,
     known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
     if names.positions is None:
         known = known - {names.mask} | {"attention_mask"}  # the encoder's
-        _check_outputs(generation_config)
     for name, value in model_kwargs.items():
         if name not in known and isinstance(value, torch.Tensor):
             raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")
-
-
-def _check_outputs(generation_config: Any) -> None:
-    """A decoder's states and attentions are given back under names that are not kept yet."""
-    for name in ("output_hidden_states", "output_attentions"):
-        if generation_config.return_dict_in_generate and getattr(generation_config, name):
-            raise Unserved(FallbackReason.ARGUMENT, f"{name} of an encoder-decoder model")
 
 
 def check_setup(model: Any) -> None:
