@@ -158,6 +158,8 @@ class AdoptedCache:
         Columns that a row does not attend hold what they held where the caller sees the cache; a
         later call may attend them. Otherwise they are zero.
         """
+        for group in self.slots.each_group():
+            group.settle()
         for layer, ours in zip(self._text.layers, self.slots.layers, strict=True):
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, num_columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,23 @@ class Block:
     flat_slots: torch.Tensor | None  # [rows * width] int64 into [rows * capacity], else None
     width: int
     visible: int  # slots that the attention sees, [0, visible)
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A move of every row's newest tokens to the front of all stores, one store after the other.
+
+    Attributes:
+        slots: Where the tokens stand that are kept, [rows, most kept] int64.
+        dropped: `SlotGroup.dropped` once all stores were moved, [rows] int64.
+        num_moved: Stores that were moved.
+        content: What the next store is to begin with, None while that was not read.
+    """
+
+    slots: torch.Tensor
+    dropped: np.ndarray
+    num_moved: int = 0
+    content: torch.Tensor | None = None
 
 
 class SlotLayer(DynamicLayer):
@@ -97,6 +114,7 @@ class SlotGroup:
         self.dropped = np.zeros_like(owner.lengths)
         self.capacity = 0
         self.block: Block | None = None
+        self._shift: Shift | None = None
         self._path_table: PathTable | None = None
         self._slots_by_device: dict[torch.device, torch.Tensor] = {}
 
@@ -117,11 +135,15 @@ class SlotGroup:
         return self.block.visible
 
     @property
+    def stores(self) -> list[torch.Tensor]:
+        """K and V of every layer, [rows, capacity, kv_heads, head_dim] each."""
+        return [store for layer in self.layers for store in (layer.k_store, layer.v_store)]
+
+    @property
     def path_table(self) -> PathTable:
         """K and V of every layer, prepared for compaction."""
         if self._path_table is None:
-            stores = [store for layer in self.layers for store in (layer.k_store, layer.v_store)]
-            self._path_table = PathTable(stores)
+            self._path_table = PathTable(self.stores)
         return self._path_table
 
     def roomy(self, slots: int) -> int:
@@ -186,13 +208,29 @@ class SlotGroup:
         if not gone.any():
             return
         slots = torch.from_numpy(gone[:, None] + np.arange(kept.max())[None])
-        slots = slots.clamp_(max=self.capacity - 1)
-        rows = torch.arange(len(gone))[:, None]
-        for layer in self.layers:
-            for store in (layer.k_store, layer.v_store):
-                at = rows.to(store.device), slots.to(store.device)
-                store[:, : slots.shape[1]] = store[at]
-        self.dropped = self.dropped + gone
+        self._shift = Shift(slots.clamp_(max=self.capacity - 1), self.dropped + gone)
+        self.settle()
+
+    def settle(self) -> None:
+        """Drop to the end where dropping broke off, so that all layers hold the same tokens.
+
+        What a store is to hold is read before anything is written and known until the next one's
+        turn: no store is moved twice, wherever an interrupt fell or memory ran out.
+        """
+        shift = self._shift
+        if shift is None:
+            return
+        rows = torch.arange(len(shift.slots))[:, None]
+        for index, store in enumerate(self.stores):
+            if index < shift.num_moved:
+                continue
+            if shift.content is None:
+                at = rows.to(store.device), shift.slots.to(store.device)
+                self._shift = shift = replace(shift, content=store[at])
+            assert shift.content is not None
+            store[:, : shift.slots.shape[1]] = shift.content
+            self._shift = shift = replace(shift, num_moved=index + 1, content=None)
+        self.dropped, self._shift = shift.dropped, None
 
     def flat_slots_on(self, device: torch.device) -> torch.Tensor:
         """The block's flat slots on a layer's device, copied once per step."""

@@ -1,0 +1,104 @@
+"""Dropping what a window has passed, broken off at any operation: nothing is held half shifted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+import lookahead_hf
+from lookahead_hf.cache.layers import SlotCache, SlotGroup
+from tests.models import prompt, tiny
+from tests.scripted import RandomTrees, continuations, scripted
+
+ERRORS = (torch.OutOfMemoryError, KeyboardInterrupt)
+
+
+class Bomb(TorchDispatchMode):
+    """Raises in the place of the n-th operation, or behind it."""
+
+    def __init__(self, error: type[BaseException], at: int, behind: bool) -> None:
+        super().__init__()
+        self.error, self.left, self.behind = error, at, behind
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0 and not self.behind:
+            raise self.error
+        output = operation(*args, **(kwargs or {}))
+        if self.left == 0:
+            raise self.error
+        return output
+
+
+def filled(lengths: list[int], num_layers: int = 3) -> SlotCache:
+    """A cache with a window of seven in which token t of a row is the number t, in every layer."""
+    cache = SlotCache(len(lengths))
+    cache.groups["only"] = group = SlotGroup(cache, 7)
+    slots = torch.arange(40.0)[None, :, None, None].expand(len(lengths), -1, 1, 2)
+    for _ in range(num_layers):
+        cache.add("only", slots.clone(), slots.clone())
+    cache.lengths[:] = lengths
+    assert group.capacity == 40
+    return cache
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("lengths", [[38, 38], [38, 21, 3]])
+def test_a_drop_that_broke_off_is_brought_to_its_end(
+    lengths: list[int], error: type[BaseException], behind: bool
+) -> None:
+    broke_off, begun = 0, np.False_
+    for at in range(1, 100):
+        cache = filled(lengths)
+        (group,) = cache.each_group()
+        bomb = Bomb(error, at, behind)
+        try:
+            with bomb:
+                cache.place(4)
+        except error:
+            broke_off += 1
+        group.settle()
+        begun |= group.dropped.any()
+        assert group.dropped.tolist() == [max(0, length - 7) * bool(begun) for length in lengths]
+        for store in group.stores:
+            for row, length in enumerate(lengths):
+                held = store[row, : group.lengths[row], 0, 0].tolist()
+                assert held == list(range(int(group.dropped[row]), length))
+        if bomb.left > 0:
+            break
+    assert begun and broke_off > 10
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_cache_of_the_callers_is_handed_back_whole(
+    name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, drop = tiny(name), prompt(2), SlotGroup._drop
+    call = {"do_sample": False, "pad_token_id": 0}
+    mask = torch.ones(2, 52, dtype=torch.long)
+    first = {**call, "attention_mask": mask[:, :12], "max_new_tokens": 40}
+    plain = model.generate(ids, **first)
+    for at in (4, 7, 10):
+
+        def breaks_off(self: SlotGroup, kept: np.ndarray, at: int = at) -> None:
+            with Bomb(error, at, behind=False):
+                drop(self, kept)
+
+        cache = DynamicCache(config=model.config)
+        config = scripted(continuations(plain, 12), RandomTrees(0))
+        monkeypatch.setattr(SlotGroup, "_drop", breaks_off)
+        with lookahead_hf.enabled(model), pytest.raises(error):
+            model.generate(ids, past_key_values=cache, speculative=config, **first)
+        monkeypatch.setattr(SlotGroup, "_drop", drop)
+        seen = cache.get_seq_length() + 1
+        assert seen > 13
+        rest = {**call, "attention_mask": mask[:, :seen], "max_new_tokens": 52 - seen}
+        whole = model.generate(plain[:, :seen], past_key_values=cache, **rest)
+        assert whole.tolist() == plain.tolist()
