@@ -25,7 +25,11 @@ from transformers.cache_utils import (
 )
 from transformers.generation import utils as generation_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import (
+    ALL_ATTENTION_FUNCTIONS,
+    AttentionInterface,
+    PreTrainedModel,
+)
 
 EmptyLayer = getattr(cache_utils, "DummyLayer", DynamicLayer)
 """What stands for a layer without K and V of its own; up to 5.19 one that stays empty."""
@@ -214,6 +218,17 @@ def attention_configs(model: nn.Module) -> list[Any]:
     return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
 
 
+def registry_configs(model: nn.Module) -> list[Any]:
+    """Those of them whose modules look the name up in the registry.
+
+    Falcon's, and some that are loaded as remote code, ask which of two names it is: another one
+    sends them the wrong way.
+    """
+    parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+    asking = {id(part.config) for part in parts if not part._can_set_attn_implementation()}
+    return [config for config in attention_configs(model) if id(config) not in asking]
+
+
 def attention_name(config: Any) -> str | None:
     """Name of the attention implementation that a configuration asks for."""
     return config._attn_implementation_internal
@@ -346,6 +361,7 @@ __all__ = [
     "prefill",
     "reads_lengths",
     "register_attention",
+    "registry_configs",
     "relative_biases",
     "rope_limits",
     "self_attention",

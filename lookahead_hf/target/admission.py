@@ -20,6 +20,7 @@ UNSERVED_TYPES = frozenset(
         "cpmant",
         "ctrl",
         "deepseek_v4",
+        "git",
         "minimax",
         "moshi",
         "mpt",

@@ -82,7 +82,7 @@ def laid_under(model: nn.Module) -> Iterator[None]:
 
     Another thread's plain call on the same model meanwhile passes through it unchanged.
     """
-    configs = compat.attention_configs(model)
+    configs = compat.registry_configs(model)
     with _lock:
         _users[model] = _users.get(model, 0) + 1
         for name in _replaced(model):

@@ -68,7 +68,9 @@ def _differs_by(model: Any) -> float:
     vocab = compat.text_config(model).vocab_size
     text = np.random.default_rng(0).integers(vocab // 8, vocab, TEXT)
     ids = torch.from_numpy(text)[None].to(model.device)
-    expected = model(input_ids=ids, use_cache=False, return_dict=True).logits[0].float()
+    positions = torch.arange(TEXT, device=ids.device)[None]  # as plain `generate` gives them
+    given = {"input_ids": ids, "position_ids": positions}
+    expected = model(**given, use_cache=False, return_dict=True).logits[0].float()
     got = _ragged(model, text, ids[:, :PROMPT].repeat(2, 1))
     worst = max(float((logits.float() - expected[at]).abs().max()) for at, logits in got)
     return worst / float(expected.std())
