@@ -246,9 +246,10 @@ class HeldStreamer:
             self._pass_on()
 
     def end(self) -> None:
-        """Pass on the end of a text that was decoded elsewhere."""
+        """Pass on the end of a text that was decoded elsewhere; another may follow."""
         self._pass_on()
         self._streamer.end()
+        self._is_open = False
 
     def take(self) -> Any:
         """The streamer itself, for decoding of our own; what was held is forgotten."""

@@ -55,11 +55,15 @@ class DecoderNames:
         ids: Token ids.
         mask: The attention mask.
         positions: The positions; None where the decoder counts them itself.
+        columns: What a decoder that counts by itself takes instead; None where it takes nothing.
+        skips_pads: Whether what it then takes does not count the prompt's pads.
     """
 
     ids: str
     mask: str
     positions: str | None
+    columns: str | None = None
+    skips_pads: bool = False
 
     @property
     def prepared(self) -> frozenset[str]:
@@ -71,7 +75,11 @@ class DecoderNames:
 def decoder_names(model: Any) -> DecoderNames:
     """What the model's forward calls the inputs of its decoder."""
     if model.config.is_encoder_decoder:
-        return DecoderNames("decoder_input_ids", "decoder_attention_mask", None)
+        told = "decoder_position_ids" in forward_arguments(model)
+        columns = "decoder_position_ids" if told else None
+        skips_pads = model.config.model_type == "whisper"
+        names = "decoder_input_ids", "decoder_attention_mask"
+        return DecoderNames(*names, None, columns, skips_pads)
     return DecoderNames("input_ids", "attention_mask", "position_ids")
 
 
@@ -81,9 +89,30 @@ def counts_positions(model: Any) -> bool:
 
 
 def counted_tables(model: Any) -> list[nn.Module]:
-    """Embeddings in which a decoder looks up the positions that it has counted."""
+    """Modules in which a decoder looks up the positions that it has counted."""
     table = getattr(model.get_decoder(), "embed_positions", None)
-    return [] if table is None else [table]
+    return [] if table is None or decoder_names(model).columns else [table]
+
+
+def grows(table: nn.Module) -> bool:
+    """Whether a table of positions is computed, as far as a text goes, and has none for pads."""
+    return hasattr(table, "make_weights")
+
+
+def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What a table that `grows` has for tokens in these columns, [rows, width, dim].
+
+    Args:
+        table: The table; it is made longer where that is needed.
+        columns: Column of every token, [rows, width].
+        ids: The tokens, [rows, width].
+    """
+    places = columns + 1 + table.padding_idx
+    most = int(places.max()) + 1
+    if most > table.weights.shape[0]:
+        table.make_weights(most + table.offset, table.embedding_dim, table.padding_idx)
+    places = torch.where(ids == table.padding_idx, table.padding_idx, places)
+    return table.weights[places].detach()
 
 
 def relative_biases(model: Any) -> list[Any]:
@@ -170,11 +199,14 @@ def text_config(model: Any) -> Any:
 
 
 def position_table(model: Any) -> int | None:
-    """Positions that the model has a table for; None where they are rotary, which have no end."""
+    """Positions that the model has a table for; None where they have no end, as rotary ones."""
     config = text_config(model)
     if getattr(config, "rope_parameters", None):
         return None
-    return getattr(config, "max_position_embeddings", None)
+    if counts_positions(model) and any(map(grows, counted_tables(model))):
+        return None
+    end = getattr(config, "max_target_positions", None)  # of a decoder, beside its encoder's
+    return end or getattr(config, "max_position_embeddings", None)
 
 
 def rope_limits(model: nn.Module) -> dict[str, int]:
@@ -359,7 +391,9 @@ __all__ = [
     "pad_token",
     "position_table",
     "prefill",
+    "entries_of_columns",
     "reads_lengths",
+    "grows",
     "register_attention",
     "registry_configs",
     "relative_biases",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import AnyToAnyPipeline, ImageTextToTextPipeline, TextGenerationPipeline
+from transformers import (
+    AnyToAnyPipeline,
+    AutomaticSpeechRecognitionPipeline,
+    ImageTextToTextPipeline,
+    TextGenerationPipeline,
+)
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.hook import enable
@@ -14,6 +19,7 @@ SERVED: dict[str, type[Any]] = {
     "text-generation": TextGenerationPipeline,
     "image-text-to-text": ImageTextToTextPipeline,
     "any-to-any": AnyToAnyPipeline,
+    "automatic-speech-recognition": AutomaticSpeechRecognitionPipeline,
 }
 """Tasks whose pipelines hand `generate` what their caller asks of it."""
 

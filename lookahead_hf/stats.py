@@ -7,9 +7,10 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -39,13 +40,21 @@ class SourceStats:
     accepted: int
     exclusive: int
 
+    def __add__(self, other: SourceStats) -> SourceStats:
+        return SourceStats(
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.exclusive + other.exclusive,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:
     """What one call of `generate` did.
 
     Attributes:
-        rows: Rows of the batch.
+        rows: Rows of the batch; where `generate` decodes several times, as Whisper's does for
+            every segment, the numbers of all of them are added up.
         num_steps: Forwards of the target after the prefill.
         row_steps: Over all rows, the steps in which the row was live.
         num_emitted: Tokens emitted, the one after the prefill included.
@@ -131,6 +140,46 @@ class SpeculativeStats:
             for name, source in self.per_source.items()
         ]
         return "\n".join(lines)
+
+
+def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:
+    """One record of what one call of `generate` decoded first and then decoded."""
+    both = {
+        each.name: (getattr(first, each.name), getattr(second, each.name))
+        for each in dataclasses.fields(first)
+    }
+    return SpeculativeStats(
+        **{name: _JOINED.get(name, _sum)(*values) for name, values in both.items()}
+    )
+
+
+def _sum(first: Any, second: Any) -> Any:
+    return first + second
+
+
+def _by_place(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(first, second, fillvalue=0))
+
+
+def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
+    shared = {key: first[key] + second[key] for key in first if key in second}
+    return {**first, **second, **shared}
+
+
+def _said(first: str | None, second: str | None) -> str | None:
+    return ", ".join(dict.fromkeys(each for each in (first, second) if each)) or None
+
+
+_JOINED: dict[str, Callable[[Any, Any], Any]] = {
+    "accepted_histogram": _by_place,
+    "max_width": max,
+    "per_source": _by_key,
+    "budget_histogram": _by_key,
+    "engine": _said,
+    "graphs": _said,
+    "fallback_reason": _said,
+}
+"""How fields are joined that are not added up."""
 
 
 def _counted(count: int, noun: str) -> str:

@@ -135,6 +135,7 @@ class Strategy:
         self._request = request
         self.held = None if request.streamer is None else HeldStreamer(request.streamer)
         self.decoded: Any = None
+        self._record: SpeculativeStats | None = None
 
     def __call__(
         self,
@@ -152,17 +153,48 @@ class Strategy:
             admission.check_setup(model)
         if self.held is not None:
             self.held.take()
-        output = decode(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            model_kwargs,
-            self._request_with(model, inputs_tensor),
-        )
+        prepared = logits_processor, stopping_criteria, generation_config, model_kwargs
+        try:
+            output = decode(model, input_ids, *prepared, self._request_with(model, inputs_tensor))
+        except Unserved as unserved:
+            if self.decoded is None:
+                raise
+            # What was decoded before stands: only what is left to decode can run plainly.
+            fallback.report(model, unserved, self._request.config.on_fallback)
+            return self._sample(model, input_ids, *prepared)
         self.decoded = model
+        self._add(model)
         return output
+
+    def _sample(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,  # [rows, columns]
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Any:
+        """Decode as plain `generate` does with what it prepared."""
+        if self.held is not None:
+            self.held.put(input_ids.cpu())  # which was put already, and dropped by us
+        return model._sample(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=self._request.synced_gpus,
+            streamer=self.held,
+            **model_kwargs,
+        )
+
+    def _add(self, model: Any) -> None:
+        """Let the model's latest record be of all that the call has decoded with it."""
+        latest = stats.last_stats(model)
+        if self._record is not None and latest is not None:
+            latest = stats.joined(self._record, latest)
+            stats.publish(model, latest)
+        self._record = latest
 
     def _request_with(self, model: Any, inputs: torch.Tensor | None) -> Request:
         """The request and, where the encoder was given token ids, [texts, columns], these."""

@@ -32,10 +32,11 @@ UNSERVED_TYPES = frozenset(
 """Model types whose positions or biases do not follow from position ids and a mask."""
 
 ENCODER_DECODERS = frozenset(
-    {"bart", "blenderbot", "blenderbot-small", "longt5", "marian", "mbart", "mt5", "pegasus"}
-    | {"plbart", "t5", "umt5"}
+    {"bart", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "moonshine"}
+    | {"mt5", "pegasus", "plbart", "t5", "umt5", "whisper"}
 )
-"""Types whose decoder counts positions in a way that is known: a table, or a bias by distance."""
+"""Types whose decoder counts positions in a way that is known: a table, or a bias by distance; or
+takes them from us."""
 
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
@@ -130,7 +131,7 @@ def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
         raise Unserved(FallbackReason.ARGUMENT, f"an attention mask of {mask.dim()} dimensions")
     known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
     if names.positions is None:
-        known = known - {names.mask} | {"attention_mask"}  # the encoder's
+        known |= {"attention_mask"}  # the encoder's
     for name, value in model_kwargs.items():
         if name not in known and isinstance(value, torch.Tensor):
             raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")

@@ -90,10 +90,12 @@ def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
     original = table.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        """The entries for the block, [rows, width, dim]."""
+        """The entries for the block, whose token ids come first, [rows, width, dim]."""
         columns: Columns | None = getattr(_step, "columns", None)
         if columns is None:
             return original(*args, **kwargs)
+        if compat.grows(table):
+            return compat.entries_of_columns(table, columns[0].to(args[0].device), args[0])
         places = columns[0].to(table.weight.device) + getattr(table, "offset", 0)
         return embedding(places, table.weight)
 

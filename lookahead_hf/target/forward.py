@@ -121,6 +121,8 @@ class Target:
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
+        pads = torch.from_numpy(self.cache.pads[:, None]).to(position_ids.device)
+        self._uncounted = pads if self._names.skips_pads else 0
 
     @property
     def _trims(self) -> bool:
@@ -155,6 +157,8 @@ class Target:
         if self._names.positions is not None:
             inputs[self._names.positions] = self._next_position + offsets
         columns = self._counted(depths, ahead)
+        if columns is not None and self._names.columns is not None:
+            inputs[self._names.columns] = columns[0] - self._uncounted
         slots = self.cache.slots
         uniform = bool((slots.lengths == slots.lengths[0]).all())
         if width == 1 and uniform and not self._windowed and slots.shown is None:

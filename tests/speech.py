@@ -1,0 +1,117 @@
+"""Tiny random models that write down speech, and what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    MoonshineConfig,
+    MoonshineForConditionalGeneration,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+FRAMES = 40
+"""Frames of sound that the tiny Whisper hears at once."""
+
+_SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>"]
+_SPECIAL += ["<|startoflm|>", "<|startofprev|>", "<|nocaptions|>", "<|notimestamps|>"]
+
+
+def whisper_tokenizer() -> WhisperTokenizer:
+    """One token per byte, then Whisper's own ones and timestamps."""
+    times = [f"<|{0.02 * step:.2f}|>" for step in range(21)]
+    names = [*bytes_to_unicode().values(), *_SPECIAL, *times]
+    vocab = {name: index for index, name in enumerate(names)}
+    return WhisperTokenizer(vocab=vocab, merges=[], extra_special_tokens=_SPECIAL[1:])
+
+
+def tiny_whisper(attn: str = "sdpa", scale: float = 4.0) -> Any:
+    """A tiny random Whisper whose texts are varied and do not end by themselves."""
+    tokenizer = whisper_tokenizer()
+    ids = dict(zip(_SPECIAL, tokenizer.convert_tokens_to_ids(_SPECIAL), strict=True))
+    config = WhisperConfig(
+        vocab_size=len(tokenizer),
+        num_mel_bins=8,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_source_positions=FRAMES // 2,
+        max_target_positions=64,
+        pad_token_id=ids["<|endoftext|>"],
+        bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=ids["<|endoftext|>"],
+        decoder_start_token_id=ids["<|startoftranscript|>"],
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        tie_word_embeddings=False,
+    )
+    model = _scaled(WhisperForConditionalGeneration, config, attn, scale)
+    settings = model.generation_config
+    # Bytes that are no characters would make different texts look the same.
+    printable = {index for index in range(256) if tokenizer.decode([index]).isprintable()}
+    settings.suppress_tokens = sorted(set(range(256)) - printable | set(ids.values()))
+    settings.no_timestamps_token_id = ids["<|notimestamps|>"]
+    settings.prev_sot_token_id = ids["<|startofprev|>"]
+    settings.is_multilingual = False
+    settings.alignment_heads = [[0, 1], [2, 3]]
+    return model
+
+
+def whisper_features() -> WhisperFeatureExtractor:
+    """Turns sound into as many frames as the tiny Whisper hears."""
+    return WhisperFeatureExtractor(
+        feature_size=8, sampling_rate=16_000, hop_length=800, chunk_length=2, n_fft=800
+    )
+
+
+def tiny_moonshine(vocab_size: int, scale: float = 4.0) -> Any:
+    """A tiny random Moonshine, whose decoder has rotary positions."""
+    config = MoonshineConfig(
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=96,
+        encoder_num_hidden_layers=2,
+        decoder_num_hidden_layers=3,
+        encoder_num_attention_heads=4,
+        decoder_num_attention_heads=4,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        decoder_start_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = _scaled(MoonshineForConditionalGeneration, config, "sdpa", scale)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _scaled(kind: Any, config: Any, attn: str, scale: float) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind._from_config(config, attn_implementation=attn).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(scale)
+    return model
+
+
+def frames(rows: int = 1, columns: int = FRAMES, seed: int = 0) -> torch.Tensor:
+    """Random frames of sound, [rows, 8, columns]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, columns, generator=generator)
+
+
+def wave(seed: int = 0) -> np.ndarray:
+    """Half a second of noise."""
+    return np.random.default_rng(seed).standard_normal(8_000).astype(np.float32)

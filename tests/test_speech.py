@@ -1,0 +1,206 @@
+"""Speech: Whisper, whose own `generate` goes from segment to segment, Moonshine, and pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import lookahead_hf
+from lookahead_hf.fallback import FallbackReason, Unserved
+from tests.fakes import Recorder
+from tests.models import VOCAB, characters
+from tests.speech import (
+    FRAMES,
+    frames,
+    tiny_moonshine,
+    tiny_whisper,
+    wave,
+    whisper_features,
+    whisper_tokenizer,
+)
+from tests.test_records import assert_close
+
+DRAFTS = {"budget": 8, "drafters": ["ngram"]}
+LONG = 3 * FRAMES + 10
+TURNS: dict[str, Any] = {"return_timestamps": True, "max_new_tokens": 24}
+
+
+def long(rows: int) -> dict[str, Any]:
+    """Sound of several segments; the second row's is shorter."""
+    heard = torch.ones(rows, LONG, dtype=torch.long)
+    heard[1:, 2 * FRAMES + 5 :] = 0
+    return {"input_features": frames(rows, LONG), "attention_mask": heard, **TURNS}
+
+
+def same(model: Any, speculative: Any = None, **call: Any) -> lookahead_hf.SpeculativeStats:
+    """Run a call both ways, assert that all it returned is equal, and that it was speculated."""
+    torch.manual_seed(7)
+    plain = model.generate(**call)
+    after = torch.get_rng_state()
+    torch.manual_seed(7)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**call, speculative=speculative or DRAFTS)
+    assert type(ours) is type(plain)
+    for key in plain if isinstance(plain, dict) else ():
+        if key in ("segments", "past_key_values"):
+            continue
+        assert_close(ours[key], plain[key])
+    texts = [out["sequences"] if isinstance(out, dict) else out for out in (ours, plain)]
+    assert texts[0].tolist() == texts[1].tolist()
+    assert torch.equal(torch.get_rng_state(), after)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    return stats
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"do_sample": True, "temperature": 0.6, "num_return_sequences": 2},
+        {"return_timestamps": True},
+        {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
+    ],
+)
+def test_one_segment(settings: dict[str, Any], rows: int) -> None:
+    same(tiny_whisper(), input_features=frames(rows), max_new_tokens=50, **settings)
+
+
+def test_the_time_of_every_token() -> None:
+    model = tiny_whisper("eager")
+    same(model, input_features=frames(2), max_new_tokens=40, return_token_timestamps=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_all_segments_add_up_to_one_record(rows: int) -> None:
+    model = tiny_whisper()
+    stats = same(model, **long(rows))
+    assert stats.rows > rows
+    assert stats.rows == len(stats.row_stats)
+    assert stats.num_emitted == sum(row.num_emitted for row in stats.row_stats)
+    assert sum(stats.accepted_histogram) == stats.row_steps
+    assert sum(stats.budget_histogram.values()) == stats.num_steps
+    assert stats.per_source["ngram"].accepted == stats.num_accepted
+
+
+def test_a_segment_is_tried_again_at_higher_temperatures() -> None:
+    thresholds = {"compression_ratio_threshold": 0.9, "logprob_threshold": -1.0}
+    tried = same(tiny_whisper(), **long(2), temperature=(0.0, 0.4, 0.8), **thresholds)
+    assert tried.rows > same(tiny_whisper(), **long(2)).rows
+
+
+def test_silence_is_listened_for_in_lockstep() -> None:
+    thresholds = {"no_speech_threshold": 0.5, "logprob_threshold": -1.0, "temperature": 0.0}
+    assert "lockstep" in str(same(tiny_whisper(), **long(2), **thresholds).engine)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_was_said_before_is_a_padded_prompt(rows: int) -> None:
+    same(tiny_whisper(), **long(rows), condition_on_prev_tokens=True)
+
+
+@pytest.mark.parametrize("on_fallback", ["warn", "error"])
+def test_a_later_segment_that_cannot_be_speculated(
+    monkeypatch: pytest.MonkeyPatch, on_fallback: str
+) -> None:
+    from lookahead_hf import strategy
+
+    decode, calls = strategy.decode, []
+
+    def refuses_the_second(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise Unserved(FallbackReason.ARGUMENT, "as a test has it")
+        return decode(*args)
+
+    monkeypatch.setattr(strategy, "decode", refuses_the_second)
+    model, (plain, ours) = tiny_whisper(), (Recorder(), Recorder())
+    call = {**long(1), "temperature": 0.7}
+    torch.manual_seed(3)
+    expected = model.generate(**call, streamer=plain)
+    torch.manual_seed(3)
+    speculative = {**DRAFTS, "on_fallback": on_fallback}
+    with lookahead_hf.enabled(model):
+        if on_fallback == "error":
+            with pytest.raises(lookahead_hf.SpeculationFallbackError, match="as a test has it"):
+                model.generate(**call, speculative=speculative)
+            return
+        with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="as a test has it"):
+            got = model.generate(**call, speculative=speculative, streamer=ours)
+    assert len(calls) > 2
+    assert got.tolist() == expected.tolist()
+    assert ours.events == plain.events
+
+
+def test_every_model_of_the_process() -> None:
+    model, call = tiny_whisper(), long(1)
+    expected = model.generate(**call)
+    lookahead_hf.enable_everywhere()
+    try:
+        got = model.generate(**call, speculative=DRAFTS)
+    finally:
+        lookahead_hf.disable_everywhere()
+    assert got.tolist() == expected.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+
+
+def test_a_decoder_that_is_told_rotary_positions() -> None:
+    model = tiny_moonshine(VOCAB)
+    heard = torch.randn(3, 4_000, generator=torch.Generator().manual_seed(1))
+    call = {"input_values": heard, "max_new_tokens": 40, "attention_mask": torch.ones(3, 4_000)}
+    same(model, **call, do_sample=True, top_k=8, eos_token_id=[3, 4, 5])
+
+
+def pipes(which: str) -> tuple[Any, Any]:
+    """transformers' pipeline and ours, on one model."""
+    if which == "whisper":
+        parts = {"model": tiny_whisper(), "tokenizer": whisper_tokenizer()}
+        parts["feature_extractor"] = whisper_features()
+    else:
+        tokenizer = characters(pad_token="!")
+        parts = {"model": tiny_moonshine(len(tokenizer)), "tokenizer": tokenizer}
+        parts["feature_extractor"] = transformers.Wav2Vec2FeatureExtractor()
+    task = "automatic-speech-recognition"
+    plain = transformers.pipeline(task, device="cpu", **parts)
+    return plain, lookahead_hf.pipeline(task, device="cpu", speculative=DRAFTS, **parts)
+
+
+@pytest.mark.parametrize("which", ["whisper", "moonshine"])
+def test_a_pipeline_without_beams(which: str) -> None:
+    plain, ours = pipes(which)
+    call = {"generate_kwargs": {"num_beams": 1, "max_new_tokens": 40}}
+    expected = plain(wave(), **call)
+    assert len(set(expected["text"])) > 3
+    assert ours(wave(), **call) == expected
+    stats = lookahead_hf.last_stats(ours.model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert ours(wave(), **call, speculative=False) == expected
+    assert lookahead_hf.last_stats(ours.model) is None
+
+
+def test_a_pipeline_asks_for_beams_by_default() -> None:
+    plain, ours = pipes("moonshine")
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="pass num_beams=1"):
+        got = ours(wave(), generate_kwargs={"max_new_tokens": 8})
+    assert got == plain(wave(), generate_kwargs={"max_new_tokens": 8})
+
+
+def test_a_pipeline_whose_model_writes_no_text() -> None:
+    config = transformers.Wav2Vec2Config(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, conv_dim=(8,), conv_stride=(4,), conv_kernel=(4,),
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForCTC(config)
+    with pytest.raises(ValueError, match="no transformers model that generates"):
+        lookahead_hf.pipeline(
+            "automatic-speech-recognition",
+            model=model,
+            tokenizer=characters(pad_token="!"),
+            feature_extractor=transformers.Wav2Vec2FeatureExtractor(),
+        )
