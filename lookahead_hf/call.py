@@ -231,7 +231,10 @@ class Call:
             [self.rows.last_token(row), *[self.pad or 0] * (count - 1)][:count]
             for row, count in enumerate(short.tolist())
         ]
-        outputs = self.target.feed(pads, self.rows.num_emitted - 1)
+        ahead = np.minimum(
+            self.rows.num_emitted - 1, columns - 2
+        )  # where the longest is fed no more
+        outputs = self.target.feed(pads, ahead)
         for row in np.flatnonzero(short).tolist():
             if self.records.observes:
                 self._observe(row, list(range(short[row])), outputs)

@@ -181,6 +181,7 @@ class DeviceStep:
         # A text that has ended keeps what the host kept of it, which may be less than was accepted.
         state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
         fed = state.lengths - state.prompt_lengths
+        fed = fed.minimum((fed * draft.live).max())  # see `Target.layout`
         built = self._masks(draft, width, visible)
         inputs = {
             **widened(self._extras, width),

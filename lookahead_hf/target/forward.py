@@ -138,7 +138,10 @@ class Target:
             nodes = draft.token_ids[draft.row(row)]
             tokens[row, 0] = rows.last_token(row)
             tokens[row, 1 : 1 + len(nodes)] = nodes
-        return self._block(tokens, draft, rows.num_emitted - 1)
+        ahead = rows.num_emitted - 1
+        # A text that has ended may have filled a table of positions, whose end its last token is.
+        ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
+        return self._block(tokens, draft, ahead)
 
     def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
         """`ahead`: tokens of every row that were fed since the prompt, [rows]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculationFallbackError, SpeculativeConfig
+from tests.device import on_device
 from tests.models import prompt, tiny
 from tests.scripted import RandomTrees, chain, continuations, right, scripted
 
@@ -108,6 +110,42 @@ def test_no_draft_reaches_beyond_a_table_of_positions(name: str, rows: int) -> N
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
     assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("where", [nullcontext, on_device])
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_texts_that_fill_a_table_of_positions_wait_for_each_other(
+    name: str, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = {"n_positions": 32} if name == "gpt2" else {"max_position_embeddings": 32}
+    model = tiny(name, **size)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, :4] = mask[2, :7] = 0
+    for new in (19, 20, 21):
+        with where(monkeypatch):
+            plain, ours, stats = both(model, prompt(3), mask, max_new_tokens=new)
+        assert stats.fallback_reason is None and stats.num_accepted > 0
+        assert stats.engine == ("walk" if where is nullcontext else "device")
+        assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_text_that_ends_early_is_fed_pads_to_the_tables_end(ended: int) -> None:
+    model, ids = tiny("gpt2", n_positions=32), prompt(2)
+    call = {"max_new_tokens": 21, "do_sample": False, "pad_token_id": 0}
+    text = model.generate(ids, **call).tolist()
+    eos = next(token for token in text[ended][15:] if token not in text[1 - ended])
+    call |= {"eos_token_id": eos, "attention_mask": torch.ones_like(ids)}
+    call["return_dict_in_generate"] = True
+    plain = model.generate(ids, **call)
+    config = scripted(continuations(plain.sequences, 12), RandomTrees(1))
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, **call, speculative=config)
+    assert ours.speculative_stats.num_accepted > 0
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.sequences.shape[1] == 33
+    for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys)
 
 
 def test_a_text_that_outgrows_its_table_fails_as_it_does_plainly() -> None:
