@@ -22,6 +22,7 @@ from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.target import admission, positions
 from lookahead_hf.target.device import DeviceTarget
 from lookahead_hf.target.forward import BlockShape, Target
+from lookahead_hf.target.recorded import Wanted
 from lookahead_hf.verification import device
 from lookahead_hf.verification.engine import Engine
 
@@ -98,10 +99,9 @@ class Call:
             self.rows,
             do_sample=bool(generation_config.do_sample),
             vocab_size=int(compat.text_config(model).vocab_size),
-            most_nodes=self.target.most_nodes,
             max_new_tokens=positions.num_draftable(model, position_ids, num_new),
             resources=self._resources(logits_processor),
-            prompt=self.target.prompt,
+            target=self.target,
         )
         self.record = stats.StatsRecorder(self.rows.num_rows)
         cache = model_kwargs.get("past_key_values")
@@ -112,7 +112,7 @@ class Call:
         """What runs the model; its steps stay on the device where the engine does."""
         shape, num_rows = self._shape(num_new), self.rows.num_rows
         if self.engine.name != device.Device.name:
-            return Target(self.model, num_rows, shape)
+            return Target(self.model, num_rows, shape, self._recording())
         return DeviceTarget(
             self.model,
             num_rows,
@@ -121,6 +121,13 @@ class Call:
             room=num_new,
             cuda_graphs=self.request.config.cuda_graphs,
         )
+
+    def _recording(self) -> Wanted | None:
+        """How the steps may be recorded; a recording has no outputs but the logits."""
+        if self.records.observes:
+            return None
+        config = self.request.config
+        return Wanted(config.recorded_steps, config.packed_weights)
 
     def _encoder_ids(self, texts: torch.Tensor | None) -> list[np.ndarray] | None:
         """What each row's encoder has read, without pads; several rows may share one text."""

@@ -49,6 +49,13 @@ class SpeculativeConfig:
             text may become long enough to pay for it; True or False always or never. What was
             captured stays with the model, K and V included. Where it cannot be done, the statistics
             say why.
+        recorded_steps: Whether steps on a CPU are recorded as the list of torch's calls that the
+            model makes, and repeated without its Python: "auto" once a model has run a while; True
+            or False at once or never. The bits are the same.
+        packed_weights: Whether recorded steps use copies of half-precision weights that are laid
+            out for blocks of tokens: "auto" once a model has run longer, where the copies take less
+            than a quarter of the free memory; True or False at once or never. Only where they give
+            the same bits, faster.
         pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
             the drafter. Without it "pool" fills an empty one that is kept with the model.
         learn: Whether generated texts are added to the pool. Not by default: what one user's text
@@ -64,6 +71,8 @@ class SpeculativeConfig:
     verification: str = "exact"
     draft_invariant: bool = False
     cuda_graphs: str | bool = "auto"
+    recorded_steps: str | bool = "auto"
+    packed_weights: str | bool = "auto"
     pool: Any = None
     learn: bool = False
     on_fallback: str = "warn"
@@ -81,8 +90,10 @@ class SpeculativeConfig:
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
                 "decide which sample comes out"
             )
-        if not (_is_auto(self.cuda_graphs) or isinstance(self.cuda_graphs, bool)):
-            raise ValueError(f'cuda_graphs must be "auto", True or False, not {self.cuda_graphs!r}')
+        for name in ("cuda_graphs", "recorded_steps", "packed_weights"):
+            value = getattr(self, name)
+            if not (_is_auto(value) or isinstance(value, bool)):
+                raise ValueError(f'{name} must be "auto", True or False, not {value!r}')
         _check_pool(self.pool)
         _check_flag("learn", self.learn)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)

@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 from lookahead_hf import stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.strategy import run
-from lookahead_hf.target import graphs
+from lookahead_hf.target import graphs, recorded
 
 _Model = TypeVar("_Model")
 
@@ -113,6 +113,7 @@ def disable(model: _Model) -> _Model:
     if isinstance(hook, Hook):
         hook.remove()
         graphs.release(target)
+        recorded.release(target)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Compile and measure ahead of the first call, instead of during it."""
+"""Compile, record and measure ahead of the first call, instead of during it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import admission, attention, positions
 from lookahead_hf.target.forward import Target
+from lookahead_hf.target.recorded import Wanted
 
 REPEATS = 5
 
@@ -24,10 +25,11 @@ REPEATS = 5
 def warm_up(
     model: Any, *, batch_size: int = 1, context_length: int = 256, max_draft_nodes: int = 64
 ) -> None:
-    """Compile what is compiled once, and measure what draft tokens cost this model.
+    """Compile and record what is done once, and measure what draft tokens cost this model.
 
     Without it the first call decodes plainly until numba has compiled (seconds, once per
-    installation), and the first steps of a model find out what they cost.
+    installation), the first steps of a model find out what they cost, and steps on a CPU are
+    recorded, their weights packed, only after a while.
 
     Args:
         model: The model that will generate.
@@ -69,13 +71,15 @@ def _measure(model: Any, num_rows: int, context_length: int, sizes: list[int]) -
     """Time steps of every size, the sizes in turn, so that a disturbance hits all of them."""
     vocab = int(compat.text_config(model).vocab_size)
     ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
-    rows, target = Rows(ids), Target(model, num_rows)
-    curve = memory_of(model).costs.curve(num_rows, context_length, cost_setting(model))
+    rows, target = Rows(ids), Target(model, num_rows, wanted=Wanted())
     with attention.laid_under(model):
         prompt = torch.from_numpy(ids).to(model.device)
         target.start(prompt, compat.DynamicCache(config=model.config))
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
+        target.record(rows, at_once=True)
+        costs, setting = memory_of(model).costs, cost_setting(model)
+        curve = costs.curve(num_rows, context_length, setting, target.mode)
         for turn in range(REPEATS + 1):
             for size in sizes:
                 seconds = _time_step(target, rows, ids[0, 0] % vocab, size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from lookahead_hf.drafting.costs import SIZES, CostCurve, CostModel
@@ -40,7 +42,13 @@ class Budget:
     """
 
     def __init__(
-        self, setting: str | int, max_nodes: int, costs: CostModel, rows: Rows, engine: str = ""
+        self,
+        setting: str | int,
+        max_nodes: int,
+        costs: CostModel,
+        rows: Rows,
+        engine: str = "",
+        mode: Callable[[], str] = str,
     ) -> None:
         """Budget one call.
 
@@ -50,10 +58,11 @@ class Budget:
             costs: What is known of the model's costs.
             rows: The texts of the call.
             engine: Whatever changes the cost of a forward beside rows and length.
+            mode: How the target runs its steps just now.
         """
         self._fixed = None if setting == "auto" else int(setting)
         self._max_nodes = max_nodes
-        self._costs, self._rows, self._engine = costs, rows, engine
+        self._costs, self._rows, self._engine, self._mode = costs, rows, engine, mode
         self._trust, self._rest = Trust(), Rest()
         self._asked = False
         self._draft_seconds: float | None = None
@@ -140,7 +149,7 @@ class Budget:
     def _curve_for_length(self) -> CostCurve:
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
-        return self._costs.curve(rows.num_rows, length, self._engine)
+        return self._costs.curve(rows.num_rows, length, self._engine, self._mode())
 
     def _seconds(self, sizes: np.ndarray) -> np.ndarray:
         """What steps with so many nodes per row are expected to take, drafting included."""

@@ -139,24 +139,27 @@ class CostModel:
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._curves: OrderedDict[tuple[str, int, int], CostCurve] = OrderedDict()
+        self._curves: OrderedDict[tuple[str, int, str, int], CostCurve] = OrderedDict()
 
-    def curve(self, num_rows: int, context_length: int, setting: str = "") -> CostCurve:
+    def curve(
+        self, num_rows: int, context_length: int, setting: str = "", mode: str = ""
+    ) -> CostCurve:
         """The curve for a batch of `num_rows` texts of about `context_length` tokens.
 
-        Lengths count by powers of two; a new length starts from the nearest known one.
+        Lengths count by powers of two; a new length or mode starts from the nearest known one.
 
         Args:
             num_rows: Rows of the batch.
             context_length: Tokens of the longest row.
-            setting: Whatever else changes the cost of a forward: device, dtype, graphs.
+            setting: Whatever else changes the cost of a forward: device, dtype.
+            mode: How the target runs its steps, which may change from step to step.
         """
         length = max(context_length, 1).bit_length()
-        key = (setting, num_rows, length)
+        key = (setting, num_rows, mode, length)
         with self._lock:
             if key not in self._curves:
                 known = [k for k in self._curves if k[:2] == key[:2]]
-                nearest = min(known, key=lambda k: abs(k[2] - length), default=None)
+                nearest = min(known, key=lambda k: (k[2] != mode, abs(k[3] - length)), default=None)
                 self._curves[key] = CostCurve(None if nearest is None else self._curves[nearest])
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:

@@ -25,7 +25,7 @@ from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.target.device import DeviceOutputs
-from lookahead_hf.target.prompt import PromptStates
+from lookahead_hf.target.forward import Target
 
 if TYPE_CHECKING:
     import torch
@@ -91,8 +91,7 @@ class DraftSession:
         vocab_size: int,
         max_new_tokens: int,
         resources: Resources,
-        prompt: PromptStates,
-        most_nodes: int | None = None,
+        target: Target,
     ) -> None:
         """Build the sources that `config` names, and go on from what earlier calls learned.
 
@@ -113,13 +112,14 @@ class DraftSession:
         )
         self._budget = Budget(
             config.budget,
-            min(_most_nodes(config), most_nodes or config.max_draft_nodes),
+            min(_most_nodes(config), target.most_nodes or config.max_draft_nodes),
             self._memory.costs,
             rows,
             cost_setting(model) + (" one shape" if config.draft_invariant else ""),
+            lambda: target.mode,
         )
         self._chain = config.draft_invariant
-        self._prompt, self._max_new_tokens = prompt, max_new_tokens
+        self._prompt, self._max_new_tokens = target.prompt, max_new_tokens
         self._seconds = 0.0
         self._failed = False
         self._begun = False

@@ -20,17 +20,25 @@ SERVED = ("eager", "sdpa")
 """Implementations that take an additive mask of our own."""
 
 _PREFIX = "lookahead:"
+OURS = f"{_PREFIX}sdpa"
+"""What transformers' sdpa is called while ours lies under it."""
+
 _thread = threading.local()
 _lock = threading.Lock()
 _num_without_cudnn, _had_cudnn = 0, True
 _users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
+Noting = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes of a function one that is noted when it is called."""
+
+
 class _Step:
     """What the layers of one forward share."""
 
-    def __init__(self, trees: Sequence[BlockTree]) -> None:
+    def __init__(self, trees: Sequence[BlockTree], noting: Noting | None) -> None:
         self.folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.noting = noting
         self._trees = {id(tree.mask): tree for tree in trees}
 
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
@@ -39,7 +47,11 @@ class _Step:
 
 
 @contextmanager
-def step(device: torch.device | None = None, trees: Sequence[BlockTree] = ()) -> Iterator[None]:
+def step(
+    device: torch.device | None = None,
+    trees: Sequence[BlockTree] = (),
+    noting: Noting | None = None,
+) -> Iterator[None]:
     """Mark the forward in progress, on this thread, as ours; keep cuDNN out of it on CUDA.
 
     There torch prefers cuDNN's attention, which builds a plan for every new length of the cache.
@@ -47,10 +59,11 @@ def step(device: torch.device | None = None, trees: Sequence[BlockTree] = ()) ->
     Args:
         device: Where the forward runs.
         trees: Masks of the forward that the kernel can do without.
+        noting: Notes the attention of every layer as one call.
     """
     on_cuda = device is not None and device.type == "cuda"
     outer = getattr(_thread, "step", None)
-    _thread.step = _Step(trees)
+    _thread.step = _Step(trees, noting)
     try:
         with _without_cudnn() if on_cuda else nullcontext():
             yield
@@ -138,6 +151,21 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step: _Step | None = getattr(_thread, "step", None)
+        if step is not None and step.noting is not None:
+            noting, step.noting = step.noting, None
+            try:
+                return noting(attention)(
+                    module,
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    dropout=dropout,
+                    scaling=scaling,
+                    **kwargs,
+                )
+            finally:
+                step.noting = noting
         if step is not None and kwargs.get("position_bias") is None:
             tree = step.tree(attention_mask)
             more = kwargs.get("softcap"), kwargs.get("s_aux")

@@ -118,6 +118,10 @@ class DeviceTarget(Target):
         )
 
     @property
+    def mode(self) -> str:
+        return "device" if self._set is None else "graphs"
+
+    @property
     def _trims(self) -> bool:
         return False  # one layout for all layers, whatever their windows
 

@@ -14,8 +14,16 @@ from lookahead_hf.cache.layers import SlotGroup
 from lookahead_hf.kernels import compact_path
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
-from lookahead_hf.target import attention, counting, extras, masks, positions, tree_attention
+from lookahead_hf.target import (
+    attention,
+    counting,
+    extras,
+    masks,
+    positions,
+    tree_attention,
+)
 from lookahead_hf.target.prompt import PromptStates
+from lookahead_hf.target.recorded import RecordedSteps, Wanted
 from lookahead_hf.target.tree_attention import BlockTree
 
 
@@ -48,20 +56,35 @@ class Target:
     Attributes:
         cache: The cache, after `prefill`.
         prompt: What the prefill left of the prompt, for drafting.
-        graphs: "replayed" where graphs run the steps, else why not; None where none could.
+        graphs: "replayed" where graphs run the steps, "recorded" or "packed" where a recording does
+            (`recorded`), else why not; None where none was asked for.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
     graphs: str | None = None
     most_nodes: int | None = None
 
-    def __init__(self, model: Any, num_rows: int, shape: BlockShape | None = None) -> None:
-        """`shape`: the shape of every block, None for as large as each draft needs."""
+    def __init__(
+        self,
+        model: Any,
+        num_rows: int,
+        shape: BlockShape | None = None,
+        wanted: Wanted | None = None,
+    ) -> None:
+        """Prepare for one call.
+
+        Args:
+            model: The target.
+            num_rows: Rows of the batch.
+            shape: The shape of every block, None for as large as each draft needs.
+            wanted: How steps may be recorded, None where the model itself has to run.
+        """
         self.model = model
         self.num_rows = num_rows
         self.cache: AdoptedCache | None = None
         self.prompt = PromptStates(model)
-        self._shape = shape
+        self._shape, self._wanted_recording = shape, wanted
+        self._recorded: RecordedSteps | None = None
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = mask_kinds(model)
@@ -123,6 +146,19 @@ class Target:
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
         pads = torch.from_numpy(self.cache.pads[:, None]).to(position_ids.device)
         self._uncounted = pads if self._names.skips_pads else 0
+        self._enter_recording()
+
+    def _enter_recording(self) -> None:
+        """Go on with what was recorded of the model's steps, where that may be done."""
+        wanted = self._wanted_recording
+        on_cpu = self._next_position.device.type == "cpu"
+        if wanted is not None and wanted.recorded is not False and on_cpu:
+            self._recorded = RecordedSteps(self.model, self.num_rows, wanted)
+
+    @property
+    def mode(self) -> str:
+        """How steps are run now; what they cost depends on it."""
+        return "" if self._recorded is None else self._recorded.mode
 
     @property
     def _trims(self) -> bool:
@@ -132,6 +168,8 @@ class Target:
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
         assert self.cache is not None
+        if self._recorded is not None:
+            self.record(rows)
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
         tokens = np.zeros((self.num_rows, width), np.int64)
         for row in range(self.num_rows):
@@ -142,6 +180,20 @@ class Target:
         # A text that has ended may have filled a table of positions, whose end its last token is.
         ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
         return self._block(tokens, draft, ahead)
+
+    def record(self, rows: Rows, at_once: bool = False) -> None:
+        """Trace a step and pack weights where it is time to, or at once; nothing is kept of it."""
+        if self._recorded is None:
+            return
+        assert self.cache is not None
+
+        def rehearse(width: int) -> dict[str, Any]:
+            draft = DraftTree.from_chains([[[0] * (width - 1)]] * self.num_rows)
+            tokens = np.zeros((self.num_rows, width), np.int64)
+            return self._block(tokens, draft, rows.num_emitted - 1).model_inputs
+
+        self._recorded.prepare(rehearse, self.cache.slots.layers, at_once)
+        self.graphs = self._recorded.state
 
     def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
         """`ahead`: tokens of every row that were fed since the prompt, [rows]."""
@@ -230,9 +282,18 @@ class Target:
 
     def forward(self, inputs: BlockInputs) -> Any:
         """Outputs of the model for the block; its logits are [rows, width, vocab]."""
-        device = self._next_position.device
+        device, given = self._next_position.device, inputs.model_inputs
         with attention.step(device, inputs.trees), counting.step(inputs.columns):
-            return self.model(**inputs.model_inputs, return_dict=True)
+            if self._recorded is None:
+                return self.model(**given, return_dict=True)
+            assert self.cache is not None
+            slots = self.cache.slots
+            return self._recorded.run(
+                given,
+                slots.layers,
+                slots.longest + inputs.width,
+                lambda: self.model(**given, return_dict=True),
+            )
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.

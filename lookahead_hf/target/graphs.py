@@ -258,6 +258,7 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     modules = [
         (
             module.training,
+            id(type(module).forward),
             len(module._forward_hooks),
             len(module._forward_pre_hooks),
             "forward" in vars(module),

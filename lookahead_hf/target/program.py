@@ -1,0 +1,201 @@
+"""A traced forward as one straight function, for blocks of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from lookahead_hf.target.tracing import Const, Operation, Ref, Trace, Untraceable
+
+
+@dataclass(frozen=True, slots=True)
+class OfWidth:
+    """A number that grows with the width of the block: `slope * width + offset`."""
+
+    slope: int
+    offset: int
+
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""A linear layer whose weight and bias are fixed, [..., in] to [..., out]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Calls that do what a forward does, with its numbers for the width that it is given.
+
+    Attributes:
+        inputs: Names of what it is given, beside the width and the layers of the cache.
+        run: `(width, layers, *inputs)` to logits, [rows, width, vocab].
+    """
+
+    inputs: tuple[str, ...]
+    run: Callable[..., torch.Tensor]
+
+
+def generalized(first: Trace, second: Trace, widths: tuple[int, int]) -> Trace:
+    """One trace for all widths, from those of two widths.
+
+    Raises:
+        Untraceable: They differ in more than numbers that follow the width.
+    """
+    if len(first.operations) != len(second.operations) or first.output != second.output:
+        raise Untraceable("what the forward does depends on the number of tokens")
+    both = zip(first.operations, second.operations, strict=True)
+    return Trace(first.inputs, [_merged_operation(a, b, widths) for a, b in both], first.output)
+
+
+def _merged_operation(a: Operation, b: Operation, widths: tuple[int, int]) -> Operation:
+    if a.function != b.function or a.results != b.results:
+        raise Untraceable("what the forward does depends on the number of tokens")
+    return Operation(
+        a.function,
+        _merged(a.args, b.args, widths),
+        _merged(a.kwargs, b.kwargs, widths),
+        a.results,
+    )
+
+
+def _merged(a: Any, b: Any, widths: tuple[int, int]) -> Any:
+    if type(a) is type(b):
+        if isinstance(a, tuple | list) and len(a) == len(b):
+            return type(a)(_merged(x, y, widths) for x, y in zip(a, b, strict=True))
+        if isinstance(a, dict) and a.keys() == b.keys():
+            return {name: _merged(a[name], b[name], widths) for name in a}
+        if isinstance(a, slice):
+            ends = zip((a.start, a.stop, a.step), (b.start, b.stop, b.step), strict=True)
+            return slice(*(_merged(x, y, widths) for x, y in ends))
+        if a == b:
+            return a
+        if type(a) is int:
+            slope, rest = divmod(b - a, widths[1] - widths[0])
+            if not rest:
+                return OfWidth(slope, a - slope * widths[0])
+    raise Untraceable(f"{a!r} and {b!r} do not follow the number of tokens")
+
+
+def compiled(trace: Trace, replaced: dict[int, Linear] | None = None) -> Program:
+    """Write a trace out as Python source and compile it.
+
+    Args:
+        trace: The calls.
+        replaced: What stands for linear layers, by the id of their weights.
+    """
+    writer = _Writer(replaced or {})
+    lines = list(writer.lines(trace))
+    names = ", ".join(f"i{n}" for n in range(len(trace.inputs)))
+    body = "\n    ".join([*lines, f"return {writer.expression(trace.output)}"])
+    source = f"def run(width, layers, {names}):\n    {body}\n"
+    exec(compile(source, "<traced forward>", "exec"), writer.globals)
+    return Program(trace.inputs, writer.globals["run"])
+
+
+def weights_of_linears(trace: Trace) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Weight and bias of every linear layer that is called with fixed ones, each once."""
+    found = {}
+    for operation in trace.operations:
+        if _is_fixed_linear(operation):
+            weight, *bias = operation.args[1:]
+            fixed = bias[0].value if bias and bias[0] is not None else None
+            found[id(weight.value)] = weight.value, fixed
+    return list(found.values())
+
+
+def _is_fixed_linear(operation: Operation) -> bool:
+    return (
+        operation.function is linear
+        and not operation.kwargs
+        and len(operation.args) in (2, 3)
+        and isinstance(operation.args[1], Const)
+        and all(arg is None or isinstance(arg, Const) for arg in operation.args[2:])
+    )
+
+
+class _Writer:
+    """Turns calls into lines of source; what has no literal is a global of the function."""
+
+    def __init__(self, replaced: dict[int, Linear]) -> None:
+        self.globals: dict[str, Any] = {}
+        self._replaced = replaced
+        self._known: dict[int, str] = {}
+        self._inputs: dict[str, str] = {}
+
+    def lines(self, trace: Trace) -> Iterable[str]:
+        """The calls, each value forgotten after its last use, as Python would."""
+        self._inputs = {name: f"i{n}" for n, name in enumerate(trace.inputs)}
+        last: dict[str, int] = {}
+        for index, operation in enumerate(trace.operations):
+            last |= dict.fromkeys(_refs((operation.args, operation.kwargs)), index)
+            last |= dict.fromkeys(_refs(operation.results), index)
+        for name in (*trace.inputs, trace.output.name):
+            last.pop(name, None)
+        over: dict[int, list[str]] = {}
+        for name, index in last.items():
+            over.setdefault(index, []).append(name)
+        for index, operation in enumerate(trace.operations):
+            call = self._call(operation)
+            target = "" if operation.results is None else f"{self.target(operation.results)} = "
+            yield target + call
+            if index in over:
+                yield "del " + ", ".join(over[index])
+
+    def _call(self, operation: Operation) -> str:
+        function, args, kwargs = operation.function, operation.args, operation.kwargs
+        if _is_fixed_linear(operation) and id(args[1].value) in self._replaced:
+            function, args = self._replaced[id(args[1].value)], args[:1]
+        called = f"layers[{function}].update" if isinstance(function, int) else self._name(function)
+        given = [*map(self.expression, args)]
+        given += [f"{name}={self.expression(value)}" for name, value in kwargs.items()]
+        return f"{called}({', '.join(given)})"
+
+    def target(self, results: Any) -> str:
+        """What a call's results are assigned to."""
+        if isinstance(results, Ref):
+            return results.name
+        if results is None:
+            return "_"
+        return f"({', '.join(map(self.target, results))},)"
+
+    def expression(self, value: Any) -> str:
+        """Source of an argument."""
+        if isinstance(value, Ref):
+            return self._inputs.get(value.name, value.name)
+        if isinstance(value, OfWidth):
+            return f"{value.slope} * width + {value.offset}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.expression, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self.expression(item)}, ' for item in value)})"
+        if isinstance(value, dict):
+            items = (f"{name!r}: {self.expression(item)}" for name, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        if isinstance(value, slice):
+            ends = map(self.expression, (value.start, value.stop, value.step))
+            return f"slice({', '.join(ends)})"
+        if value is None or type(value) in (int, bool, str):
+            return repr(value)
+        return self._name(value.value if isinstance(value, Const) else value)
+
+    def _name(self, value: Any) -> str:
+        """The global that holds an object."""
+        if id(value) not in self._known:
+            self._known[id(value)] = f"c{len(self._known)}"
+            self.globals[self._known[id(value)]] = value
+        return self._known[id(value)]
+
+
+def _refs(value: Any) -> Iterable[str]:
+    """Names of all references in a tree."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, dict):
+        yield from _refs(list(value.values()))
+    elif isinstance(value, slice):
+        yield from _refs([value.start, value.stop, value.step])
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from _refs(item)

@@ -1,0 +1,344 @@
+"""Steps on the CPU without the model's Python: a forward is traced once and then repeated.
+
+What is repeated are the calls of torch's functions that the model made, on the same weights, so
+that the bits are the same. Of a step of 135 million parameters the model's own Python takes a tenth
+on two cores, and laying out half-precision weights for a block another fifth (`packing`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.target import attention, packing
+from lookahead_hf.target.graphs import fingerprint
+from lookahead_hf.target.packing import PackedWeights
+from lookahead_hf.target.program import Program, compiled, generalized, weights_of_linears
+from lookahead_hf.target.tracing import Trace, Tracer, Untraceable
+
+_logger = logging.getLogger(__name__)
+
+TRACED_AFTER = 24
+"""Steps of a model, with as many rows, after which "auto" traces: that costs a few steps."""
+
+PACKED_AFTER = 96
+"""Steps of a model after which "auto" packs its weights: that takes as long as twenty steps."""
+
+TRACED_WIDTHS = (3, 5)
+"""Tokens per row of the two forwards from which one for any number is made."""
+
+CHECKS = 2
+"""Steps of a kind that are run both ways before the trace is trusted with it."""
+
+Shape = tuple[Any, ...]
+"""What a program depends on beside the width: rows, names of the inputs, fixed arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a call asks for, as in `SpeculativeConfig`."""
+
+    recorded: str | bool = "auto"
+    packed: str | bool = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """What a repeated forward returns: logits, [rows, width, vocab]."""
+
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A forward's keyword arguments, those that change from step to step by name.
+
+    Attributes:
+        given: Tensors and the cache; those of a dict with its name before theirs.
+        shape: What a program for them depends on.
+    """
+
+    given: dict[str, Any]
+    shape: Shape
+
+    @classmethod
+    def of(cls, model_inputs: dict[str, Any], num_rows: int) -> Arguments:
+        """Tell the arguments of a forward apart."""
+        given: dict[str, Any] = {}
+        fixed = []
+        for name, value in model_inputs.items():
+            if isinstance(value, torch.Tensor) or name == "past_key_values":
+                given[name] = value
+            elif isinstance(value, dict):
+                given |= {f"{name}.{kind}": mask for kind, mask in value.items()}
+            else:
+                fixed.append((name, repr(value)))
+        return cls(given, (num_rows, tuple(given), tuple(fixed)))
+
+
+class _Kept:
+    """What is kept of a model between calls."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.lock = threading.Lock()
+        self.traces: dict[Shape, Trace] = {}
+        self.programs: dict[tuple[Shape, bool], Program] = {}
+        self.num_checked: Counter[Any] = Counter()
+        self.refusal: str | None = None
+        self.packed: PackedWeights | None = None
+        self.packs = True
+
+    def program(self, shape: Shape, packed: bool) -> Program | None:
+        """The program for such arguments, written when it is first asked for."""
+        trace = self.traces.get(shape)
+        if trace is None:
+            return None
+        key = shape, packed
+        if key not in self.programs:
+            linears = self.packed.linears if packed and self.packed is not None else None
+            self.programs[key] = compiled(trace, linears)
+        return self.programs[key]
+
+    def refuse(self, reason: str) -> None:
+        """Run the model itself from now on."""
+        self.refusal = reason
+        self.traces, self.programs, self.packed = {}, {}, None
+
+    def unpack(self) -> None:
+        """Forget packed weights and what was written for them; they may be packed again."""
+        self.packed, self.packs = None, True
+        self.programs = {key: program for key, program in self.programs.items() if not key[1]}
+
+
+_lock = threading.Lock()
+_kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+_num_steps: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
+
+
+def release(model: Any) -> None:
+    """Free what is kept for a model."""
+    with _lock:
+        _kept.pop(model, None)
+        _num_steps.pop(model, None)
+
+
+class RecordedSteps:
+    """The steps of one call."""
+
+    def __init__(self, model: Any, num_rows: int, wanted: Wanted) -> None:
+        """Go on from what is kept of the model, if that is still true of it."""
+        self._model, self._num_rows, self._wanted = model, num_rows, wanted
+        self._kept: _Kept | None = None
+        self._refusal: str | None = None
+        with _lock:
+            self._num_steps = _num_steps.setdefault(model, Counter())
+            is_known = model in _kept
+        if is_known:
+            self._enter()
+
+    def _enter(self) -> None:
+        """Look the model over; what was kept of another state of it is forgotten."""
+        self._refusal = refusal(self._model)
+        if self._refusal is not None:
+            return
+        key = fingerprint(self._model)
+        with _lock:
+            found = _kept.get(self._model)
+            if found is None or found.key != key:
+                found = _kept[self._model] = _Kept(key)
+        if found.packed is not None and not found.packed.is_current():
+            with found.lock:
+                found.unpack()
+        self._kept = found
+
+    @property
+    def _is_packed(self) -> bool:
+        kept = self._kept
+        return self._wanted.packed is not False and kept is not None and kept.packed is not None
+
+    @property
+    def mode(self) -> str:
+        """How steps are run now: "recorded", "packed", or "" where the model itself is run."""
+        if self._kept is None or not self._kept.traces:
+            return ""
+        return "packed" if self._is_packed else "recorded"
+
+    @property
+    def state(self) -> str:
+        """The mode, or why the model itself is run."""
+        kept = self._kept
+        refused = self._refusal if kept is None else kept.refusal
+        return refused or self.mode or "too few steps to record"
+
+    def prepare(
+        self, rehearse: Callable[[int], dict[str, Any]], layers: list[Any], at_once: bool = False
+    ) -> None:
+        """Trace and pack where it is time to.
+
+        Args:
+            rehearse: Lays out a block of so many tokens that is not kept; the forward's arguments.
+            layers: The cache's layers.
+            at_once: Whether it is time now, in any case.
+        """
+        rows, steps = self._num_rows, self._num_steps
+        due = at_once or self._wanted.recorded is True or steps[rows] >= TRACED_AFTER
+        if self._kept is None and self._refusal is None and due:
+            self._enter()
+        kept = self._kept
+        if kept is None or kept.refusal is not None or not kept.lock.acquire(blocking=False):
+            return
+        try:
+            if due and not any(shape[0] == rows for shape in kept.traces):
+                self._trace_all(rehearse, layers)
+            due = at_once or self._wanted.packed is True or steps.total() >= PACKED_AFTER
+            if kept.packs and due and kept.traces and self._wanted.packed is not False:
+                self._pack()
+        except Exception as error:  # whatever it is, the model itself still runs
+            reason = str(error) if isinstance(error, Untraceable) else _first_line(error)
+            _logger.info("steps of %s are not recorded: %s", type(self._model).__name__, reason)
+            kept.refuse(reason)
+        finally:
+            kept.lock.release()
+
+    def _trace_all(self, rehearse: Callable[[int], dict[str, Any]], layers: list[Any]) -> None:
+        """Trace a step of any number of tokens, and one of a single token without a mask."""
+        assert self._kept is not None
+        shape, first = self._traced(rehearse(TRACED_WIDTHS[0]), layers)
+        _, second = self._traced(rehearse(TRACED_WIDTHS[1]), layers)
+        self._kept.traces[shape] = generalized(first, second, TRACED_WIDTHS)
+        try:
+            shape, single = self._traced(rehearse(1), layers)
+        except Untraceable as error:  # some models look at the tokens where they get no mask
+            _logger.debug("steps of one token are not recorded: %s", error)
+        else:
+            self._kept.traces.setdefault(shape, single)
+
+    def _traced(self, model_inputs: dict[str, Any], layers: list[Any]) -> tuple[Shape, Trace]:
+        arguments = Arguments.of(model_inputs, self._num_rows)
+        tracer = Tracer(self._model, arguments.given)
+        with attention.step(noting=tracer.opaque), _updates_noted(layers, tracer), tracer:
+            logits = self._model(**model_inputs, return_dict=True).logits
+        return arguments.shape, tracer.trace(logits)
+
+    def _pack(self) -> None:
+        """Pack the weights, once and for all: what does not gain by it now never will."""
+        kept = self._kept
+        assert kept is not None
+        kept.packs = False
+        layers = {
+            id(layer[0]): layer
+            for trace in kept.traces.values()
+            for layer in weights_of_linears(trace)
+        }
+        if self._wanted.packed is True or packing.fits(layers.values()):
+            weights = PackedWeights(layers.values())
+            if weights.linears:
+                kept.packed = weights
+
+    def run(
+        self,
+        model_inputs: dict[str, Any],
+        layers: list[Any],
+        slots: int,
+        forward: Callable[[], Any],
+    ) -> Any:
+        """Repeat the forward, or run it where it was not traced.
+
+        Args:
+            model_inputs: The forward's arguments.
+            layers: The cache's layers.
+            slots: Slots that the attention sees.
+            forward: Runs the model.
+
+        Returns:
+            `Logits`, or the model's outputs.
+        """
+        self._num_steps[self._num_rows] += 1
+        kept = self._kept
+        if kept is None or not kept.traces:
+            return forward()
+        arguments = Arguments.of(model_inputs, self._num_rows)
+        is_packed = self._is_packed
+        program = kept.program(arguments.shape, is_packed)
+        if program is None:
+            return forward()
+        width = next(iter(arguments.given.values())).shape[1]
+        kind = arguments.shape, is_packed, width == 1, slots.bit_length()
+        if kept.num_checked[kind] >= CHECKS:
+            return self._repeated(program, arguments, layers, width) or forward()
+        outputs = forward()
+        again = self._repeated(program, arguments, layers, width)
+        if again is not None:
+            if _same_bits(again.logits, outputs.logits):
+                kept.num_checked[kind] += 1
+            else:
+                kept.refuse("repeating a step gave other logits")
+        return outputs
+
+    def _repeated(
+        self, program: Program, arguments: Arguments, layers: list[Any], width: int
+    ) -> Logits | None:
+        try:
+            return Logits(program.run(width, layers, *arguments.given.values()))
+        except Exception as error:
+            assert self._kept is not None
+            self._kept.refuse(_first_line(error))
+            return None
+
+
+@contextmanager
+def _updates_noted(layers: list[Any], tracer: Tracer) -> Iterator[None]:
+    """Note what the cache's layers do as calls of those layers, whichever a later call has."""
+    for index, layer in enumerate(layers):
+        layer.update = tracer.opaque(layer.update, index)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("update", None)
+
+
+def refusal(model: Any) -> str | None:
+    """What can be seen to forbid recording before anything was tried; None if nothing."""
+    if model.config.is_encoder_decoder or compat.reads_lengths(model):
+        return "its forwards look at lengths themselves"
+    if any(compat.attention_name(c) != attention.OURS for c in compat.attention_configs(model)):
+        return "its attention is its own"
+    if torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
+        return "autocast or autograd is on"
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "calls of torch are being watched"
+    hooks = torch.nn.modules.module
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        return "modules have hooks"
+    for module in model.modules():
+        if module.training:
+            return "it is being trained"
+        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
+            return "modules have hooks"
+        if "forward" in vars(module) or vars(module).get("_compiled_call_impl") is not None:
+            return "a forward was replaced"
+    tensors = (*model.parameters(), *model.buffers())
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        return "its weights are tensors of their own kind"
+    if any(t.device.type != "cpu" for t in tensors):
+        return "not all weights are on the CPU"
+    return None
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

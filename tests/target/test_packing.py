@@ -1,0 +1,109 @@
+"""Packed weights give the bits of the weights, and are noticed to be old."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from lookahead_hf.target import packing
+from lookahead_hf.target.packing import PackedWeights
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    torch.manual_seed(0)
+    return [
+        (torch.randn(96, 64).to(dtype), None),
+        (torch.randn(64, 96).to(dtype), torch.randn(64).to(dtype)),
+        (torch.randn(96, 64).to(dtype), None),
+    ]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers too small to be faster packed count as faster."""
+    monkeypatch.setattr(packing, "GAIN", float("inf"))
+
+
+def needs_packing() -> None:
+    try:
+        packing.packed(torch.zeros(8, 8, dtype=torch.bfloat16), None)
+    except RuntimeError:
+        pytest.skip("this processor has no packed layout for bfloat16")
+
+
+def test_packed_layers_give_the_same_bits(always: None) -> None:
+    needs_packing()
+    layers = weights()
+    packed = PackedWeights(layers)
+    assert packed.linears.keys() == {id(weight) for weight, _ in layers}
+    for weight, bias in layers:
+        for shape in ((1, 1), (1, 9), (3, 7)):
+            x = torch.randn(*shape, weight.shape[1]).bfloat16()
+            assert torch.equal(packed.linears[id(weight)](x), linear(x, weight, bias))
+
+
+def test_float32_is_left_as_it_is(always: None) -> None:
+    assert PackedWeights(weights(torch.float32)).linears == {}
+
+
+def test_other_bits_are_left_as_they_are(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = packing.packed
+
+    def off_by_a_little(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        layer = real(weight, bias)
+        return lambda x: layer(x) * (1.0 + (x.shape[1] == 17) * 0.01)
+
+    needs_packing()
+    monkeypatch.setattr(packing, "packed", off_by_a_little)
+    assert PackedWeights(weights()).linears == {}
+
+
+def test_what_is_no_faster_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "GAIN", 0.0)
+    assert PackedWeights(weights()).linears == {}
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_that_were_written_to_are_noticed(always: None, through_data: bool) -> None:
+    needs_packing()
+    layers = weights()
+    packed = PackedWeights(layers)
+    assert packed.is_current()
+    written = layers[1][0].data if through_data else layers[1][0]
+    written[3, 5] += 1.0
+    assert not packed.is_current()
+    written[3, 5] -= 1.0
+
+
+def test_plenty_of_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = weights()
+    total = sum(weight.nbytes for weight, _ in layers)
+    for free, fits in ((4 * total + 1, True), (4 * total, False), (None, False)):
+        monkeypatch.setattr(packing, "free_memory", lambda free=free: free)
+        assert packing.fits(layers) is fits
+
+
+def test_free_memory_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
+        "/sys/fs/cgroup/memory.max": "5000000\n",
+        "/sys/fs/cgroup/memory.current": "1000000\n",
+    }
+
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert packing.free_memory() == 4_000_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert packing.free_memory() == 8_192_000
+    del files["/sys/fs/cgroup/memory.max"]
+    assert packing.free_memory() == 8_192_000
+    files.clear()
+    assert packing.free_memory() is None

@@ -1,0 +1,274 @@
+"""Recorded steps write the model's own text, and give way where they would not."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf.drafting.session import cost_setting, memory_of
+from lookahead_hf.target import packing, recorded
+from lookahead_hf.target.program import Program
+from tests.models import NAMES, prompt, tiny
+from tests.scripted import RandomTrees, continuations, scripted
+from tests.target.test_packing import needs_packing
+
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
+
+
+def both(
+    model: Any, ids: torch.Tensor, new: int = 24, **call: Any
+) -> lookahead_hf.SpeculativeStats:
+    """Run a call plainly and recorded; assert the same text, and speculation."""
+    call = {"do_sample": False, "max_new_tokens": new, **call}
+    torch.manual_seed(5)
+    plain = model.generate(ids, **call)
+    drafted = scripted(continuations(plain, ids.shape[1]), RandomTrees())
+    torch.manual_seed(5)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, **call, speculative=replace(drafted, recorded_steps=True))
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason is None
+    assert stats.num_accepted > 0
+    return stats
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_the_text_is_plains(name: str, sampled: bool) -> None:
+    model = tiny(name)
+    call = SAMPLED if sampled else {}
+    assert both(model, prompt(), 40, **call).graphs == "recorded"
+    ragged = prompt(3)
+    mask = torch.ones_like(ragged)
+    mask[1, :5] = 0
+    stats = both(model, ragged, attention_mask=mask, pad_token_id=0, **call)
+    assert stats.graphs == "recorded"
+    assert recorded._kept[model].refusal is None
+    checked = recorded._kept[model].num_checked
+    assert {kind[0][0] for kind in checked} == {1, 3}
+
+
+def test_steps_are_repeated_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    both(model, prompt(), 40)
+    forwards: list[int] = []
+    kind = type(model.model.norm)
+    forward, key = kind.forward, recorded._kept[model].key
+    monkeypatch.setattr(recorded, "fingerprint", lambda _: key)
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self is model.model.norm:
+            forwards.append(1)
+        return forward(self, x)
+
+    with lookahead_hf.enabled(model):
+        drafted = scripted([[]], RandomTrees())
+        monkeypatch.setattr(kind, "forward", counted)
+        model.generate(prompt(), max_new_tokens=24, do_sample=False, speculative=drafted)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.num_steps > 10
+    assert len(forwards) <= 1 + 2 * recorded.CHECKS  # the prompt, and kinds of steps still checked
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_packing()
+    monkeypatch.setattr(packing, "GAIN", float("inf"))
+
+
+def bits(model: Any, **fields: Any) -> tuple[list[int], str | None]:
+    """A text in bfloat16 with the same trees in every call, and how its steps were run."""
+    config = replace(scripted([list(range(3, 60))], RandomTrees(hit=1.0)), **fields)
+    with lookahead_hf.enabled(model):
+        output = model.generate(
+            prompt(), max_new_tokens=40, do_sample=False, output_logits=True,
+            return_dict_in_generate=True, speculative=config,
+        )  # fmt: skip
+    assert output.speculative_stats.fallback_reason is None
+    logits = torch.cat(output.logits).view(torch.int32).tolist()
+    return [output.sequences.tolist(), logits], output.speculative_stats.graphs
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi"])
+def test_packed_weights_change_no_bit(name: str, packs: None) -> None:
+    model = tiny(name).bfloat16()
+    own, state = bits(model, recorded_steps=False)
+    assert state is None
+    assert bits(model, recorded_steps=True, packed_weights=False) == (own, "recorded")
+    assert bits(model, recorded_steps=True, packed_weights=True) == (own, "packed")
+    assert bits(model, recorded_steps=True, packed_weights=False) == (own, "recorded")
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_written_to_between_calls_count(packs: None, through_data: bool) -> None:
+    model = tiny("llama").bfloat16()
+    before, _ = bits(model, recorded_steps=True, packed_weights=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.mlp.down_proj.weight
+            (weight.data if through_data else weight).mul_(-1.0)
+    own, _ = bits(model, recorded_steps=False)
+    assert own != before
+    assert bits(model, recorded_steps=True, packed_weights=True) == (own, "packed")
+
+
+def test_little_memory_leaves_the_weights_alone(
+    packs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "free_memory", lambda: 1000)
+    monkeypatch.setattr(recorded, "PACKED_AFTER", 0)
+    model = tiny("llama").bfloat16()
+    assert bits(model, recorded_steps=True)[1] == "recorded"
+    assert bits(model, recorded_steps=True, packed_weights=True)[1] == "recorded", "tried once"
+
+
+def test_nothing_is_recorded_for_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+
+    def state(new: int) -> str | None:
+        model.generate(prompt(), max_new_tokens=new, do_sample=False, speculative={"budget": 0})
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None
+        return stats.graphs
+
+    assert state(recorded.TRACED_AFTER // 2) == "too few steps to record"
+    assert state(recorded.TRACED_AFTER) == "recorded"
+    assert state(4) == "recorded"
+    lookahead_hf.disable(model)
+    lookahead_hf.enable(model)
+    assert state(4) == "too few steps to record"
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+
+
+def replaced(model: Any) -> None:
+    layer = model.model.layers[1].mlp
+    own = layer.forward
+    layer.forward = lambda x: own(x)
+
+
+def alone(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hooked, "modules have hooks"),
+        (replaced, "a forward was replaced"),
+        (alone, "its attention is its own"),
+    ],
+)
+def test_what_a_recording_would_pass_over_is_run(
+    change: Callable[[Any], None], reason: str
+) -> None:
+    model = tiny("llama")
+    change(model)
+    assert both(model, prompt()).graphs == reason
+
+
+def test_a_change_between_calls_is_noticed() -> None:
+    model = tiny("llama")
+    assert both(model, prompt()).graphs == "recorded"
+    layer = model.model.layers[1].mlp
+    own = type(layer).forward
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[1])
+        return own(layer, x) * 1.5
+
+    layer.forward = forward
+    assert both(model, prompt()).graphs == "a forward was replaced"
+    del layer.forward
+    assert both(model, prompt()).graphs == "recorded"
+    model.model.layers[1].mlp = torch.nn.Identity().eval()
+    assert both(model, prompt()).graphs == "recorded"
+
+
+def test_numbers_that_python_counts_up_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that changes from call to call is no function of its arguments."""
+    monkeypatch.setattr(recorded, "CHECKS", 3)
+    model = tiny("llama")
+    norm = type(model.model.norm)
+    own = norm.forward
+    calls: list[int] = []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return own(self, x) * (1.0 + (len(calls) > 60))
+
+    monkeypatch.setattr(norm, "forward", forward)
+    with lookahead_hf.enabled(model):
+        model.generate(
+            prompt(), max_new_tokens=24, do_sample=False, speculative={"recorded_steps": True}
+        )
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.graphs == "repeating a step gave other logits"
+
+
+def test_a_recording_that_breaks_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    assert both(model, prompt(), 40).graphs == "recorded"
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no such operation\nmore of it")
+
+    for key, program in recorded._kept[model].programs.items():
+        recorded._kept[model].programs[key] = Program(program.inputs, broken)
+    assert both(model, prompt(), 40).graphs == "RuntimeError: no such operation"
+
+
+def test_costs_are_told_apart_by_mode() -> None:
+    model = tiny("llama")
+    both(model, prompt(), 40)
+    costs, setting = memory_of(model).costs, cost_setting(model)
+    lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=8)
+    assert costs.curve(1, 20, setting, "recorded").num_samples(8) >= 5
+    assert costs.curve(1, 20, setting).num_samples(8) < 5
+
+
+def test_two_threads_share_one_recording() -> None:
+    model = tiny("llama")
+    prompts = [prompt(seed=seed) for seed in range(4)]
+    plain = [model.generate(ids, max_new_tokens=40, do_sample=False).tolist() for ids in prompts]
+    found: dict[int, list[list[int]]] = {}
+
+    def run(index: int) -> None:
+        config = lookahead_hf.SpeculativeConfig(budget=8, recorded_steps=True)
+        ids = prompts[index]
+        output = model.generate(ids, max_new_tokens=40, do_sample=False, speculative=config)
+        found[index] = output.tolist()
+
+    with lookahead_hf.enabled(model):
+        run(0)
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[index] for index in range(4)] == plain
+    assert recorded._kept[model].refusal is None
+
+
+def test_a_recording_does_not_keep_its_model_alive() -> None:
+    model = tiny("llama")
+    both(model, prompt(), 40)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
