@@ -14,10 +14,10 @@ from lookahead_hf import compat, stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.registry import Resources
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession
-from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.processes import together
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import Verdict
+from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.target import admission, positions
 from lookahead_hf.target.device import DeviceTarget
@@ -66,16 +66,15 @@ class Call:
         request: Request,
     ) -> None:
         """Raises Unserved where the call cannot be served."""
+        self.model, self.input_ids, self.request = model, input_ids, request
+        self.generation_config, self.model_kwargs = generation_config, model_kwargs
+        self.processes = self._together()
         admission.check(model, generation_config, model_kwargs)
         num_new = int(generation_config.max_length) - input_ids.shape[1]
         position_ids = positions.of_prompt(model, input_ids, model_kwargs)
         assert position_ids is not None
         admission.check_room(model, input_ids, generation_config, model_kwargs)
         positions.check_length(model, position_ids, input_ids.shape[1], num_new)
-        if request.synced_gpus:
-            raise Unserved(FallbackReason.SYNCED_GPUS)
-        self.model, self.input_ids, self.request = model, input_ids, request
-        self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.pad = compat.pad_token(generation_config)
         mask = model_kwargs.get(compat.decoder_names(model).mask)
         self.rows = _rows(input_ids, mask, self._encoder_ids(request.encoder_ids))
@@ -89,9 +88,11 @@ class Call:
             self.pad,
             self.records,
             request.config.verification,
-            on_device=device.serves(input_ids.device) and admission.on_device(model, input_ids),
+            on_device=self._is_on_device(),
+            processes=self.processes,
         )
         self.target = self._target(num_new)
+        self.target.prompt.wanted = self.processes.is_alone
         self.stream = ColumnStream(request.streamer, self.rows.num_rows, self.pad)
         self.drafts = DraftSession(
             model,
@@ -107,6 +108,30 @@ class Call:
         cache = model_kwargs.get("past_key_values")
         returns = bool(generation_config.return_dict_in_generate)
         self._returns_cache = returns or compat.is_users_cache(cache)
+
+    def _together(self) -> together.Alone:
+        """Who decides where several processes run the model."""
+        request, num_rows = self.request, len(self.input_ids)
+        return together.of_call(
+            self.model,
+            self.input_ids.device,
+            num_rows,
+            request.config.max_draft_nodes,
+            synced=request.synced_gpus,
+            draws=self._draws,
+            assistant=request.assistant_model,
+        )
+
+    @property
+    def _draws(self) -> bool:
+        """Whether drafts are drawn from a distribution, and so are verdicts on them."""
+        rejects = self.request.config.verification == "rejection"
+        return rejects and bool(self.generation_config.do_sample)
+
+    def _is_on_device(self) -> bool:
+        """Whether steps can stay on a device that can walk by itself."""
+        served = self.processes.is_alone and device.serves(self.input_ids.device)
+        return served and admission.on_device(self.model, self.input_ids)
 
     def _target(self, num_new: int) -> Target:
         """What runs the model; its steps stay on the device where the engine does."""
@@ -124,7 +149,7 @@ class Call:
 
     def _recording(self) -> Wanted | None:
         """How the steps may be recorded; a recording has no outputs but the logits."""
-        if self.records.observes:
+        if self.records.observes or not self.processes.is_alone:
             return None
         config = self.request.config
         return Wanted(config.recorded_steps, config.packed_weights)
@@ -151,14 +176,13 @@ class Call:
     def _resources(self, processors: Any) -> Resources:
         """What the drafters of this call can draw on."""
         request = self.request
-        draws = request.config.verification == "rejection" and self.generation_config.do_sample
         return Resources(
             predictions=request.prediction,
             assistant=request.assistant_model,
             tokenizers=(request.tokenizer, request.assistant_tokenizer),
             vocab_size=int(compat.text_config(self.model).vocab_size),
             processors=processors,
-            draws=bool(draws),
+            draws=self._draws,
             pool=request.config.pool,
             learn=request.config.learn,
         )
@@ -171,6 +195,15 @@ class Call:
             outputs = run(self.input_ids, self.generation_config, self.model_kwargs)
         self.records.prefill(outputs)
         return outputs.logits[:, -1:]
+
+    def begin_drafts(self) -> None:
+        """Show the texts to the sources of the process that drafts."""
+        if self.processes.decides:
+            self.drafts.begin(self.rows)
+
+    def propose(self) -> DraftTree:
+        """The draft of a step, the same in all processes that run these rows."""
+        return self.processes.draft(lambda: self.drafts.propose(self.rows))
 
     def emit(self, verdict: Verdict) -> None:
         """Hand the tokens of a verdict to the stream."""
@@ -196,21 +229,30 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is not None and self._returns_cache and self.target.cache is not None:
-                self.target.cache.hand_back(self.target.cache.num_columns + self.target.num_fed)
+            if kind is not None:
+                self._break_off()
         finally:
             try:
                 self.target.end()
             finally:
                 self.drafts.end(self.rows)
 
+    def _break_off(self) -> None:
+        try:
+            if self._returns_cache and self.target.cache is not None:
+                self.target.cache.hand_back(self.target.cache.num_columns + self.target.num_fed)
+        finally:
+            self.processes.broke_off()
+
     def output(self) -> Any:
         """Hand the cache back, close the stream and return what `generate` returns."""
         columns = self._num_columns()
         graphs = self.target.graphs
         record = self.record.finish(self.rows, self.engine.name, self.drafts, graphs)
-        if self._returns_cache or self.records:
+        if self._returns_cache or self.records or self.processes.runs_same:
             self._catch_up(columns)
+        while self.processes.others_go_on():
+            self._run_for_others()
         cache = self._hand_back(columns) if self._returns_cache else None
         stats.publish(self.model, record)  # before the end, at which a reader may look for it
         self.stream.end()
@@ -238,6 +280,7 @@ class Call:
             [self.rows.last_token(row), *[self.pad or 0] * (count - 1)][:count]
             for row, count in enumerate(short.tolist())
         ]
+        self.processes.step()
         ahead = np.minimum(
             self.rows.num_emitted - 1, columns - 2
         )  # where the longest is fed no more
@@ -248,6 +291,11 @@ class Call:
             for index in range(short[row]):
                 self.engine.feed_pad(self.rows, row, outputs.logits[row, index])
         self.target.keep(short)
+
+    def _run_for_others(self) -> None:
+        """A forward of which nothing is kept."""
+        last = [[self.rows.last_token(row)] for row in range(self.rows.num_rows)]
+        self.target.feed(last, self.rows.num_emitted - 1)
 
     def _hand_back(self, columns: int) -> Any:
         assert self.target.cache is not None

@@ -160,6 +160,18 @@ def synced_gpus(model: Any, given: bool | None) -> bool:
 
     `generate` computes it in here and then drops it for strategies that it is given.
     """
+def num_pipeline(model: Any) -> int:
+    """Processes that run some of the model's layers each."""
+    mesh = getattr(model, "_device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return int(mesh.shape[names.index("pp")]) if mesh is not None and "pp" in names else 1
+
+
+def are_unfinished(model: Any, is_finished: bool, device: torch.device) -> bool:
+    """Tell all processes whether the texts of this one have ended, and hear whether any go on."""
+    return bool(model._has_unfinished_sequences(is_finished, True, device))
+
+
     return bool(model._extract_generation_mode_kwargs(None, {}, given, None, None)["synced_gpus"])
 
 
@@ -376,6 +388,7 @@ __all__ = [
     "attention_name",
     "counted_tables",
     "counts_positions",
+    "are_unfinished",
     "decoder_names",
     "eager_attention",
     "forward_arguments",
@@ -395,6 +408,7 @@ __all__ = [
     "reads_lengths",
     "grows",
     "register_attention",
+    "num_pipeline",
     "registry_configs",
     "relative_biases",
     "rope_limits",

@@ -55,16 +55,18 @@ def decode(
         stack.enter_context(counting.laid_under(model))
         stack.enter_context(call)
         logits = call.prefill()
+        call.processes.step()
         stack.enter_context(engine.sampling(rows, logits))
         call.emit(engine.first(rows, logits))
         with phase("draft"):
-            drafts.begin(rows)
+            call.begin_drafts()
         while rows.live.any():
             with phase("draft"):
-                draft = engine.complete(rows, drafts.propose(rows))
+                draft = engine.complete(rows, call.propose())
             with phase("commit"):
                 inputs = target.layout(rows, draft)
             with phase("forward"):
+                call.processes.step()
                 outputs = target.forward(inputs)
             with phase("draft"):
                 drafts.prepare(outputs)

@@ -64,8 +64,12 @@ class FallbackReason(str, Enum):
         "a mixture of experts rounds a token by how many others go to its expert",
         "leave draft_invariant out",
     )
-    SYNCED_GPUS = "synced_gpus", "processes of the group must step together"
-    TENSOR_PARALLEL = "tensor_parallel", "every process would have to draft the same tokens"
+    SYNCED_GPUS = (
+        "synced_gpus",
+        "processes that share the weights must run equally many forwards",
+        "pass synced_gpus=True in all of them",
+    )
+    TENSOR_PARALLEL = "tensor_parallel", "this way of sharing a model's matrices is not served"
 
 
 class Unserved(Exception):

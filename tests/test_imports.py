@@ -16,7 +16,7 @@ ROOT = Path(lookahead_hf.__file__).parent
 LEVELS = (
     {"config", "compat", "rows", "steps", "fallback", "records", "activations"},
     {"stats", "streaming", "ngram_pool", "kernels"},
-    {"logits", "cache"},
+    {"logits", "cache", "processes"},
     {"target"},
     {"drafting", "verification"},
     {"call"},

@@ -21,6 +21,7 @@ from lookahead_hf.drafting.assistant_model import AssistantModel
 from lookahead_hf.drafting.assistant_picks import TENTHS, Drawn, Likeliest
 from lookahead_hf.drafting.assistant_tokens import Bridge, SameTokens, differ
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.processes import spread
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention
@@ -181,3 +182,5 @@ class AssistantDrafter(Drafter):
 def _check_model(model: Any) -> None:
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         raise ValueError(f"assistant_model must be a model of transformers, not {model!r}")
+    if spread.is_spread(model):
+        raise ValueError("an assistant must be whole in the process that drafts, not spread")

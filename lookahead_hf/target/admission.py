@@ -9,6 +9,7 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.cache import held
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.processes import spread
 from lookahead_hf.target import probe
 from lookahead_hf.target.attention import SERVED
 
@@ -146,8 +147,7 @@ def check_setup(model: Any) -> None:
         raise Unserved(FallbackReason.STATEFUL, name)
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
-    if (processes := compat.num_tensor_parallel(model)) > 1:
-        raise Unserved(FallbackReason.TENSOR_PARALLEL, f"{processes} processes")
+    spread.check(model)
     _check_inputs(model)
     for module in model.modules():
         own = vars(module)  # a module's getattr is slow for what it has not

@@ -15,7 +15,14 @@ CHUNK = 64
 
 
 class PromptStates:
-    """The prompt's last hidden states, kept from its prefill until drafting has looked at them."""
+    """The prompt's last hidden states, kept from its prefill until drafting has looked at them.
+
+    Attributes:
+        wanted: Whether they are kept at all: to look at them takes a part of the model, which a
+            single one of several processes may not be able to run.
+    """
+
+    wanted = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -25,7 +32,7 @@ class PromptStates:
     def captured(self) -> Iterator[None]:
         """Keep what the decoder returns to this thread; nothing where the model has no decoder."""
         decoder = self._model.get_decoder() if hasattr(self._model, "get_decoder") else None
-        if decoder is None or decoder is self._model or self._head() is None:
+        if not self.wanted or decoder is None or decoder is self._model or self._head() is None:
             yield
             return
         thread = threading.get_ident()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lookahead_hf.logits.walkers import RowProcessors
+from lookahead_hf.processes.together import Alone
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
@@ -19,6 +20,7 @@ from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
 from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
+from lookahead_hf.verification.told import ToldLockstep, ToldWalk
 from lookahead_hf.verification.walk import Rules, Walk
 
 
@@ -35,11 +37,14 @@ class Engine:
         records: Records,
         verification: str = "exact",
         on_device: bool = False,
+        processes: Alone | None = None,
     ) -> None:
         """Take over a call's processors and criteria as `generate` prepared them.
 
-        `on_device`: whether model and tensors are on one device that can walk by itself.
+        `on_device`: whether model and tensors are on one device that can walk by itself;
+        `processes`: who decides, None where this process does by itself.
         """
+        self._together = processes or Alone()
         num_rows, columns = input_ids.shape
         self._given = (logits_processor, stopping_criteria)
         self._processors = RowProcessors(logits_processor, num_rows, columns)
@@ -71,9 +76,7 @@ class Engine:
         """
         if self.name == Lockstep.name:
             # One draw per step, in plain's order: the default generator itself serves.
-            self._decider = Lockstep(
-                *self._given, self._do_sample, self._pad, self._device, self._records
-            )
+            self._decider = self._in_lockstep()
             yield
         elif self.name == Rejection.name:
             self._decider = Rejection(self._rules(None))
@@ -93,7 +96,15 @@ class Engine:
     def _walk(self, noise: Noise | NoiseInOrder | None) -> Walk:
         if self.name == device.Device.name:
             return device.Device(self._rules(noise), self._given[0])
+        if self._together.told is not None:
+            return ToldWalk(self._rules(noise), self._together.told)
         return Walk(self._rules(noise))
+
+    def _in_lockstep(self) -> Lockstep:
+        given = (*self._given, self._do_sample, self._pad, self._device, self._records)
+        if self._together.told is not None:
+            return ToldLockstep(*given, told=self._together.told)
+        return Lockstep(*given)
 
     def _rules(self, noise: Noise | NoiseInOrder | None) -> Rules:
         return Rules(self._processors, self._stopping, noise, self._records, self._device)
@@ -109,8 +120,7 @@ class Engine:
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
         """Emit the token after the prompt: logits [rows, 1, vocab]."""
-        assert self._decider is not None
-        return self._decider.verify(rows, DraftTree.empty(rows.num_rows), logits)
+        return self._verified(rows, DraftTree.empty(rows.num_rows), logits)
 
     def verify(self, rows: Rows, draft: DraftTree, outputs: Any) -> Verdict:
         """Decide one step and emit its tokens; see `Walk.verify`.
@@ -120,10 +130,16 @@ class Engine:
             draft: What was fed behind the last tokens.
             outputs: What the target's forward returned.
         """
-        assert self._decider is not None
         if isinstance(self._decider, device.Device):
             return self._decider.read(rows, draft, outputs)
-        return self._decider.verify(rows, draft, outputs.logits)
+        return self._verified(rows, draft, outputs.logits)
+
+    def _verified(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        assert self._decider is not None
+        self._together.ready()
+        verdict = self._decider.verify(rows, draft, logits)
+        self._together.decided(rows, verdict)
+        return verdict
 
     @property
     def scoring(self) -> Scoring | None:

@@ -78,23 +78,30 @@ class Lockstep:
         scores = self._processors(ids, raw)
         for row in range(rows.num_rows):
             self._records.choose(row, scores[row], raw[row])
-        if self._do_sample:
-            chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0]
-        else:
-            chosen = scores.argmax(-1)
-        tokens = chosen.to("cpu").numpy().astype(np.int64)
+        tokens = self._chosen(scores).to("cpu").numpy().astype(np.int64)
         if self._pad is not None:
             tokens[rows.finished] = self._pad
         for row, token in enumerate(tokens.tolist()):
             rows.emit(row, token)
-        going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
-        unfinished = torch.from_numpy(going).to(self._device)
-        unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far())
-        self._ended = unfinished.to("cpu").numpy() == 0
+        self._ended = self._asked(rows)
         if self._pad is not None or self._ended.all():
             for row in np.flatnonzero(self._ended & rows.live).tolist():
                 rows.end(row)
         return tokens
+
+    def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
+        """The tokens after these scores: [rows, vocab] -> [rows]."""
+        if self._do_sample:
+            return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        return scores.argmax(-1)
+
+    def _asked(self, rows: Rows) -> np.ndarray:
+        """Rows that the criteria have ended by now, [rows] bool."""
+        going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
+        unfinished = torch.from_numpy(going).to(self._device)
+        unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far())
+        ended: np.ndarray = unfinished.to("cpu").numpy() == 0
+        return ended
 
     def _ids(self, rows: Rows) -> torch.Tensor:
         """The batch as plain holds it, [rows, columns]."""
