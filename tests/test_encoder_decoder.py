@@ -6,6 +6,7 @@ import copy
 import threading
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -97,6 +98,15 @@ def test_every_type_writes_plains_text(name: str) -> None:
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_alone_and_in_batches(name: str, settings: dict[str, Any], rows: int) -> None:
     compared(tiny_pair(name, "sdpa"), lambda: call(rows, **settings), 1)
+
+
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # older versions
+@pytest.mark.parametrize("name", ["t5", "bart", "marian", "m2m_100"])
+def test_weights_that_are_elsewhere_between_forwards(name: str) -> None:
+    model = tiny_pair(name)
+    accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    compared(model, lambda: call(3, **SAMPLED), 1)
 
 
 def test_several_texts_of_one_source() -> None:

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
 
 from lookahead_hf import compat
 
@@ -96,8 +95,9 @@ def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
             return original(*args, **kwargs)
         if compat.grows(table):
             return compat.entries_of_columns(table, columns[0].to(args[0].device), args[0])
-        places = columns[0].to(table.weight.device) + getattr(table, "offset", 0)
-        return embedding(places, table.weight)
+        # By its own lookup, since offloaded weights are there while it runs and at no other time.
+        entries = original(*args, **{**kwargs, "position_ids": columns[0]})
+        return entries.reshape(*columns[0].shape, -1)
 
     return forward
 
