@@ -105,7 +105,7 @@ def run(model: Any, arguments: dict[str, Any], seed: int, cache: Any, **ours: An
         warnings.simplefilter("ignore", UserWarning)  # what transformers says of some settings
         try:
             output = model.generate(**arguments, streamer=streamer, **ours)
-        except (RuntimeError, ValueError, TypeError) as raised:
+        except (RuntimeError, ValueError, TypeError, IndexError) as raised:
             error = f"{type(raised).__name__}: {raised}"
     if cache is None and output is not None and not isinstance(output, torch.Tensor):
         cache = output.past_key_values
