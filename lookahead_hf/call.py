@@ -152,7 +152,8 @@ class Call:
         if self.records.observes or not self.processes.is_alone:
             return None
         config = self.request.config
-        return Wanted(config.recorded_steps, config.packed_weights)
+        rounds = config.draft_invariant and self.model.dtype == torch.float32
+        return Wanted(config.recorded_steps, False if rounds else config.packed_weights)
 
     def _encoder_ids(self, texts: torch.Tensor | None) -> list[np.ndarray] | None:
         """What each row's encoder has read, without pads; several rows may share one text."""

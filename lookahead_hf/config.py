@@ -52,10 +52,11 @@ class SpeculativeConfig:
         recorded_steps: Whether steps on a CPU are recorded as the list of torch's calls that the
             model makes, and repeated without its Python: "auto" once a model has run a while; True
             or False at once or never. The bits are the same.
-        packed_weights: Whether recorded steps use copies of half-precision weights that are laid
-            out for blocks of tokens: "auto" once a model has run longer, where the copies take less
-            than a quarter of the free memory; True or False at once or never. Only where they give
-            the same bits, faster.
+        packed_weights: Whether recorded steps use copies of the weights that are laid out for
+            blocks of tokens: "auto" once a model has run longer, where the copies take less than a
+            quarter of the free memory; True or False at once or never. Only where they are faster
+            and give the same bits; in float32, whose bits depend on the width of the block in any
+            case, the same numbers up to rounding.
         pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
             the drafter. Without it "pool" fills an empty one that is kept with the model.
         learn: Whether generated texts are added to the pool. Not by default: what one user's text

@@ -27,7 +27,9 @@ GAIN = 0.9
 LAYOUT_TOKENS = 32
 """Tokens that the layout is chosen for; it serves any number."""
 
-_DTYPES = (torch.bfloat16, torch.float16)
+ROUNDING = 2e-6
+"""Most by which packed weights may differ in float32, relative to the greatest result. There the
+bits depend on the number of tokens in any case: blocks differ from single tokens by as much."""
 
 Layer = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer."""
@@ -43,6 +45,7 @@ class PackedWeights:
     def __init__(self, layers: Iterable[Layer]) -> None:
         """Pack what gains by it; the first layer of every shape is tried."""
         self._weights: list[torch.Tensor] = []
+        self.same_bits = True
         self.linears: dict[int, Linear] = {}
         gains: dict[tuple[object, ...], bool] = {}
         for weight, bias in layers:
@@ -50,6 +53,7 @@ class PackedWeights:
             if kind not in gains:
                 gains[kind] = _gains(weight, bias)
             if gains[kind]:
+                self.same_bits &= weight.dtype != torch.float32
                 self._weights.append(weight)
                 self.linears[id(weight)] = packed(weight, bias)
         self._sums = self._summed()
@@ -111,7 +115,7 @@ def _multiplied(
 
 def _gains(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a weight gives the same bits packed, for all numbers of tokens, and faster."""
-    if weight.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
+    if not weight.is_floating_point() or not torch.backends.mkldnn.is_available():
         return False
     try:
         layer = packed(weight, bias)
@@ -119,12 +123,19 @@ def _gains(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         for tokens in TRIED_TOKENS:
             shape = 1, tokens, weight.shape[1]
             x = torch.randn(shape, generator=generator).to(weight.dtype)
-            if not torch.equal(layer(x), linear(x, weight, bias)):
+            if not _agree(layer(x), linear(x, weight, bias)):
                 return False
     except (RuntimeError, AttributeError):  # this processor or build has no such layout
         return False
     x = torch.ones(1, TIMED_TOKENS, weight.shape[1], dtype=weight.dtype)
     return _seconds(layer, x) < GAIN * _seconds(lambda x: linear(x, weight, bias), x)
+
+
+def _agree(ours: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether results are the same: bit for bit in half precision, up to rounding in float32."""
+    if own.dtype != torch.float32:
+        return torch.equal(ours, own)
+    return bool((ours - own).abs().max() <= ROUNDING * own.abs().max())
 
 
 def _seconds(layer: Linear, x: torch.Tensor) -> float:

@@ -46,11 +46,27 @@ def test_packed_layers_give_the_same_bits(always: None) -> None:
             assert torch.equal(packed.linears[id(weight)](x), linear(x, weight, bias))
 
 
-def test_float32_is_left_as_it_is(always: None) -> None:
-    assert PackedWeights(weights(torch.float32)).linears == {}
+def test_float32_is_as_near_as_rounding_permits(always: None) -> None:
+    layers = weights(torch.float32)
+    packed = PackedWeights(layers)
+    assert packed.linears.keys() == {id(weight) for weight, _ in layers}
+    assert not packed.same_bits
+    assert PackedWeights(layers[:0]).same_bits
+    for weight, bias in layers:
+        x = torch.randn(1, 9, weight.shape[1])
+        own = linear(x, weight, bias)
+        assert (packed.linears[id(weight)](x) - own).abs().max() <= 2e-6 * own.abs().max()
 
 
-def test_other_bits_are_left_as_they_are(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_keeps_its_bits(always: None) -> None:
+    needs_packing()
+    assert PackedWeights(weights()).same_bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_results_leave_the_weights_as_they_are(
+    always: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     real = packing.packed
 
     def off_by_a_little(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
@@ -59,7 +75,7 @@ def test_other_bits_are_left_as_they_are(always: None, monkeypatch: pytest.Monke
 
     needs_packing()
     monkeypatch.setattr(packing, "packed", off_by_a_little)
-    assert PackedWeights(weights()).linears == {}
+    assert PackedWeights(weights(dtype)).linears == {}
 
 
 def test_what_is_no_faster_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

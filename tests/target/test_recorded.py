@@ -24,16 +24,17 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 
 
 def both(
-    model: Any, ids: torch.Tensor, new: int = 24, **call: Any
+    model: Any, ids: torch.Tensor, new: int = 24, packed: bool = False, **call: Any
 ) -> lookahead_hf.SpeculativeStats:
     """Run a call plainly and recorded; assert the same text, and speculation."""
     call = {"do_sample": False, "max_new_tokens": new, **call}
     torch.manual_seed(5)
     plain = model.generate(ids, **call)
     drafted = scripted(continuations(plain, ids.shape[1]), RandomTrees())
+    config = replace(drafted, recorded_steps=True, packed_weights=packed)
     torch.manual_seed(5)
     with lookahead_hf.enabled(model):
-        ours = model.generate(ids, **call, speculative=replace(drafted, recorded_steps=True))
+        ours = model.generate(ids, **call, speculative=config)
     assert ours.tolist() == plain.tolist()
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
@@ -108,6 +109,22 @@ def test_packed_weights_change_no_bit(name: str, packs: None) -> None:
     assert bits(model, recorded_steps=True, packed_weights=False) == (own, "recorded")
     assert bits(model, recorded_steps=True, packed_weights=True) == (own, "packed")
     assert bits(model, recorded_steps=True, packed_weights=False) == (own, "recorded")
+
+
+def test_packed_float32_writes_plains_text(packs: None) -> None:
+    model = tiny("llama")
+    assert both(model, prompt(), 40, packed=True).graphs == "packed"
+    assert both(model, prompt(3), 40, packed=True, **SAMPLED).graphs == "packed"
+
+
+def test_invariance_allows_no_other_rounding(packs: None) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    config = {"recorded_steps": True, "packed_weights": True, "draft_invariant": True}
+    for dtype, state in ((torch.float32, "recorded"), (torch.bfloat16, "packed")):
+        model.to(dtype).generate(prompt(), max_new_tokens=8, do_sample=False, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None
+        assert stats.graphs == state
 
 
 @pytest.mark.parametrize("through_data", [False, True])
