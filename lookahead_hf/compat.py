@@ -115,6 +115,11 @@ def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> 
     return table.weights[places].detach()
 
 
+def counts_by_mask(model: Any) -> bool:
+    """Whether a forward that is not told positions counts what its mask lets it see."""
+    return any("cumsum(" in source for source in _decoder_sources(model))
+
+
 def relative_biases(model: Any) -> list[Any]:
     """Attentions of a decoder that compute a bias from the distance of two tokens."""
     modules = model.get_decoder().modules()
@@ -155,11 +160,6 @@ def num_tensor_parallel(model: Any) -> int:
     return int(getattr(model, "_tp_size", None) or 1)
 
 
-def synced_gpus(model: Any, given: bool | None) -> bool:
-    """Whether processes must step together, as `generate` itself works it out.
-
-    `generate` computes it in here and then drops it for strategies that it is given.
-    """
 def num_pipeline(model: Any) -> int:
     """Processes that run some of the model's layers each."""
     mesh = getattr(model, "_device_mesh", None)
@@ -172,6 +172,11 @@ def are_unfinished(model: Any, is_finished: bool, device: torch.device) -> bool:
     return bool(model._has_unfinished_sequences(is_finished, True, device))
 
 
+def synced_gpus(model: Any, given: bool | None) -> bool:
+    """Whether processes must step together, as `generate` itself works it out.
+
+    `generate` computes it in here and then drops it for strategies that it is given.
+    """
     return bool(model._extract_generation_mode_kwargs(None, {}, given, None, None)["synced_gpus"])
 
 
@@ -383,15 +388,18 @@ __all__ = [
     "StaticCache",
     "StaticLayer",
     "StaticSlidingWindowLayer",
+    "are_unfinished",
     "attention_configs",
     "attention_function",
     "attention_name",
     "counted_tables",
+    "counts_by_mask",
     "counts_positions",
-    "are_unfinished",
     "decoder_names",
     "eager_attention",
+    "entries_of_columns",
     "forward_arguments",
+    "grows",
     "has_experts",
     "has_only_flash_beside_eager",
     "has_own_loop",
@@ -400,15 +408,13 @@ __all__ = [
     "known_mask_length",
     "layer_masks",
     "mask_kinds",
+    "num_pipeline",
     "num_tensor_parallel",
     "pad_token",
     "position_table",
     "prefill",
-    "entries_of_columns",
     "reads_lengths",
-    "grows",
     "register_attention",
-    "num_pipeline",
     "registry_configs",
     "relative_biases",
     "rope_limits",

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import (
     LlamaForCausalLM,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
     MambaConfig,
     MambaForCausalLM,
+    MvpConfig,
+    MvpForConditionalGeneration,
 )
 
 import lookahead_hf
@@ -146,11 +146,11 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
 
 
 def test_encoder_decoder(decoding: PlainDecoding) -> None:
-    config = M2M100Config(
+    config = MvpConfig(
         vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48,
         decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4,
     )  # fmt: skip
-    model = lookahead_hf.enable(M2M100ForConditionalGeneration(config).eval())
+    model = lookahead_hf.enable(MvpForConditionalGeneration(config).eval())
     expected = run(model)
     with pytest.warns(Warned, match="encoder_decoder"):
         assert torch.equal(run(model, speculative=True), expected)

@@ -10,7 +10,7 @@ from lookahead_hf import compat
 from lookahead_hf.cache import held
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.processes import spread
-from lookahead_hf.target import probe
+from lookahead_hf.target import probe, virtual
 from lookahead_hf.target.attention import SERVED
 
 MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -45,6 +45,7 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
     check_model(model)
     _check_cache(model, generation_config, model_kwargs)
     _check_arguments(model, model_kwargs)
+    virtual.check(model, generation_config, model_kwargs)
 
 
 def check_model(model: Any) -> None:
@@ -94,7 +95,8 @@ def check_room(
 def on_device(model: Any, input_ids: torch.Tensor) -> bool:
     """Whether steps can stay on the device: all of the model is there, and told its positions."""
     everywhere = all(parameter.device == input_ids.device for parameter in model.parameters())
-    return everywhere and not compat.counts_positions(model)
+    is_told = not compat.counts_positions(model) and not virtual.of_model(model).count
+    return everywhere and is_told
 
 
 def check_invariance(model: Any) -> None:
@@ -148,21 +150,13 @@ def check_setup(model: Any) -> None:
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     spread.check(model)
-    _check_inputs(model)
+    virtual.of_model(model)
     for module in model.modules():
         own = vars(module)  # a module's getattr is slow for what it has not
         if own["training"]:
             _check_training(module)
         if own.get("lora_variant"):
             _check_adapter(own["lora_variant"])
-
-
-def _check_inputs(model: Any) -> None:
-    """PEFT's prompt and prefix tuning prepare each forward's inputs in place of the model."""
-    prepare = model.prepare_inputs_for_generation
-    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
-        owner = getattr(prepare, "__self__", prepare)
-        raise Unserved(FallbackReason.ADAPTER, f"{type(owner).__name__} prepares its inputs")
 
 
 def _check_training(module: Any) -> None:

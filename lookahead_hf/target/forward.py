@@ -21,6 +21,7 @@ from lookahead_hf.target import (
     masks,
     positions,
     tree_attention,
+    virtual,
 )
 from lookahead_hf.target.prompt import PromptStates
 from lookahead_hf.target.recorded import RecordedSteps, Wanted
@@ -107,7 +108,10 @@ class Target:
         with self.prompt.captured():
             outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         mask = model_kwargs.get(self._names.mask)
-        attended = None if mask is None else mask.to("cpu").numpy().astype(bool)
+        attended = None
+        if mask is not None:
+            mask = mask.to("cpu").numpy().astype(bool)
+            attended = virtual.of_model(self.model).attended(mask)
         self._extras = extras.passed_on(model_kwargs, self._names)
         cache = outputs.past_key_values
         returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)

@@ -8,6 +8,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.target import virtual
 
 
 def of_prompt(
@@ -20,10 +21,11 @@ def of_prompt(
         input_ids: Prompt tokens, [rows, columns].
         model_kwargs: As prepared by `generate`.
     """
-    name = compat.decoder_names(model).positions
-    if name is None:
-        return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    return model_kwargs.get(name)
+    name, before = compat.decoder_names(model).positions, virtual.of_model(model)
+    if name is None or before.by_column:
+        return before.count + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    given = model_kwargs.get(name)
+    return None if given is None else given + before.count
 
 
 def check_length(

@@ -156,7 +156,6 @@ def nf4(room: Room, speculative: Any) -> Any:
 
 PEFT = ("peft",)
 ENABLE = "`enable(model)`, at any level"
-TUNING = "its inputs are prepared by PEFT, forward by forward"
 ROUNDING = "activations are quantised: no promise of the same text, said once"
 
 CALLERS = [
@@ -166,8 +165,8 @@ CALLERS = [
     Caller("PEFT, two LoRA adapters in a batch", ENABLE, lora_mixed, PEFT),
     Caller("PEFT, transformers' add_adapter", ENABLE, lora_native, PEFT),
     Caller("PEFT, activated LoRA", ENABLE, lora_activated, PEFT, "adapter"),
-    Caller("PEFT, prefix tuning", ENABLE, prefix_tuning, PEFT, "adapter", note=TUNING),
-    Caller("PEFT, prompt tuning", ENABLE, prompt_tuning, PEFT, "adapter", note=TUNING),
+    Caller("PEFT, prefix tuning", ENABLE, prefix_tuning, PEFT),
+    Caller("PEFT, prompt tuning", ENABLE, prompt_tuning, PEFT),
     Caller("accelerate, dispatch_model", ENABLE, dispatched, ("accelerate",)),
     Caller("accelerate, disk_offload", ENABLE, offloaded, ("accelerate",)),
     Caller("accelerate, prepare", ENABLE, prepared, ("accelerate",)),

@@ -13,6 +13,7 @@ import transformers
 
 import lookahead_hf
 from tests.ecosystem.room import Caller, Room
+from tests.speech import tiny_moonshine, wave
 
 NEW_TOKENS = 24
 PROMPT = "abc abc abc"
@@ -57,26 +58,18 @@ def text_generation_streamer(room: Room, speculative: Any) -> Any:
 
 
 def _speech(room: Room, speculative: Any, **more: Any) -> Any:
-    import numpy as np
-
-    config = transformers.MoonshineConfig(
-        vocab_size=len(room.tokenizer()), hidden_size=48, intermediate_size=96,
-        encoder_num_hidden_layers=2, decoder_num_hidden_layers=2, pad_token_id=0,
-        encoder_num_attention_heads=4, decoder_num_attention_heads=4, eos_token_id=1,
-        decoder_start_token_id=2, bos_token_id=2,
-    )  # fmt: skip
-    transformers.set_seed(0)
-    model = transformers.MoonshineForConditionalGeneration(config).eval()
-    pipe = transformers.pipeline(
+    tokenizer = room.tokenizer()
+    build = lookahead_hf.pipeline if speculative else transformers.pipeline
+    extra = {"speculative": speculative} if speculative else {}
+    pipe = build(
         "automatic-speech-recognition",
-        model=lookahead_hf.enable(model) if speculative else model,
-        tokenizer=room.tokenizer(),
+        model=tiny_moonshine(len(tokenizer)),
+        tokenizer=tokenizer,
         feature_extractor=transformers.Wav2Vec2FeatureExtractor(),
         device="cpu",
+        **extra,
     )
-    extra = {"speculative": speculative} if speculative else {}
-    wave = np.random.default_rng(0).standard_normal(8_000).astype(np.float32)
-    return pipe(wave, generate_kwargs={"max_new_tokens": 12, **more}, **extra)
+    return pipe(wave(), generate_kwargs={"max_new_tokens": 40, **more})
 
 
 def speech_by_default(room: Room, speculative: Any) -> Any:
@@ -202,16 +195,15 @@ CALLERS = [
     Caller("pipeline text-generation, a streamer", PIPE, text_generation_streamer),
     Caller(
         "pipeline automatic-speech-recognition",
-        '`generate_kwargs={"num_beams": 1}`',
+        "`lookahead_hf.pipeline(...)`",
         speech_by_default,
         expects="beams",
         note="asks for num_beams=5 by default; the warning says num_beams=1",
     ),
     Caller(
         "pipeline automatic-speech-recognition, num_beams=1",
-        '`pipe(audio, speculative=True, generate_kwargs={"num_beams": 1})`',
+        '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`',
         speech_without_beams,
-        expects="encoder_decoder",
     ),
     Caller("transformers serve, chat completion", SERVE, serve_chat, SERVE_NEEDS),
     Caller("transformers serve, streaming", SERVE, serve_stream, SERVE_NEEDS),

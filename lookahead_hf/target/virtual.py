@@ -1,0 +1,84 @@
+"""Virtual tokens, which PEFT's prompt and prefix tuning put into the cache before the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lookahead_hf import compat
+from lookahead_hf.fallback import FallbackReason, Unserved
+
+_IN_CACHE = frozenset({"PREFIX_TUNING", "CARTRIDGE"})
+_AS_EMBEDDINGS = frozenset({"PROMPT_TUNING", "P_TUNING"})
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualTokens:
+    """What stands in a decoder's cache before its prompt; every row attends it.
+
+    Attributes:
+        count: Columns that it takes.
+        by_column: Whether the model is told no positions, so that a token's is its column, counted
+            from the first virtual token on and with the prompt's pads.
+    """
+
+    count: int = 0
+    by_column: bool = False
+
+    def attended(self, mask: np.ndarray) -> np.ndarray:
+        """A prompt's mask with these columns before it, [rows, columns] bool."""
+        ones = np.ones((len(mask), self.count), bool)
+        return np.concatenate([ones, mask], 1)
+
+
+def of_model(model: Any) -> VirtualTokens:
+    """What is put before every prompt of the model, as it is set up now.
+
+    PEFT prepares the inputs of each forward in the model's place. It adds the number of virtual
+    tokens to the positions where they are in the cache from the start, and leaves positions out
+    where they are embeddings before the prompt's own.
+
+    Raises:
+        Unserved: The inputs are prepared in a way that is not known.
+    """
+    prepare = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is type(model).prepare_inputs_for_generation:
+        return VirtualTokens()
+    owner = getattr(prepare, "__self__", prepare)
+    config: Any = getattr(owner, "active_peft_config", None)
+    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    by_peft = type(owner).__module__ == "peft.peft_model"
+    if not (by_peft and kind in _IN_CACHE | _AS_EMBEDDINGS):
+        raise Unserved(FallbackReason.ADAPTER, f"{type(owner).__name__} prepares its inputs")
+    if model.config.is_encoder_decoder:  # where embeddings stand before the encoder's
+        return VirtualTokens(int(config.num_virtual_tokens) if kind in _IN_CACHE else 0)
+    return VirtualTokens(int(config.num_virtual_tokens), kind in _AS_EMBEDDINGS)
+
+
+def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise Unserved where virtual tokens would meet what is not known to go together with them.
+
+    Args:
+        model: The target.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`.
+    """
+    virtual, names = of_model(model), compat.decoder_names(model)
+    if not virtual.count:
+        return
+    cache: Any = model_kwargs["past_key_values"]
+    positions = model_kwargs.get(names.positions or "")
+    met = {
+        "chunks": "chunked_attention" in compat.mask_kinds(model),
+        "a prompt in chunks": generation_config.prefill_chunk_size is not None,
+        "a cache that is not empty": cache.get_seq_length() > 0,
+        "a static cache": type(compat.self_attention(cache)) is compat.StaticCache,
+        "positions of several kinds": positions is not None and positions.dim() > 2,
+        "positions that leave pads out": names.skips_pads
+        or (virtual.by_column and names.mask in model_kwargs and compat.counts_by_mask(model)),
+    }
+    for what, is_met in met.items():
+        if is_met:
+            raise Unserved(FallbackReason.ADAPTER, f"virtual tokens and {what}")
