@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lookahead_hf import compat
 from lookahead_hf.target import attention, packing
@@ -49,13 +50,6 @@ class Wanted:
 
     recorded: str | bool = "auto"
     packed: str | bool = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """What a repeated forward returns: logits, [rows, width, vocab]."""
-
-    logits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +221,7 @@ class RecordedSteps:
         arguments = Arguments.of(model_inputs, self._num_rows)
         tracer = Tracer(self._model, arguments.given)
         with attention.step(noting=tracer.opaque), _updates_noted(layers, tracer), tracer:
-            logits = self._model(**model_inputs, return_dict=True).logits
+            logits = self._model.forward(**model_inputs, return_dict=True).logits
         return arguments.shape, tracer.trace(logits)
 
     def _pack(self) -> None:
@@ -261,7 +255,7 @@ class RecordedSteps:
             forward: Runs the model.
 
         Returns:
-            `Logits`, or the model's outputs.
+            The model's outputs, of a repeated forward the logits alone.
         """
         self._num_steps[self._num_rows] += 1
         kept = self._kept
@@ -275,12 +269,16 @@ class RecordedSteps:
         width = next(iter(arguments.given.values())).shape[1]
         kind = arguments.shape, is_packed, width == 1, slots.bit_length()
         if kept.num_checked[kind] >= CHECKS:
-            return self._repeated(program, arguments, layers, width) or forward()
-        outputs = forward()
+            return _with_hooks(
+                self._model,
+                model_inputs,
+                lambda: self._repeated(program, arguments, layers, width),
+            )
         again = self._repeated(program, arguments, layers, width)
+        outputs = forward()  # last, since it leaves its K and V in the cache
         if again is not None:
             exact = not is_packed or kept.packed is None or kept.packed.same_bits
-            if _agree(again.logits, outputs.logits, exact):
+            if _agree(again, outputs.logits, exact):
                 kept.num_checked[kind] += 1
             else:
                 kept.refuse("repeating a step gave other logits")
@@ -288,13 +286,43 @@ class RecordedSteps:
 
     def _repeated(
         self, program: Program, arguments: Arguments, layers: list[Any], width: int
-    ) -> Logits | None:
+    ) -> torch.Tensor | None:
         try:
-            return Logits(program.run(width, layers, *arguments.given.values()))
+            return program.run(width, layers, *arguments.given.values())
         except Exception as error:
             assert self._kept is not None
             self._kept.refuse(_first_line(error))
             return None
+
+
+def _with_hooks(
+    model: Any, model_inputs: dict[str, Any], repeated: Callable[[], torch.Tensor | None]
+) -> Any:
+    """Call the model's own hooks around a repeated forward, as torch does around its own.
+
+    Where a hook gives other arguments, or repeating fails, the model's forward is run.
+    """
+    args: tuple[Any, ...] = ()
+    kwargs = {**model_inputs, "return_dict": True}
+    given = kwargs
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if number in model._forward_pre_hooks_with_kwargs:
+            changed = hook(model, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+        else:
+            changed = hook(model, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    logits = repeated() if kwargs is given and not args else None
+    if logits is None:
+        outputs = model.forward(*args, **kwargs)
+    else:
+        outputs = CausalLMOutputWithPast(logits=logits, past_key_values=given["past_key_values"])
+    for number, hook in list(model._forward_hooks.items()):
+        takes_kwargs = number in model._forward_hooks_with_kwargs
+        changed = hook(model, args, *([kwargs] if takes_kwargs else []), outputs)
+        outputs = outputs if changed is None else changed
+    return outputs
 
 
 @contextmanager
@@ -325,7 +353,8 @@ def refusal(model: Any) -> str | None:
     for module in model.modules():
         if module.training:
             return "it is being trained"
-        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
+        has_hooks = module._forward_hooks or module._forward_pre_hooks
+        if (has_hooks and module is not model) or "_hf_hook" in vars(module):
             return "modules have hooks"
         if "forward" in vars(module) or vars(module).get("_compiled_call_impl") is not None:
             return "a forward was replaced"

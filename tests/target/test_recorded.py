@@ -197,6 +197,37 @@ def test_what_a_recording_would_pass_over_is_run(
     assert both(model, prompt()).graphs == reason
 
 
+def test_the_models_own_hooks_are_called_around_every_step() -> None:
+    model = tiny("llama")
+    before: list[int] = []
+    after: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, args: before.append(len(args)))
+    model.register_forward_hook(lambda _, args, out: after.append(tuple(out.logits.shape)))
+    plain = both(model, prompt(), 40)
+    assert plain.graphs == "recorded"
+    ours = plain.num_steps + 1
+    assert len(before) == len(after) == 40 + ours
+    assert after[-1][:1] == (1,)
+
+
+def test_hooks_may_change_what_goes_in_and_comes_out() -> None:
+    model = tiny("llama")
+
+    def other_token(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "input_ids": kwargs["input_ids"] + 1}
+
+    model.register_forward_pre_hook(other_token, with_kwargs=True)
+    both(model, prompt(), 40)
+
+    def other_logits(_: Any, args: Any, outputs: Any) -> Any:
+        outputs.logits = outputs.logits.roll(1, -1)
+        return outputs
+
+    model = tiny("llama")
+    model.register_forward_hook(other_logits)
+    assert both(model, prompt(), 40).graphs == "recorded"
+
+
 def test_a_change_between_calls_is_noticed() -> None:
     model = tiny("llama")
     assert both(model, prompt()).graphs == "recorded"
