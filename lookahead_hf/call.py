@@ -20,6 +20,8 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.target import admission, positions
+from lookahead_hf.target.compilation import is_compiled
+from lookahead_hf.target.compiled import CompiledTarget
 from lookahead_hf.target.device import DeviceTarget
 from lookahead_hf.target.forward import BlockShape, Target
 from lookahead_hf.target.recorded import Wanted
@@ -137,6 +139,8 @@ class Call:
         """What runs the model; its steps stay on the device where the engine does."""
         shape, num_rows = self._shape(num_new), self.rows.num_rows
         if self.engine.name != device.Device.name:
+            if shape is None and is_compiled(self.model):
+                return CompiledTarget(self.model, num_rows)
             return Target(self.model, num_rows, shape, self._recording())
         return DeviceTarget(
             self.model,

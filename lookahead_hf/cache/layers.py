@@ -189,7 +189,8 @@ class SlotGroup:
         lengths = self.lengths
         self.reserve(int(lengths.max()) + width, width)
         visible = max(int(lengths.max()) + width, self.owner.shown or 0)
-        if bool((lengths == lengths[0]).all()):
+        # Where shapes are fixed, compiled code has no number of the host's in it either.
+        if self.owner.shown is None and bool((lengths == lengths[0]).all()):
             self.block = Block(int(lengths[0]), None, width, visible)
             return
         rows = np.arange(len(lengths))[:, None] * self.capacity

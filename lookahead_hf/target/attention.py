@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf import compat
-from lookahead_hf.target import tree_attention
+from lookahead_hf.target import compilation, tree_attention
 from lookahead_hf.target.tree_attention import BlockTree
 
 SERVED = ("eager", "sdpa")
@@ -115,8 +115,11 @@ def _replaced(model: nn.Module) -> tuple[str, ...]:
     """Implementations that ours go under.
 
     Eager attention is each modelling file's own, so only where flash attention could stand for it
-    (soft-capped scores, sinks, which sdpa has not) and where our kernel may.
+    (soft-capped scores, sinks, which sdpa has not) and where our kernel may. None under compiled
+    code, which was made for the name and would not stand what a step's layers share.
     """
+    if compilation.is_compiled(model):
+        return ()
     device = next((parameter.device for parameter in model.parameters()), None)
     if device is None or not tree_attention.serves(device, 1):
         return ("sdpa",)

@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.cache.layers import SlotCache
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
-from lookahead_hf.target import graphs
+from lookahead_hf.target import compilation, graphs
 from lookahead_hf.target.device_step import (
     MAX_WIDTH,
     DeviceStep,
@@ -106,6 +106,7 @@ class DeviceTarget(Target):
         super().__init__(model, num_rows, shape)
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
         self._set: graphs.GraphSet | None = None
+        self._is_compiled = compilation.is_compiled(model)
         self.graphs: str | None = "not asked for"
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
@@ -153,17 +154,26 @@ class DeviceTarget(Target):
         width = 1 + draft.max_nodes
         if self._shape is not None:
             width = max(width, self._shape.width)
-        elif self._set is not None:
-            width = min(w for w in graphs.WIDTHS if w >= width)
+        elif self._set is not None or self._is_compiled:
+            width = min(w for w in self._widths if w >= width)
         visible = self._visible(slots, slots.longest + width)
         self._state.load(pack(rows, draft, slots.lengths, width), width)
         return DeviceInputs(rows, draft, width, visible)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Tokens per row that the blocks can have where each number takes a preparation."""
+        return compilation.WIDTHS if self._is_compiled else graphs.WIDTHS
 
     def _visible(self, slots: SlotCache, used: int) -> int:
         """Slots that the attention sees; there is room for them."""
         assert self.cache is not None
         if self._set is not None:
             return self._set.visible_for(slots.shown or used)
+        if self._is_compiled and self._shape is None:
+            shown = compilation.make_room(slots, used)
+            self._state.fit(self.cache)
+            return shown
         visible = -(-used // ALIGNED) * ALIGNED
         if slots.shown is not None:  # with and without graphs the same
             visible = graphs.bucket(slots.shown)
@@ -201,7 +211,7 @@ class DeviceTarget(Target):
     def _capture(self, width: int, visible: int) -> Recording | None:
         """Record the steps that show so many slots; None, and no graphs any more, if that fails."""
         assert self._set is not None
-        widths = list(graphs.WIDTHS) if self._shape is None else [width]
+        widths = list(self._widths) if self._shape is None else [width]
         packed = self._state.save(width)
         try:
             self._set.capture(visible, self._run, widths)

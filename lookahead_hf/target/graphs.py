@@ -19,6 +19,7 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.kernels import PathTable
+from lookahead_hf.target import compilation
 from lookahead_hf.target.device_step import StepState, only_group
 from lookahead_hf.target.graph_recorder import Recorder, Recording, Step, recorder_for
 
@@ -239,12 +240,10 @@ def refusal(model: Any, device: torch.device, extras: dict[str, Any]) -> str | N
         return f"there are no graphs on {device.type}"
     if any(isinstance(value, torch.Tensor) for value in extras.values()):
         return "the model is passed further tensors"
-    for module in model.modules():
-        own = vars(module)
-        if "_hf_hook" in own:
-            return "a hook of accelerate moves tensors"
-        if own.get("_compiled_call_impl") is not None:
-            return "the model is compiled"
+    if any("_hf_hook" in vars(module) for module in model.modules()):
+        return "a hook of accelerate moves tensors"
+    if compilation.has_own_graphs(model):
+        return "the model is compiled into graphs already"
     if compat.reads_lengths(model):
         return "its rotary positions look at the length in every forward"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
