@@ -120,6 +120,48 @@ def test_attentions_over_a_static_cache_are_left_to_plain() -> None:
     )
 
 
+class Stream:
+    """What offloaded caches wait for, where there is nothing to wait for."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets transformers' offloaded caches run without an accelerator, where they would raise."""
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+
+
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
+def test_an_offloaded_cache_by_name_is_left_to_plain(name: str, streams: None) -> None:
+    model = tiny("gemma3")
+    expected = model.generate(prompt(), **GREEDY)
+    reason = rf"cache_implementation='{name}'.*\[{FallbackReason.CACHE_IMPLEMENTATION}\]"
+    with pytest.warns(Warned, match=reason), lookahead_hf.enabled(model):
+        got = model.generate(prompt(), **GREEDY, cache_implementation=name, speculative=True)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_an_offloaded_cache_of_the_callers_is_left_to_plain(kind: Any, streams: None) -> None:
+    model = tiny("gemma3")
+    room = {"max_cache_len": 60} if kind is StaticCache else {}
+    cache = kind(config=model.config, offloading=True, **room)
+    expected = model.generate(prompt(), **GREEDY)
+    with pytest.warns(Warned, match=r"offloaded cache.*\[cache\]"), lookahead_hf.enabled(model):
+        got = model.generate(prompt(), **GREEDY, past_key_values=cache, speculative=True)
+    assert got.tolist() == expected.tolist()
+    assert cache.get_seq_length() == got.shape[1] - 1
+
+
 class Own(DynamicCache):
     """A subclass may do anything."""
 
