@@ -13,15 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lookahead_hf import compat
 from lookahead_hf.target import attention, packing
 from lookahead_hf.target.graphs import fingerprint
+from lookahead_hf.target.module_hooks import with_hooks
 from lookahead_hf.target.packing import PackedWeights
 from lookahead_hf.target.program import Program, compiled, generalized, weights_of_linears
 from lookahead_hf.target.tracing import Trace, Tracer, Untraceable
@@ -268,21 +269,30 @@ class RecordedSteps:
             return forward()
         width = next(iter(arguments.given.values())).shape[1]
         kind = arguments.shape, is_packed, width == 1, slots.bit_length()
-        if kept.num_checked[kind] >= CHECKS:
-            return _with_hooks(
-                self._model,
-                model_inputs,
-                lambda: self._repeated(program, arguments, layers, width),
-            )
-        again = self._repeated(program, arguments, layers, width)
-        outputs = forward()  # last, since it leaves its K and V in the cache
+        step: Callable[[], torch.Tensor | None]
+        step = partial(self._repeated, program, arguments, layers, width)
+        if kept.num_checked[kind] < CHECKS:
+            step = partial(self._checked, kind, step, model_inputs)
+        return with_hooks(self._model, model_inputs, step)
+
+    def _checked(
+        self,
+        kind: Any,
+        repeat: Callable[[], torch.Tensor | None],
+        model_inputs: dict[str, Any],
+    ) -> torch.Tensor:
+        """The model's own logits, compared with those of the repeated forward."""
+        kept, again = self._kept, repeat()
+        # Last, since it leaves its K and V in the cache.
+        own: torch.Tensor = self._model.forward(**model_inputs, return_dict=True).logits
         if again is not None:
-            exact = not is_packed or kept.packed is None or kept.packed.same_bits
-            if _agree(again, outputs.logits, exact):
+            assert kept is not None
+            exact = kept.packed is None or kept.packed.same_bits
+            if _agree(again, own, exact):
                 kept.num_checked[kind] += 1
             else:
                 kept.refuse("repeating a step gave other logits")
-        return outputs
+        return own
 
     def _repeated(
         self, program: Program, arguments: Arguments, layers: list[Any], width: int
@@ -293,36 +303,6 @@ class RecordedSteps:
             assert self._kept is not None
             self._kept.refuse(_first_line(error))
             return None
-
-
-def _with_hooks(
-    model: Any, model_inputs: dict[str, Any], repeated: Callable[[], torch.Tensor | None]
-) -> Any:
-    """Call the model's own hooks around a repeated forward, as torch does around its own.
-
-    Where a hook gives other arguments, or repeating fails, the model's forward is run.
-    """
-    args: tuple[Any, ...] = ()
-    kwargs = {**model_inputs, "return_dict": True}
-    given = kwargs
-    for number, hook in list(model._forward_pre_hooks.items()):
-        if number in model._forward_pre_hooks_with_kwargs:
-            changed = hook(model, args, kwargs)
-            args, kwargs = (args, kwargs) if changed is None else changed
-        else:
-            changed = hook(model, args)
-            if changed is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
-    logits = repeated() if kwargs is given and not args else None
-    if logits is None:
-        outputs = model.forward(*args, **kwargs)
-    else:
-        outputs = CausalLMOutputWithPast(logits=logits, past_key_values=given["past_key_values"])
-    for number, hook in list(model._forward_hooks.items()):
-        takes_kwargs = number in model._forward_hooks_with_kwargs
-        changed = hook(model, args, *([kwargs] if takes_kwargs else []), outputs)
-        outputs = outputs if changed is None else changed
-    return outputs
 
 
 @contextmanager
