@@ -115,6 +115,11 @@ def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> 
     return table.weights[places].detach()
 
 
+def counts_by_mask(model: Any) -> bool:
+    """Whether a forward that is not told positions counts what its mask lets it see."""
+    return any("cumsum(" in source for source in _decoder_sources(model))
+
+
 def relative_biases(model: Any) -> list[Any]:
     """Attentions of a decoder that compute a bias from the distance of two tokens."""
     modules = model.get_decoder().modules()
@@ -388,6 +393,7 @@ __all__ = [
     "attention_function",
     "attention_name",
     "counted_tables",
+    "counts_by_mask",
     "counts_positions",
     "decoder_names",
     "eager_attention",

@@ -1,0 +1,94 @@
+"""How models lie over processes, told from what they carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from lookahead_hf.fallback import Unserved
+from lookahead_hf.processes import spread, together
+from tests.models import tiny
+
+
+class Mesh:
+    """What is asked of a device mesh."""
+
+    def __init__(self, *shape: int, names: tuple[str, ...] = ()) -> None:
+        self.shape, self.ndim, self.mesh_dim_names = shape, len(shape), names
+
+    def size(self) -> int:
+        return int(torch.tensor(self.shape).prod())
+
+    def get_group(self) -> Any:
+        return f"group of {self.shape}"
+
+
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is one of several."""
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+
+
+def lies_over(monkeypatch: pytest.MonkeyPatch, *meshes: Any) -> None:
+    monkeypatch.setattr(spread, "_meshes", lambda _: list(meshes))
+
+
+def of_call(model: Any, *, synced: bool = False) -> together.Alone:
+    return together.of_call(model, torch.device("cpu"), 1, 8, synced=synced, draws=False)
+
+
+def test_a_model_of_one_process() -> None:
+    model = tiny("llama")
+    assert not spread.is_spread(model) and spread.tensor_group(model) is None
+    assert type(of_call(model)) is together.Alone
+
+
+def test_whole_models_in_several_processes(several: None) -> None:
+    model = tiny("llama")
+    assert not spread.is_spread(model) and spread.tensor_group(model) is None
+    assert type(of_call(model)) is together.Alone
+    assert type(of_call(model, synced=True)) is together.InStep
+
+
+def test_weights_of_deepspeed(several: None) -> None:
+    model = nn.Linear(2, 2)
+    assert not spread.is_sharded(model)
+    model.weight.ds_id = 0  # type: ignore[assignment]
+    assert spread.is_sharded(model) and spread.is_spread(model)
+    with pytest.raises(Unserved, match="synced_gpus=True"):
+        of_call(model)
+    assert type(of_call(model, synced=True)) is together.InStep
+
+
+def test_one_mesh_is_served(several: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lies_over(monkeypatch, Mesh(2))
+    assert spread.tensor_group(nn.Linear(2, 2)) == "group of (2,)"
+
+
+@pytest.mark.parametrize(
+    ("meshes", "is_sharded"),
+    [([Mesh(2, 2)], False), ([Mesh(2), Mesh(4)], False), ([Mesh(2), Mesh(4)], True)],
+    ids=["two dimensions", "two meshes", "sharded too"],
+)
+def test_what_is_not_served(
+    several: None, monkeypatch: pytest.MonkeyPatch, meshes: list[Mesh], is_sharded: bool
+) -> None:
+    model = nn.Linear(2, 2)
+    if is_sharded:
+        model.weight.ds_id = 0  # type: ignore[assignment]
+    lies_over(monkeypatch, *meshes)
+    with pytest.raises(Unserved, match="tensor_parallel"):
+        spread.check(model)
+
+
+def test_a_pipeline_of_processes_is_not_served() -> None:
+    model = tiny("llama")
+    model._device_mesh = Mesh(2, 1, 1, names=("pp", "fsdp", "tp"))
+    with pytest.raises(Unserved, match="a pipeline of 2 processes"):
+        spread.check(model)
+    model._device_mesh = Mesh(1, 1, 2, names=("pp", "fsdp", "tp"))
+    spread.check(model)
