@@ -58,8 +58,8 @@ def tiny_whisper(attn: str = "sdpa", scale: float = 4.0) -> Any:
     model = _scaled(WhisperForConditionalGeneration, config, attn, scale)
     settings = model.generation_config
     # Bytes that are no characters would make different texts look the same.
-    printable = {index for index in range(256) if tokenizer.decode([index]).isprintable()}
-    settings.suppress_tokens = sorted(set(range(256)) - printable | set(ids.values()))
+    ascii_ones = {token for token in range(256) if tokenizer.decode([token]).isascii()}
+    settings.suppress_tokens = sorted(set(range(256)) - ascii_ones | set(ids.values()))
     settings.no_timestamps_token_id = ids["<|notimestamps|>"]
     settings.prev_sot_token_id = ids["<|startofprev|>"]
     settings.is_multilingual = False
@@ -112,6 +112,7 @@ def frames(rows: int = 1, columns: int = FRAMES, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, 8, columns, generator=generator)
 
 
-def wave(seed: int = 0) -> np.ndarray:
-    """Half a second of noise."""
-    return np.random.default_rng(seed).standard_normal(8_000).astype(np.float32)
+def wave(seconds: float = 0.5) -> np.ndarray:
+    """Noise at 16 kHz, [samples]."""
+    samples = int(16_000 * seconds)
+    return np.random.default_rng(0).standard_normal(samples).astype(np.float32)

@@ -170,16 +170,19 @@ def pipes(which: str) -> tuple[Any, Any]:
     return plain, lookahead_hf.pipeline(task, device="cpu", speculative=DRAFTS, **parts)
 
 
-@pytest.mark.parametrize("which", ["whisper", "moonshine"])
-def test_a_pipeline_without_beams(which: str) -> None:
+@pytest.mark.parametrize(
+    ("which", "times"), [("whisper", None), ("whisper", "word"), ("moonshine", None)]
+)
+def test_a_pipeline_without_beams(which: str, times: str | None) -> None:
     plain, ours = pipes(which)
-    call = {"generate_kwargs": {"num_beams": 1, "max_new_tokens": 40}}
-    expected = plain(wave(), **call)
+    call = {"generate_kwargs": {"num_beams": 1, "max_new_tokens": 40}, "return_timestamps": times}
+    heard = wave(0.5 if times is None else 5.0)  # Whisper hears two seconds at once
+    expected = plain(heard, **call)
     assert len(set(expected["text"])) > 3
-    assert ours(wave(), **call) == expected
+    assert ours(heard, **call) == expected
     stats = lookahead_hf.last_stats(ours.model)
     assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
-    assert ours(wave(), **call, speculative=False) == expected
+    assert ours(heard, **call, speculative=False) == expected
     assert lookahead_hf.last_stats(ours.model) is None
 
 

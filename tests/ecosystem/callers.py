@@ -13,7 +13,13 @@ import transformers
 
 import lookahead_hf
 from tests.ecosystem.room import Caller, Room
-from tests.speech import tiny_moonshine, wave
+from tests.speech import (
+    tiny_moonshine,
+    tiny_whisper,
+    wave,
+    whisper_features,
+    whisper_tokenizer,
+)
 
 NEW_TOKENS = 24
 PROMPT = "abc abc abc"
@@ -59,17 +65,19 @@ def text_generation_streamer(room: Room, speculative: Any) -> Any:
 
 def _speech(room: Room, speculative: Any, **more: Any) -> Any:
     tokenizer = room.tokenizer()
+    parts = {
+        "model": tiny_moonshine(len(tokenizer)),
+        "tokenizer": tokenizer,
+        "feature_extractor": transformers.Wav2Vec2FeatureExtractor(),
+    }
+    settings = {"max_new_tokens": 40, **more}
+    return _written_down(speculative, parts)(wave(), generate_kwargs=settings)
+
+
+def _written_down(speculative: Any, parts: dict[str, Any]) -> Any:
     build = lookahead_hf.pipeline if speculative else transformers.pipeline
     extra = {"speculative": speculative} if speculative else {}
-    pipe = build(
-        "automatic-speech-recognition",
-        model=tiny_moonshine(len(tokenizer)),
-        tokenizer=tokenizer,
-        feature_extractor=transformers.Wav2Vec2FeatureExtractor(),
-        device="cpu",
-        **extra,
-    )
-    return pipe(wave(), generate_kwargs={"max_new_tokens": 40, **more})
+    return build("automatic-speech-recognition", device="cpu", **parts, **extra)
 
 
 def speech_by_default(room: Room, speculative: Any) -> Any:
@@ -78,6 +86,17 @@ def speech_by_default(room: Room, speculative: Any) -> Any:
 
 def speech_without_beams(room: Room, speculative: Any) -> Any:
     return _speech(room, speculative, num_beams=1)
+
+
+def speech_by_whisper(room: Room, speculative: Any) -> Any:
+    parts = {
+        "model": tiny_whisper(),
+        "tokenizer": whisper_tokenizer(),
+        "feature_extractor": whisper_features(),
+    }
+    settings = {"max_new_tokens": 40, "num_beams": 1}
+    pipe = _written_down(speculative, parts)
+    return pipe(wave(5.0), generate_kwargs=settings, return_timestamps="word")
 
 
 def _free_port() -> int:
@@ -204,6 +223,11 @@ CALLERS = [
         "pipeline automatic-speech-recognition, num_beams=1",
         '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`',
         speech_without_beams,
+    ),
+    Caller(
+        "pipeline automatic-speech-recognition, Whisper, words of several segments",
+        '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`',
+        speech_by_whisper,
     ),
     Caller("transformers serve, chat completion", SERVE, serve_chat, SERVE_NEEDS),
     Caller("transformers serve, streaming", SERVE, serve_stream, SERVE_NEEDS),
