@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 import lookahead_hf
 from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.session import cost_setting, memory_of
+from lookahead_hf.target import graphs
+from tests.device import taped
 from tests.models import prompt, tiny
+from tests.scripted import RandomTrees, continuations, scripted
 from tests.test_encoder_decoder import tiny_pair
 
 
@@ -24,7 +30,35 @@ def test_costs_are_known_afterwards(batch_size: int) -> None:
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 
-@pytest.mark.parametrize("name", ["batch_size", "context_length", "max_draft_nodes"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
+    monkeypatch.setattr(graphs, "LEAST_VISIBLE", 64)
+    model, ids = tiny("llama"), prompt(2, 20)
+    call = {"max_new_tokens": 70, "do_sample": do_sample, "pad_token_id": 0}
+    torch.manual_seed(7)
+    plain = model.generate(ids, **call)
+    trees = replace(scripted(continuations(plain, 20), RandomTrees()), cuda_graphs=True)
+    warm = {"batch_size": 2, "context_length": 20, "max_draft_nodes": 8, "max_new_tokens": 80}
+    with taped(monkeypatch) as made, lookahead_hf.enabled(model):
+        lookahead_hf.warm_up(model, **warm, do_sample=do_sample)
+        (recorder,) = [each for each in made if each.recordings]
+        before = len(recorder.recordings)
+        assert before == 4  # two widths, 64 and 128 slots
+        torch.manual_seed(7)
+        assert model.generate(ids, **call, speculative=trees).tolist() == plain.tolist()
+    assert [each for each in made if each.recordings] == [recorder]
+    assert len(recorder.recordings) == before
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    assert stats.graphs == "replayed" and stats.num_accepted > 0
+    curve = memory_of(model).costs.curve(2, 20, cost_setting(model), "graphs")
+    assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "context_length", "max_draft_nodes", "max_new_tokens"]
+)
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "8", None])
 def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name} must be an int from 1 on"):

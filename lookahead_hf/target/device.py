@@ -223,6 +223,22 @@ class DeviceTarget(Target):
             self._state.restore(packed, width)
         return self._set.recordings[width, visible]
 
+    def capture(self) -> None:
+        """Record the steps of all lengths that fit the call, rather than when they come up."""
+        assert self.cache is not None
+        slots = self.cache.slots.longest + max(self._widths)
+        while self._set is not None:
+            visible = self._set.visible_for(slots)
+            self._capture(max(self._widths), visible)
+            if self._set is None or visible == self._set.capacity:
+                return
+            slots = visible + 1
+
+    def forget(self) -> None:
+        """Keep nothing of the latest step, on the device either."""
+        assert self.cache is not None
+        self._state.lengths.copy_(torch.from_numpy(self.cache.slots.lengths))
+
     def _leave_graphs(self, refusal: str | None = None) -> None:
         used, self._set = self._set, None
         if used is not None:
