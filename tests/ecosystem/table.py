@@ -31,11 +31,17 @@ TESTED_ELSEWHERE = (
     ("model.compile(), model.forward = torch.compile(...)", "speculates, same text"),
     ("DistributedDataParallel", "speculates, same text: `lookahead_hf.generate(wrapped, ...)`"),
     ("FSDP2 fully_shard, before and after enable", "speculates, same text (one process)"),
+    (
+        "FSDP2 fully_shard, two processes",
+        "speculates, same text, also where the processes' texts end at different steps",
+    ),
+    ("tensor parallel, two processes", "speculates, same text; the first process decides"),
     ("a `generate` that is bound to the object, as unsloth's", "speculates, same text"),
     ("custom_generate repositories", "speculates, same text: examples/custom_generate"),
     ("pipeline any-to-any", "speculates, same text: `lookahead_hf.pipeline`"),
 )
-"""Rows of which tests/test_owners.py and tests/test_pipelines.py are the evidence."""
+"""Rows of which tests/test_owners.py, tests/test_pipelines.py and tests/processes are the
+evidence."""
 
 NOT_RUN = (
     (
@@ -68,9 +74,12 @@ NOT_RUN = (
         "not run; with injected kernels it has a cache of its own: use the model without them",
     ),
     (
-        "tensor parallel, ZeRO-3, FSDP on several processes",
-        "plain generation (`tensor_parallel`, `synced_gpus`): every process would have to draft "
-        "the same",
+        "DeepSpeed ZeRO-3",
+        "not run; it takes the way of FSDP: equally many forwards in all processes",
+    ),
+    (
+        "pipelines of processes, tensor parallel models whose weights are sharded too",
+        "plain generation (`tensor_parallel`)",
     ),
 )
 """Rows that this machine cannot run, or that there is nothing to run of."""
