@@ -51,7 +51,9 @@ def of_model(model: Any) -> VirtualTokens:
     kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
     by_peft = type(owner).__module__ == "peft.peft_model"
     if not (by_peft and kind in _IN_CACHE | _AS_EMBEDDINGS):
-        raise Unserved(FallbackReason.ADAPTER, f"{type(owner).__name__} prepares its inputs")
+        raise Unserved(
+            FallbackReason.ADAPTER, f"{kind or type(owner).__name__} prepares its inputs"
+        )
     if model.config.is_encoder_decoder:  # where embeddings stand before the encoder's
         return VirtualTokens(int(config.num_virtual_tokens) if kind in _IN_CACHE else 0)
     return VirtualTokens(int(config.num_virtual_tokens), kind in _AS_EMBEDDINGS)
