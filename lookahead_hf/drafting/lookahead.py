@@ -10,7 +10,7 @@ verifies it like any draft, with processors and sampling, and where it is right 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from lookahead_hf.config import check_int
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Evidence, Verdict
+
+if TYPE_CHECKING:
+    from lookahead_hf.target.host_copy import HostCopy, Ticket
 
 DEPTH_CLASSES = 4
 """Depths 1, 2, 3, and beyond."""
@@ -177,6 +180,8 @@ class LookaheadDrafter(Drafter):
             check_int(f"lookahead: {option}", value, least, 64)
         self._window, self._ngram_size, self._num_ngrams = window, ngram_size, num_ngrams
         self._rows: list[_RowWindow] = []
+        self._logits: torch.Tensor | None = None
+        self._likeliest: Ticket | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -212,7 +217,15 @@ class LookaheadDrafter(Drafter):
             tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
         )
 
+    def prepare(self, logits: torch.Tensor) -> None:
+        self._logits, self._likeliest = logits, None
+
+    def bring(self, copy: HostCopy) -> None:
+        assert self._logits is not None, "prepare() comes first"
+        self._likeliest = copy.add(self._logits.argmax(-1))
+
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        brought, self._logits, self._likeliest = self._likeliest, None, None
         live = np.flatnonzero(verdict.live & ~verdict.finished).tolist()
         if not live:
             return
@@ -220,16 +233,18 @@ class LookaheadDrafter(Drafter):
             [_last_level(draft, row, self._rows[row].levels.tolist()) for row in live]
         )
         written = np.full(places.shape, -1, np.int64)
-        written[places > 0] = _likeliest(
-            logits, np.repeat(live, (places > 0).sum(1)), places[places > 0]
+        row, place = np.repeat(live, (places > 0).sum(1)), places[places > 0]
+        written[places > 0] = (
+            _likeliest(logits, row, place) if brought is None else brought.take()[row, place]
         )
-        for row, of_row in zip(live, written, strict=True):
-            num_new = len(verdict.emitted(row))
-            self._rows[row].advance(rows.context(row), num_new, of_row)
-            self._rows[row].collect(rows.context(row), num_new)
+        for index, of_row in zip(live, written, strict=True):
+            num_new = len(verdict.emitted(index))
+            self._rows[index].advance(rows.context(index), num_new, of_row)
+            self._rows[index].collect(rows.context(index), num_new)
 
     def end(self, rows: Rows) -> None:
         self._rows = []
+        self._logits = self._likeliest = None
 
 
 def _last_level(draft: DraftTree, row: int, levels: list[list[int]]) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from lookahead_hf.drafting.lookahead import LookaheadDrafter, WindowNgrams
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Verdict
+from lookahead_hf.target.host_copy import HostCopy
 
 VOCAB = 23
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
@@ -52,8 +53,13 @@ def logits_of(rows: Rows, tree: DraftTree) -> torch.Tensor:
     return logits
 
 
-def step(rows: Rows, drafter: LookaheadDrafter, most: int = 99) -> tuple[DraftTree, list[int]]:
-    """Propose, verify (a row emits at most so many), observe: the draft and what rows emitted."""
+def step(
+    rows: Rows, drafter: LookaheadDrafter, most: int = 99, copy: HostCopy | None = None
+) -> tuple[DraftTree, list[int]]:
+    """Propose, verify (a row emits at most so many), observe: the draft and what rows emitted.
+
+    With a `copy` what the drafter learns has come with it, and the logits are gone.
+    """
     tree = drafter.propose(rows, 64)
     logits = logits_of(rows, tree)
     live, tokens = rows.live, []
@@ -71,6 +77,11 @@ def step(rows: Rows, drafter: LookaheadDrafter, most: int = 99) -> tuple[DraftTr
     flat = np.array(sum(tokens, []))
     finished = rows.finished.copy()
     verdict = Verdict(offsets, flat, none, np.empty(0, np.int32), live, finished)
+    drafter.prepare(logits)
+    if copy is not None:
+        drafter.bring(copy)
+        copy.fetch()
+        logits.fill_(torch.nan)
     drafter.observe(rows, tree, verdict, logits)
     return tree, [len(emitted) for emitted in tokens]
 
@@ -136,6 +147,17 @@ def test_the_window_moves_on_by_what_was_emitted(most: int) -> None:
             for column in range(moved.shape[1], 4):
                 assert is_piece(now[:, column].tolist(), rows.context(row).tolist())
     assert min(counts) == 1 and max(counts) >= min(most, 5)
+
+
+def test_what_it_learns_comes_with_the_verdict() -> None:
+    learned = []
+    for copied in (False, True):
+        rows = rows_of(PROMPTS)
+        drafter = begun(rows)
+        for _ in range(12):
+            step(rows, drafter, copy=HostCopy() if copied else None)
+        learned.append([window.tolist() for window in windows(drafter)])
+    assert learned[0] == learned[1]
 
 
 def test_columns_that_were_not_verified_begin_anew() -> None:
