@@ -177,7 +177,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     original = model.generate if hasattr(model, "generate") else target.generate
     if _speculates(original):
         return original(*args, **kwargs)
-    return run(target, original, args, kwargs, default=True)
+    return run(target, original, args, kwargs, default=True, by_name=True)
 
 
 def custom_generate(*args: Any, model: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from lookahead_hf.target import admission
 
 _decided: ContextVar[bool] = ContextVar("lookahead_hf_decided", default=False)
 """Whether this is inside a call for which was decided already: a model whose `generate` calls
-`generate` again, an assistant's, our own fallback."""
+`generate` again, our own fallback. What a caller's processor calls while we decode is not."""
 
 
 def run(
@@ -29,6 +29,7 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     default: Any = None,
+    by_name: bool = False,
 ) -> Any:
     """Generate speculatively where that was asked for, else call `original` with what was given.
 
@@ -38,10 +39,11 @@ def run(
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         default: What decides where neither the call nor a generation config does.
+        by_name: Whether a function of ours was called, not a model's `generate`.
     """
-    is_inner = _decided.get() and "speculative" not in kwargs
+    is_inner = _decided.get() and not by_name and "speculative" not in kwargs
     if is_inner or isinstance(kwargs.get("custom_generate"), Strategy):
-        return original(*args, **kwargs)
+        return original(*args, **{name: kwargs[name] for name in kwargs if name != "prediction"})
     plain = {name: given for name, given in kwargs.items() if name != "speculative"}
     try:
         arguments = Arguments(model, original, args, kwargs)
@@ -154,6 +156,7 @@ class Strategy:
         if self.held is not None:
             self.held.take()
         prepared = logits_processor, stopping_criteria, generation_config, model_kwargs
+        token = _decided.set(False)
         try:
             output = decode(model, input_ids, *prepared, self._request_with(model, inputs_tensor))
         except Unserved as unserved:
@@ -162,6 +165,8 @@ class Strategy:
             # What was decoded before stands: only what is left to decode can run plainly.
             fallback.report(model, unserved, self._request.config.on_fallback)
             return self._sample(model, input_ids, *prepared)
+        finally:
+            _decided.reset(token)
         self.decoded = model
         self._add(model)
         return output
