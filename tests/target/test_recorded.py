@@ -16,7 +16,7 @@ import lookahead_hf
 from lookahead_hf.drafting.session import cost_setting, memory_of
 from lookahead_hf.target import packing, recorded
 from lookahead_hf.target.program import Program
-from tests.models import NAMES, prompt, tiny
+from tests.models import NAMES, VOCAB, prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
 from tests.target.test_packing import needs_packing
 
@@ -267,6 +267,23 @@ def test_numbers_that_python_counts_up_are_found_out(monkeypatch: pytest.MonkeyP
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     assert stats.graphs == "repeating a step gave other logits"
+
+
+def test_a_repetition_that_is_wrong_leaves_nothing_in_the_cache() -> None:
+    model = tiny("llama")
+    own, _ = bits(model, recorded_steps=False)
+    bits(model, recorded_steps=True)
+    kept = recorded._kept[model]
+    kept.num_checked.clear()
+
+    def wrong(width: int, layers: list[Any], *given: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            layer.update(*(torch.ones(1, 2, width, 12) for _ in "kv"))
+        return torch.zeros(1, width, VOCAB)
+
+    for key, program in kept.programs.items():
+        kept.programs[key] = Program(program.inputs, wrong)
+    assert bits(model, recorded_steps=True) == (own, "repeating a step gave other logits")
 
 
 def test_a_recording_that_breaks_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
