@@ -85,6 +85,8 @@ def _serve(
             activations.say_once(strategy.decoded, stacklevel=4)
             if strategy.decoded is not model:
                 stats.publish(model, stats.last_stats(strategy.decoded))
+            if isinstance(output, ModelOutput):  # put together from those of several decodings
+                output.speculative_stats = strategy.record
             return output
         # The original decoded by itself: with the streamer and all, but plainly.
         unserved = Unserved(FallbackReason.OWN_GENERATE, f"{type(model).__name__}.generate")
@@ -130,6 +132,7 @@ class Strategy:
     Attributes:
         held: What stands in for the caller's streamer until decoding takes over, None without one.
         decoded: The model that was decoded, None before.
+        record: What all decodings so far did, None before.
     """
 
     def __init__(self, model: Any, request: Request) -> None:
@@ -137,7 +140,7 @@ class Strategy:
         self._request = request
         self.held = None if request.streamer is None else HeldStreamer(request.streamer)
         self.decoded: Any = None
-        self._record: SpeculativeStats | None = None
+        self.record: SpeculativeStats | None = None
 
     def __call__(
         self,
@@ -196,10 +199,10 @@ class Strategy:
     def _add(self, model: Any) -> None:
         """Let the model's latest record be of all that the call has decoded with it."""
         latest = stats.last_stats(model)
-        if self._record is not None and latest is not None:
-            latest = stats.joined(self._record, latest)
+        if self.record is not None and latest is not None:
+            latest = stats.joined(self.record, latest)
             stats.publish(model, latest)
-        self._record = latest
+        self.record = latest
 
     def _request_with(self, model: Any, inputs: torch.Tensor | None) -> Request:
         """The request and, where the encoder was given token ids, [texts, columns], these."""

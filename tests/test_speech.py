@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.utils import ModelOutput
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
@@ -53,6 +54,8 @@ def same(model: Any, speculative: Any = None, **call: Any) -> lookahead_hf.Specu
     assert torch.equal(torch.get_rng_state(), after)
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    if isinstance(ours, ModelOutput):
+        assert ours.speculative_stats == stats
     return stats
 
 
