@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # fmt: off
@@ -91,6 +92,50 @@ class Trace:
     output: Ref
 
 
+class _Watch(TorchDispatchMode):
+    """Refuses what can be seen below torch's API only, before it is done.
+
+    The sizes of what `nonzero` finds are numbers like those of any tensor, but another time there
+    are others. Numbers drawn for a trace would be missing where plain draws them, and what counts
+    forwards in a buffer would count it.
+    """
+
+    def __init__(self, constant: Iterable[torch.Tensor], is_watching: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_watching = is_watching
+        self._constant = {tensor.untyped_storage().data_ptr() for tensor in constant} - {0}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_watching():
+            if torch.Tag.dynamic_output_shape in func.tags and not _has_only_places(func, args):
+                raise Untraceable(f"sizes depend on values: {func}")
+            if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
+                raise Untraceable(f"the forward draws random numbers: {func}")
+        written = _tensors(_written(func, args, kwargs))
+        if any(tensor.untyped_storage().data_ptr() in self._constant for tensor in written):
+            raise Untraceable("the forward writes into the model's tensors")
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments that an operation writes into."""
+    given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
+    given |= kwargs
+    writes = (
+        each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+    )
+    return [given[each.name] for each in writes if each.name in given]
+
+
+def _has_only_places(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is an indexing by places, which has as many results as there are places."""
+    is_indexing = func is torch.ops.aten.index.Tensor
+    return is_indexing and all(t.dtype not in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+
+
 class Tracer(TorchFunctionMode):
     """Notes every call of torch's API on this thread while it is entered.
 
@@ -101,11 +146,22 @@ class Tracer(TorchFunctionMode):
         """`inputs`: what is given anew each time, tensors and the cache, by name."""
         super().__init__()
         self._inputs = tuple(inputs)
-        self._constant = {id(t) for t in (*model.parameters(), *model.buffers())}
+        constant = (*model.parameters(), *model.buffers())
+        self._constant = {id(tensor) for tensor in constant}
         self._names = {id(value): Ref(name) for name, value in inputs.items()}
         self._alive: list[Any] = []  # an id is a name only as long as its object lives
         self._operations: list[Operation] = []
         self._is_noting = True
+        self._watch = _Watch(constant, lambda: self._is_noting)
+
+    def __enter__(self) -> Tracer:
+        super().__enter__()
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watch.__exit__(*error)
+        super().__exit__(*error)
 
     def trace(self, output: torch.Tensor) -> Trace:
         """All that was noted, which led to `output`."""
@@ -160,13 +216,8 @@ class Tracer(TorchFunctionMode):
     ) -> None:
         self._alive.append((args, kwargs, result))
         symbolic = self._symbolic(args), self._symbolic(kwargs)
-        written = kwargs.get("out") if kwargs.get("out") is not None else args[:1]
-        if result is None or any(result is arg for arg in (*args, *kwargs.values())):
-            if any(id(t) in self._constant for t in _tensors(written)):
-                raise Untraceable("the forward writes into the model's tensors")
-            results = None
-        else:
-            results = self._results(result)
+        is_written = result is None or any(result is arg for arg in (*args, *kwargs.values()))
+        results = None if is_written else self._results(result)
         self._operations.append(Operation(function, *symbolic, results))
 
     def _results(self, value: Any) -> Any:

@@ -61,6 +61,11 @@ def positions(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32).contiguous() * ahead.float() + torch.zeros_like(x)
 
 
+def places(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    order = x[0, :, 0].argsort()
+    return x[:, order // 2].masked_fill(x > 1.0, 0.0)
+
+
 def several(layer: Any, x: torch.Tensor) -> torch.Tensor:
     best = x.max(-1)
     values, indices = torch.topk(x, 2)
@@ -69,7 +74,7 @@ def several(layer: Any, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("body", [shapes, in_place, positions, several])
+@pytest.mark.parametrize("body", [shapes, in_place, positions, places, several])
 def test_a_program_gives_the_forwards_bits_at_any_width(
     body: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> None:
@@ -106,6 +111,29 @@ def writes_into_the_model(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x * layer.scale
 
 
+def sizes_of_what_is_found(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    (found,) = torch.where(x[0, :, 0] > 100.0)
+    return x if found.shape[0] == 0 else layer.linear(x)
+
+
+def sizes_of_what_a_mask_leaves(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * x[x > 0].numel()
+
+
+def draws(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+def writes_through_a_view(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.scale.view(1)[:1] += 1.0
+    return x * layer.scale
+
+
+def writes_out(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.add(layer.scale.data, 1.0, out=layer.scale.data)
+    return x * layer.scale
+
+
 def from_outside(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x * OUTSIDE
 
@@ -120,6 +148,11 @@ OUTSIDE = torch.ones(4)
         (reads_a_number, "item"),
         (reads_a_list, "tolist"),
         (writes_into_the_model, "writes into the model"),
+        (writes_through_a_view, "writes into the model"),
+        (writes_out, "writes into the model"),
+        (sizes_of_what_is_found, "sizes depend on values"),
+        (sizes_of_what_a_mask_leaves, "sizes depend on values"),
+        (draws, "random numbers"),
         (from_outside, "neither the model's nor made here"),
     ],
 )
@@ -128,6 +161,16 @@ def test_what_would_not_repeat_is_refused(
 ) -> None:
     with pytest.raises(Untraceable, match=reason):
         traced(body, 3)
+
+
+@pytest.mark.parametrize("body", [draws, writes_into_the_model, writes_through_a_view])
+def test_what_is_refused_is_not_done(body: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    layer, x = Layer(body).eval(), torch.ones(1, 3, 4)
+    before = torch.get_rng_state()
+    with torch.no_grad(), pytest.raises(Untraceable), Tracer(layer, {"x": x}):
+        layer(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert float(layer.scale) == 2.0
 
 
 def branches(layer: Any, x: torch.Tensor) -> torch.Tensor:
