@@ -146,9 +146,11 @@ class RecordedSteps:
         self._refusal = refusal(self._model)
         if self._refusal is not None:
             return
-        key = fingerprint(self._model)
+        key = fingerprint(self._model), _settings(self._model)
         with _lock:
             found = _kept.get(self._model)
+            if found is not None and found.key != key:
+                self._num_steps.clear()  # two adapters in turn would be traced in every call
             if found is None or found.key != key:
                 found = _kept[self._model] = _Kept(key)
         if found.packed is not None and not found.packed.is_current():
@@ -343,6 +345,41 @@ def refusal(model: Any) -> str | None:
         return "its weights are tensors of their own kind"
     if any(t.device.type != "cpu" for t in tensors):
         return "not all weights are on the CPU"
+    return None
+
+
+_MODULES_OWN = frozenset(vars(torch.nn.Module()))
+_NUMBERS_AND_TEXTS = frozenset({int, float, bool, str})
+
+
+def _settings(model: Any) -> tuple[Any, ...]:
+    """What a forward may read in Python and a trace has frozen: numbers, flags and texts.
+
+    Those of modules, such as the scaling of adapters, of configurations, and of torch.
+    """
+    modules = [
+        [(name, _plain(value)) for name, value in vars(module).items() if name not in _MODULES_OWN]
+        for module in model.modules()
+    ]
+    configs = [_plain(vars(config)) for config in compat.attention_configs(model)]
+    return (
+        hash((tuple(map(tuple, modules)), tuple(configs))),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A number, a text or a container of such, so that it can be compared; None for others."""
+    kind = type(value)
+    if kind in _NUMBERS_AND_TEXTS:
+        return value
+    if kind is dict:
+        return tuple((name, _plain(item)) for name, item in value.items())
+    if kind in (list, tuple):
+        return tuple(map(_plain, value))
     return None
 
 

@@ -65,7 +65,7 @@ def test_steps_are_repeated_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None
     forwards: list[int] = []
     kind = type(model.model.norm)
     forward, key = kind.forward, recorded._kept[model].key
-    monkeypatch.setattr(recorded, "fingerprint", lambda _: key)
+    monkeypatch.setattr(recorded, "fingerprint", lambda _: key[0])
 
     def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self is model.model.norm:
@@ -245,6 +245,68 @@ def test_a_change_between_calls_is_noticed() -> None:
     assert both(model, prompt()).graphs == "recorded"
     model.model.layers[1].mlp = torch.nn.Identity().eval()
     assert both(model, prompt()).graphs == "recorded"
+
+
+def scaled(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 3.0
+
+
+def capped(model: Any) -> None:
+    model.config.final_logit_softcapping = 1.0
+
+
+def listed(model: Any) -> None:
+    model.model.layers[1].mlp.scaling["default"] = 2.0
+
+
+def in_doubles(model: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.parametrize("change", [scaled, capped, listed, in_doubles])
+def test_settings_that_change_between_calls_count(change: Callable[[Any], None]) -> None:
+    class Scaled(torch.nn.Module):
+        """Keeps its factor as adapters do."""
+
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scaling = inner, {"default": 1.0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * torch.tensor(self.scaling["default"] / 3.0)
+
+    model = tiny("gemma3")
+    model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp).eval()
+    default = torch.get_default_dtype()
+    before, _ = bits(model, recorded_steps=True)
+    try:
+        change(model)
+        own, _ = bits(model, recorded_steps=False)
+        assert bits(model, recorded_steps=True) == (own, "recorded")
+    finally:
+        torch.set_default_dtype(default)
+    if change is not in_doubles:
+        assert own != before
+
+
+def test_a_model_that_changes_often_is_not_traced_in_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorded, "TRACED_AFTER", 10)
+    model = tiny("llama")
+
+    def state(new: int, scaling: float) -> str | None:
+        model.model.layers[1].self_attn.scaling = scaling
+        config = {"budget": 0, "on_fallback": "error"}
+        model.generate(prompt(), max_new_tokens=new, do_sample=False, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None
+        return stats.graphs
+
+    with lookahead_hf.enabled(model):
+        assert state(20, 0.3) == "recorded"
+        assert [state(8, 0.1), state(8, 0.2), state(8, 0.1)] == ["too few steps to record"] * 3
+        assert state(8, 0.1) == "recorded"
 
 
 def test_numbers_that_python_counts_up_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
