@@ -29,6 +29,11 @@ class DraftTree:
     """Draft tokens of all rows, row after row; in a row every parent stands before its children.
 
     Row `r` owns the nodes `row_offsets[r]:row_offsets[r + 1]`; `parents` counts within the row.
+
+    `probs` says what each node's token was drawn from, for verification="rejection": a distribution
+    of the target's tokens, in which siblings drawn before it have no part. What came out of a draw
+    must decide nothing else: everything drawn is in the tree, siblings in the order of the draws,
+    and how much is drawn does not depend on it. Without `probs` any tokens will do.
     """
 
     row_offsets: np.ndarray  # [rows + 1] int64

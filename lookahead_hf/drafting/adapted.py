@@ -7,6 +7,7 @@ this drafter and nothing else.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,18 +22,28 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
     from lookahead_hf.target.host_copy import HostCopy
 
+ROUNDING = 0.01
+"""How far from 1 probabilities may sum up; half precision is off by up to 0.004."""
+
 
 class Adapted(Drafter):
     """A user's object that has `propose`, and perhaps more of what a `Drafter` has."""
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
         """Ask the object once for what it says of itself.
+
+        Args:
+            drafter: The object.
+            vocab_size: Token ids of the target.
+            draws: Whether the call verifies what was drawn by the probabilities that it was drawn
+                with; what is said of these is looked at only then.
 
         Raises:
             ValueError: It has no right number of buckets, or no prior for each of them.
             Exception: Whatever the object raises.
         """
         self._drafter = drafter
+        self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
         self._num_buckets = _num_buckets(getattr(drafter, "num_buckets", 1))
         prior = getattr(drafter, "prior", None)
@@ -61,7 +72,13 @@ class Adapted(Drafter):
         self._call("begin", rows)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return checked(self._drafter.propose(rows, max_nodes), rows.num_rows, self._num_buckets)
+        tree = checked(self._drafter.propose(rows, max_nodes), rows.num_rows, self._num_buckets)
+        if tree.probs is None:
+            return tree
+        # By its buckets what was drawn would decide whether it is verified: all nodes are of one.
+        probs = _distributions(tree, self._vocab_size) if self._draws else None
+        evidence = None if self._draws else tree.evidence
+        return replace(tree, evidence=evidence, probs=probs)
 
     def prepare(self, logits: torch.Tensor) -> None:
         self._call("prepare", logits)
@@ -183,3 +200,49 @@ def _probs(probs: Any, tokens: np.ndarray) -> Any:
             f"{list(probs.shape)} for {len(tokens)} nodes"
         )
     return probs
+
+
+def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
+    """What each node was drawn from, as distributions of the target's tokens, [nodes, vocab].
+
+    Raises:
+        ValueError: They are none, or a node cannot be what was drawn from its one.
+    """
+    probs: torch.Tensor = tree.probs[:, :vocab_size].detach().float()  # type: ignore[index]
+    totals = probs.sum(1)
+    proper = (probs >= 0).all(1) & ((totals - 1).abs() <= ROUNDING)  # neither holds for NaN
+    if not proper.all():
+        node = int(proper.logical_not().nonzero()[0])
+        raise ValueError(
+            f"probs[{node}] is no distribution of the target's {probs.shape[1]} tokens: its "
+            f"entries must not be negative and must sum up to 1, not {float(totals[node]):.4g}"
+        )
+    known = (tree.token_ids >= 0) & (tree.token_ids < probs.shape[1])
+    chances = probs.new_zeros(tree.num_nodes)
+    chances[np.flatnonzero(known)] = probs[np.flatnonzero(known), tree.token_ids[known]]
+    if not (chances > 0).all():
+        node = int((chances <= 0).nonzero()[0])
+        raise ValueError(
+            f"node {node} holds the token {tree.token_ids[node]}, which probs[{node}] gives no "
+            "probability, so that it was not drawn from it"
+        )
+    later, earlier = _siblings(tree)
+    if len(later) and bool((again := probs[later, tree.token_ids[earlier]] > 0).any()):
+        node = int(later[int(again.nonzero()[0])])
+        raise ValueError(
+            f"probs[{node}] gives probability to the token of a sibling before it: siblings must "
+            "be drawn without replacement, each from what those before it leave"
+        )
+    return probs / totals[:, None]
+
+
+def _siblings(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
+    """Every pair of siblings, as flat nodes: the later and the earlier one of each, [pairs]."""
+    pairs: list[tuple[int, int]] = []
+    for row in range(tree.num_rows):
+        nodes = tree.row(row)
+        parents = tree.parents[nodes]
+        later, earlier = np.nonzero(np.tril(parents[:, None] == parents, -1))
+        pairs += zip((later + nodes.start).tolist(), (earlier + nodes.start).tolist(), strict=True)
+    later, earlier = np.array(pairs, np.int64).reshape(-1, 2).T
+    return later, earlier

@@ -37,7 +37,7 @@ class Resources:
         tokenizers: The target's and the assistant's tokenizer, where the caller gave them.
         vocab_size: Token ids of the target.
         processors: The call's logits processors.
-        draws: Whether drafts of the assistant are to be drawn from its distribution.
+        draws: Whether drafts are verified by the probabilities that they were drawn with.
         pool: The pool of n-grams that "pool" draws from, or its path; None: the model's own.
         own_pool: The pool that is kept with the model, made when it is first asked for.
         learn: Whether generated texts are added to the pool.
@@ -84,7 +84,7 @@ def build(
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
-            built += _adapted(drafter)
+            built += _adapted(drafter, resources)
         elif drafter == "prediction":
             if resources.predictions is not None:
                 built.append(_make(drafter, options, resources.predictions))
@@ -96,12 +96,12 @@ def build(
     return built
 
 
-def _adapted(drafter: Any) -> list[Drafter]:
+def _adapted(drafter: Any, resources: Resources) -> list[Drafter]:
     """An object that the caller gave; nothing of one that cannot say what it is."""
     if type(drafter).__module__.startswith(__package__ + "."):
         return [drafter]
     try:
-        return [Adapted(drafter)]
+        return [Adapted(drafter, resources.vocab_size, resources.draws)]
     except Exception as error:
         warnings.warn(
             f"the drafter {drafter_name(drafter)!r} failed and is left out of this call: "

@@ -116,10 +116,47 @@ def test_wrong_probabilities_do_not_reach_rejection_sampling(model: Any, name: s
         assert len(text(model, own, "rejection", do_sample=True)[0]) == 24
 
 
-def test_probabilities_of_no_distribution_do_no_harm(model: Any) -> None:
-    for filler in (float("nan"), float("inf"), -1.0, 0.0):
-        own = Own(lambda rows, n, filler=filler: tree(probs=torch.full((2, VOCAB), filler)))  # type: ignore[misc]
-        assert len(text(model, own, "rejection", do_sample=True)[0]) == 24
+def probs_of(*rows: dict[int, float], vocab: int = VOCAB) -> torch.Tensor:
+    probs = torch.zeros(len(rows), vocab)
+    for row, chances in zip(probs, rows, strict=True):
+        row[list(chances)] = torch.tensor(list(chances.values()))
+    return probs
+
+
+SIBLINGS = {"tokens": [5, 6], "parents": [-1, -1]}
+IMPROPER = {
+    "not a number": ({}, torch.full((2, VOCAB), torch.nan), "is no distribution"),
+    "infinite": ({}, torch.full((2, VOCAB), torch.inf), "is no distribution"),
+    "nothing": ({}, torch.zeros(2, VOCAB), "sum up to 1, not 0"),
+    "too much": ({}, probs_of({5: 1.0}, {6: 0.6, 7: 0.6}), "probs.1. is no dist.*not 1.2"),
+    "negative": ({}, probs_of({5: 1.0}, {6: 1.5, 7: -0.5}), "must not be negative"),
+    "beyond the vocabulary": ({}, probs_of({5: 0.5, 120: 0.5}, {6: 1.0}, vocab=130), "not 0.5"),
+    "not drawn": ({}, probs_of({5: 1.0}, {7: 1.0}), "node 1 holds the token 6"),
+    "no token": ({"tokens": [5, -3]}, probs_of({5: 1.0}, {7: 1.0}), "holds the token -3"),
+    "with replacement": (SIBLINGS, probs_of({5: 0.5, 6: 0.5}, {5: 0.5, 6: 0.5}), "without repl"),
+}
+
+
+@pytest.mark.parametrize(("fields", "probs", "says"), IMPROPER.values(), ids=IMPROPER)
+def test_probabilities_that_cannot_be_cost_the_drafter_alone(
+    model: Any, fields: Any, probs: torch.Tensor, says: str
+) -> None:
+    own = Own(lambda rows, n: tree(**fields, probs=probs))
+    plain = text(model, do_sample=True)
+    with pytest.warns(RuntimeWarning, match=f"'own' failed.*{says}"):
+        got = text(model, own, "rejection", do_sample=True)
+    assert got == plain  # one row without drafts draws as plain does
+    text(model, own, do_sample=True)  # where nothing is decided by them, they are not looked at
+
+
+def test_probabilities_in_half_precision_are_distributions(model: Any) -> None:
+    chances = (torch.randn(2, 130, generator=torch.Generator().manual_seed(1))).softmax(-1)
+    chances[:, VOCAB:] = 0
+    probs = (chances / chances.sum(-1, keepdim=True)).bfloat16()
+    adapted = Adapted(Own(lambda rows, n: tree(probs=probs, evidence=evidence(0, 0))), VOCAB)
+    proposed = adapted.propose(Rows(np.zeros((1, 3), np.int64)), 8)
+    assert proposed.probs.shape == (2, VOCAB) and proposed.evidence is None  # type: ignore[attr-defined]
+    torch.testing.assert_close(proposed.probs.sum(-1), torch.ones(2))  # type: ignore[attr-defined]
 
 
 def test_tokens_that_the_target_does_not_have_are_left_out(model: Any) -> None:

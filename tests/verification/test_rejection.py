@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.generation.stopping_criteria import (
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
+from lookahead_hf.drafting.adapted import Adapted
 from lookahead_hf.drafting.assistant_picks import Drawn
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
@@ -26,7 +28,7 @@ from lookahead_hf.drafting.tree import head
 from lookahead_hf.logits.walkers import RowProcessors
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import ROOT, DraftTree, Verdict
+from lookahead_hf.steps import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.verification import rejection
 from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
@@ -118,11 +120,11 @@ def logits_of(rows: Rows, tree: DraftTree) -> torch.Tensor:
     return TARGET[torch.from_numpy(tokens)]
 
 
-def generate(drafter: Drafter, processors: Any = (), nodes: int = 64) -> tuple[np.ndarray, float]:
+def generate(*drafters: Drafter, processors: Any = (), nodes: int = 64) -> tuple[np.ndarray, float]:
     """Many texts of the target, [texts, LENGTH], and how many tokens a step emitted."""
     rows = Rows(np.zeros((TEXTS, 1), np.int64))
     verifier = engine(TEXTS, processors=processors)
-    ensemble = Ensemble([drafter], Calibration([drafter]))
+    ensemble = Ensemble(drafters, Calibration(drafters))
     ensemble.begin(rows)
     row_steps = 0
     while rows.live.any():
@@ -166,19 +168,52 @@ def test_texts_are_distributed_as_plain_samples(
     depth: int, siblings: int, processors: Any, nodes: int
 ) -> None:
     drafter = MarkovDrafter(depth, siblings, processors)
-    texts, tokens_per_step = generate(drafter, processors, nodes)
+    texts, tokens_per_step = generate(drafter, processors=processors, nodes=nodes)
     assert chi_square(texts, expected_counts(processors)) < CRITICAL
     assert tokens_per_step > 1.3
 
 
 def test_siblings_that_run_out_of_tokens_leave_the_distribution_alone() -> None:
     processors = [hf.TopKLogitsWarper(1)]
-    texts, _ = generate(MarkovDrafter(2, 3, processors), WARPERS)
+    texts, _ = generate(MarkovDrafter(2, 3, processors), processors=WARPERS)
     assert chi_square(texts, expected_counts(WARPERS)) < CRITICAL
 
 
 def test_drafts_whose_probabilities_are_unknown_count_as_certain() -> None:
     texts, tokens_per_step = generate(MarkovDrafter(2, 2, hides=True))
+    assert chi_square(texts, expected_counts()) < CRITICAL
+    assert tokens_per_step > 1.3
+
+
+class Sorting(MarkovDrafter):
+    """Says of what it drew which is good and which is not, by its own two buckets."""
+
+    num_buckets = 2  # type: ignore[assignment]
+
+    def prior(self) -> np.ndarray:
+        return np.array([0.05, 0.9], np.float32)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        tree = super().propose(rows, max_nodes)
+        each = np.arange(tree.num_nodes + 1)
+        return replace(tree, evidence=Evidence(each, each[1:] * 0, tree.token_ids % 2))
+
+
+@pytest.mark.parametrize(("depth", "siblings", "nodes"), [(1, 3, 1), (1, 3, 2), (2, 2, 2)])
+def test_buckets_of_what_was_drawn_leave_the_distribution_alone(
+    depth: int, siblings: int, nodes: int
+) -> None:
+    texts, tokens_per_step = generate(Adapted(Sorting(depth, siblings), VOCAB), nodes=nodes)
+    assert chi_square(texts, expected_counts()) < CRITICAL
+    assert tokens_per_step > 1.3
+    # Unadapted, by the buckets, they are verified by what they are.
+    texts, _ = generate(Sorting(depth, siblings), nodes=nodes)
+    assert chi_square(texts, expected_counts()) > CRITICAL
+
+
+def test_several_sources_are_certain_of_what_they_drew() -> None:
+    drafters = [Adapted(Sorting(2, 2), VOCAB), MarkovDrafter(1, 1)]
+    texts, tokens_per_step = generate(*drafters, nodes=2)
     assert chi_square(texts, expected_counts()) < CRITICAL
     assert tokens_per_step > 1.3
 
