@@ -55,7 +55,7 @@ class Tape(TorchDispatchMode):
             self.calls.append((func, args, kwargs, out, fresh))
         return out
 
-    @torch.no_grad()
+    @torch.inference_mode()  # what was recorded in it can be written in it alone
     def replay(self) -> None:
         for func, args, kwargs, out, fresh in self.calls:
             again = func(*args, **kwargs)
@@ -100,6 +100,13 @@ class TapeRecorder:
     def __init__(self) -> None:
         self.recordings: list[TapeRecording] = []
         self.released = 0
+        self.calls: list[str] = []
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def end(self) -> None:
+        self.calls.append("end")
 
     def try_out(self, run: Callable[[], Step]) -> str | None:
         run()

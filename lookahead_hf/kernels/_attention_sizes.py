@@ -35,7 +35,10 @@ def _processors(device: torch.device) -> int:
 
 @lru_cache
 def num_stages(device: torch.device, dim: int) -> int:
-    """Three tiles in flight where they fit: Hopper and later, at up to 128 dimensions."""
+    """Three tiles in flight where they fit: up to 128 dimensions, on GPUs with 227 KB per program.
+
+    Hopper and the Blackwells of data centres (9.0, 10.x) have them, those of desktops (12.x) 99 KB.
+    """
     if device.type != "cuda" or torch.version.hip or dim > 128:
         return 2
-    return 3 if torch.cuda.get_device_capability(device)[0] >= 9 else 2
+    return 3 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 2

@@ -28,14 +28,15 @@ _VARIABLE = "LOOKAHEAD_HF_BACKEND"
 def backend(device: torch.device) -> str:
     """What runs on a device: "triton" on CUDA and ROCm, "torch" elsewhere.
 
-    Where the environment variable LOOKAHEAD_HF_BACKEND is set, "triton" or "torch", it decides.
+    NVIDIA's GPUs before Ampere, which Triton does not support, take "torch" as well. Where the
+    environment variable LOOKAHEAD_HF_BACKEND is set, "triton" or "torch", it decides.
 
     Raises:
         ValueError: The variable holds anything else, or names Triton where it cannot run.
     """
     chosen = os.environ.get(_VARIABLE)
     if not chosen:
-        return "triton" if device.type == "cuda" and _has_triton() else "torch"
+        return "triton" if device.type == "cuda" and _has_triton(device) else "torch"
     if chosen not in ("triton", "torch"):
         raise ValueError(f"{_VARIABLE} is {chosen!r}: set it to 'triton' or 'torch', or unset it")
     if chosen == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -52,8 +53,11 @@ def is_asked_for() -> bool:
 
 
 @lru_cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton is there and supports the GPU: of NVIDIA's those since Ampere."""
+    if find_spec("triton") is None:
+        return False
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def verify_tree(

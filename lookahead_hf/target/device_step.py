@@ -15,6 +15,7 @@ from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention, tree_attention
 from lookahead_hf.target.device_ops import DraftViews, compact, walk
 from lookahead_hf.target.extras import widened
+from lookahead_hf.target.host_copy import pinned
 from lookahead_hf.target.masks import MaskKind
 from lookahead_hf.target.tree_attention import BlockTree
 
@@ -106,7 +107,7 @@ class StepState:
         other = copy.copy(self)
         for name in _FIELDS[:-1]:
             setattr(other, name, getattr(self, name).clone())
-        other.columns = self.columns.new_zeros(len(self.columns), capacity)
+        other.columns = other.pads.new_zeros(len(self.columns), capacity)
         other._drafts = {}
         return other
 
@@ -120,10 +121,7 @@ class StepState:
 
     def load(self, packed: np.ndarray, width: int) -> None:
         """Bring a packed draft to the device, without waiting for it."""
-        source = torch.from_numpy(packed)
-        if self.lengths.is_cuda:
-            source = source.pin_memory()
-        self._draft(width).copy_(source, non_blocking=True)
+        self._draft(width).copy_(pinned(packed, self.lengths.device), non_blocking=True)
 
     def rehearse(self, width: int) -> None:
         """Put a draft of this width in place that has no nodes, for rows that go on."""
@@ -142,7 +140,10 @@ class StepState:
 
     def _draft(self, width: int) -> torch.Tensor:
         if width not in self._drafts:
-            self._drafts[width] = self.lengths.new_zeros(len(self.lengths) * (4 * width + 3))
+            with torch.inference_mode(False):  # graphs' drafts are written outside of it, too
+                size = len(self.lengths) * (4 * width + 3)
+                device = self.lengths.device
+                self._drafts[width] = torch.zeros(size, dtype=torch.int64, device=device)
         return self._drafts[width]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,12 @@ class Recording(Protocol):
 
 class Recorder(Protocol):
     """Records steps whose tensors share one pool of memory."""
+
+    def begin(self) -> None:
+        """A call is about to use the tensors that earlier ones used, perhaps on other streams."""
+
+    def end(self) -> None:
+        """A call has asked for all that it wants of them."""
 
     def try_out(self, run: Callable[[], Step]) -> str | None:
         """Run once as the recording will; returns what forbids recording, None if nothing does."""
@@ -52,8 +60,33 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._used: Any = None  # the event behind a call's last use
+
+    @cached_property
+    def _stream(self) -> Any:
+        """A stream that no other living recorder has.
+
+        cuBLAS keeps a workspace per stream, whose address is in the graphs, and lets go of it when
+        a graph of the stream is reset. torch hands out 32 streams, in turn.
+        """
+        with _lock:
+            free = _free_streams.setdefault(self._device, [])
+            return free.pop() if free else torch.cuda.Stream(self._device)
+
+    @cached_property
+    def _pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def __del__(self) -> None:
+        if "_stream" in vars(self):
+            _free_streams[self._device].append(self._stream)
+
+    def begin(self) -> None:
+        if self._used is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._used)
+
+    def end(self) -> None:
+        self._used = torch.cuda.current_stream(self._device).record_event()
 
     def try_out(self, run: Callable[[], Step]) -> str | None:
         """Warm up on the stream of the capture, and look for what waits for the device.
@@ -69,8 +102,7 @@ class CudaRecorder:
                 warnings.simplefilter("always")
                 run()
         current.wait_stream(self._stream)
-        waits = [str(w.message) for w in heard if "synchronizing" in str(w.message)]
-        return f"a forward waits for the device: {waits[0].splitlines()[0]}" if waits else None
+        return said_to_wait([str(warning.message) for warning in heard])
 
     def record(self, run: Callable[[], Step]) -> Recording:
         graph = torch.cuda.CUDAGraph()
@@ -81,12 +113,26 @@ class CudaRecorder:
         return CudaRecording(graph, outputs)
 
     def release(self, recordings: list[Recording]) -> None:
-        # One after the other while others live would free workspaces that those still use.
+        # One after the other while others live would free workspaces that those still use. What
+        # cuBLAS keeps for the stream stays: to free it means to free that of all graphs there are.
         torch.cuda.synchronize(self._device)
         for recording in recordings:
             assert isinstance(recording, CudaRecording)
             recording.graph.reset()
-        torch._C._cuda_clearCublasWorkspaces()
+
+
+_lock = threading.Lock()
+_free_streams: dict[torch.device, list[Any]] = {}
+
+
+def said_to_wait(messages: list[str]) -> str | None:
+    """Why steps that brought forth these warnings cannot be captured, None if they can.
+
+    torch also says, once, that the mode which warns "does not yet detect all synchronizing
+    operations".
+    """
+    waits = [text for text in messages if "called a synchronizing" in text]
+    return f"a forward waits for the device: {waits[0].splitlines()[0]}" if waits else None
 
 
 @contextmanager

@@ -154,15 +154,18 @@ def enter(
         if found is not None and not found.in_use.acquire(blocking=False):
             raise Uncapturable("another call is using the model's graphs")
         if found is None or found.key != key or found.capacity < slots:
+            if not create:
+                if found is not None:
+                    found.in_use.release()
+                raise Uncapturable("the call is too short to capture for")
             if found is not None:
                 del _sets[model]
                 found.retire()
-            if not create:
-                raise Uncapturable("the call is too short to capture for")
             found = _new_set(key, cache, state, slots)
             found.in_use.acquire()
             _sets[model] = found
     try:
+        found.recorder.begin()
         _move_in(found, cache, state)
     except BaseException:
         found.in_use.release()
@@ -179,6 +182,7 @@ def leave(model: Any, used: GraphSet, refusal: str | None = None) -> None:
             if _sets.get(model) is used:
                 del _sets[model]
         used.retire()
+    used.recorder.end()
     used.in_use.release()
 
 
@@ -213,13 +217,15 @@ def _new_set(key: tuple[Any, ...], cache: AdoptedCache, state: StepState, slots:
     recorder = recorder_for(device)
     if recorder is None:
         raise Uncapturable(f"there are no graphs on {device.type}")
-    stores = [(_room(la.k_store, capacity), _room(la.v_store, capacity)) for la in layers]
-    table = PathTable([store for pair in stores for store in pair])
-    return GraphSet(key, capacity, state.with_room(capacity), stores, table, recorder)
+    with torch.inference_mode(False):  # later calls write to them outside of it
+        stores = [(_room(la.k_store, capacity), _room(la.v_store, capacity)) for la in layers]
+        table = PathTable([store for pair in stores for store in pair])
+        return GraphSet(key, capacity, state.with_room(capacity), stores, table, recorder)
 
 
 def _room(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    return store.new_zeros(store.shape[0], capacity, *store.shape[2:])
+    shape = store.shape[0], capacity, *store.shape[2:]
+    return torch.zeros(shape, dtype=store.dtype, device=store.device)
 
 
 def _move_in(used: GraphSet, cache: AdoptedCache, state: StepState) -> None:
@@ -275,7 +281,15 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (
         (autocast, torch.get_float32_matmul_precision()),
-        hash(tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors)),
+        hash(tuple(address for tensor in tensors for address in _addresses(tensor))),
         hash(tuple(modules)),
         tuple(configs),
     )
+
+
+def _addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
+    """Where a tensor's numbers are, those of the tensors in it where it is a wrapper of some."""
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [address for each in inner for address in _addresses(each)]
+    return [(tensor.data_ptr(), tensor.dtype, tensor.shape)]

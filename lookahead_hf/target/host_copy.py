@@ -1,4 +1,4 @@
-"""What a step brings to the host: several small tensors, one copy, one wait."""
+"""What a step brings to the host, several small tensors in one copy; what goes the other way."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ class HostCopy:
             start += len(part)
             ticket.array = piece.view(_NUMPY[ticket.tensor.dtype]).reshape(ticket.tensor.shape)
         self._tickets = []
+
+
+def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host tensor of these numbers from which a copy to the device waits for nothing.
+
+    torch keeps the pinned memory until the device has read it, if the copy is `non_blocking`; from
+    any other memory a copy waits for all that was launched before it.
+    """
+    source = torch.from_numpy(array)
+    return source.pin_memory() if device.type == "cuda" else source
 
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}

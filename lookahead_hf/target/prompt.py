@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead_hf.target.compilation import is_compiled
+
 CHUNK = 64
 """Positions whose logits exist at once."""
 
@@ -30,9 +32,18 @@ class PromptStates:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Keep what the decoder returns to this thread; nothing where the model has no decoder."""
+        """Keep what the decoder returns to this thread; nothing where the model has no decoder.
+
+        Nor where it is compiled: a hook would be compiled along, for good or not at all.
+        """
         decoder = self._model.get_decoder() if hasattr(self._model, "get_decoder") else None
-        if not self.wanted or decoder is None or decoder is self._model or self._head() is None:
+        if (
+            not self.wanted
+            or is_compiled(self._model)
+            or decoder is None
+            or decoder is self._model
+            or self._head() is None
+        ):
             yield
             return
         thread = threading.get_ident()

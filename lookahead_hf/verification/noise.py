@@ -13,6 +13,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
+from lookahead_hf.target.host_copy import pinned
 from lookahead_hf.verification import mersenne
 from lookahead_hf.verification.generators import Parked, Replay
 
@@ -70,7 +71,8 @@ class Noise:
         rows, vocab = self._shape
         wanted = (steps[:, None] + np.arange(depths)).reshape(-1)  # [rows * depths]
         order = np.argsort(wanted, kind="stable")
-        index = torch.from_numpy(np.stack([order, order // depths])).to(self._device)
+        places = pinned(np.stack([order, order // depths]), self._device)
+        index = places.to(self._device, non_blocking=True)
         out = torch.empty(rows * depths, vocab, dtype=self._dtype, device=self._device)
         firsts = np.flatnonzero(np.diff(wanted[order], prepend=-1))
         for first, end in zip(firsts.tolist(), [*firsts[1:].tolist(), len(order)], strict=True):

@@ -5,19 +5,43 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lookahead_hf import kernels
+from lookahead_hf.kernels import _attention_sizes, dispatch
 
 CPU = torch.device("cpu")
 
 
-def test_backend_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def capabilities(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int]]]:
+    """Compute capability of GPUs that are not there, by index."""
+    known = {0: (7, 5), 1: (8, 0), 2: (8, 6), 3: (9, 0), 4: (10, 0), 5: (12, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: known[d.index])
+    caches = dispatch._has_triton, _attention_sizes.num_stages
+    for cache in caches:
+        cache.cache_clear()
+    yield known
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_backend_by_device(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[int, tuple[int, int]]
+) -> None:
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
     assert kernels.backend(CPU) == "torch"
-    assert kernels.backend(torch.device("cuda")) == "triton"
+    chosen = [kernels.backend(torch.device("cuda", index)) for index in capabilities]
+    assert chosen == ["torch"] + ["triton"] * 5
+
+
+def test_stages_fit_the_shared_memory(capabilities: dict[int, tuple[int, int]]) -> None:
+    stages = [_attention_sizes.num_stages(torch.device("cuda", i), 128) for i in capabilities]
+    assert stages == [2, 2, 2, 3, 3, 2]
+    assert _attention_sizes.num_stages(torch.device("cuda", 3), 256) == 2
 
 
 def test_backend_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:

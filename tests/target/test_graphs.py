@@ -91,6 +91,51 @@ def test_later_calls_move_into_the_same_graphs(made: list[TapeRecorder]) -> None
     assert second.released == len(WIDTHS)
 
 
+def test_a_short_call_of_another_shape_leaves_the_graphs(made: list[TapeRecorder]) -> None:
+    model = tiny("llama")
+    compare(model, padded("left"))
+    stats = compare(model, padded("none", rows=2), {"cuda_graphs": "auto"}, max_new_tokens=20)
+    assert stats.graphs == "the call is too short to capture for"
+    assert compare(model, padded("left")).graphs == "replayed"
+    (recorder,) = sets_of(made)
+    assert recorder.released == 0
+    assert recorder.calls == ["begin", "end"] * 2  # each waits for the one before
+
+
+def test_graphs_outlive_inference_mode(made: list[TapeRecorder]) -> None:
+    model = tiny("llama")
+    with torch.inference_mode():
+        compare(model, padded("left"))
+    assert compare(model, padded("left")).graphs == "replayed"
+    with torch.inference_mode():
+        assert compare(model, padded("holes"), do_sample=True).graphs == "replayed"
+    assert compare(model, padded("holes"), do_sample=True).graphs == "replayed"
+
+
+class Wrapped(torch.Tensor):
+    """A tensor with its numbers in another one, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_weights_in_wrappers_are_told_apart() -> None:
+    weights = torch.randn(2, 3), torch.randn(2, 3)
+    assert graphs._addresses(Wrapped(weights[0])) == graphs._addresses(weights[0])
+    assert graphs._addresses(Wrapped(weights[0])) != graphs._addresses(weights[1])
+
+
 def test_what_a_graph_has_frozen_makes_a_new_one(made: list[TapeRecorder]) -> None:
     model = tiny("llama")
     compare(model, padded("none"))
