@@ -41,7 +41,7 @@ class Request:
         assistant_tokenizer: The caller's `assistant_tokenizer=`.
         synced_gpus: As `generate` computes it.
         prediction: The caller's guess of every row's text, token ids.
-        encoder_ids: Token ids of an encoder's input, [texts, columns].
+        encoder_inputs: What an encoder was given, [texts, ...].
     """
 
     config: SpeculativeConfig
@@ -51,7 +51,7 @@ class Request:
     assistant_tokenizer: Any = None
     synced_gpus: bool = False
     prediction: Sequence[np.ndarray] | None = None
-    encoder_ids: torch.Tensor | None = None
+    encoder_inputs: torch.Tensor | None = None
 
 
 class Call:
@@ -79,7 +79,7 @@ class Call:
         positions.check_length(model, position_ids, input_ids.shape[1], num_new)
         self.pad = compat.pad_token(generation_config)
         mask = model_kwargs.get(compat.decoder_names(model).mask)
-        self.rows = _rows(input_ids, mask, self._encoder_ids(request.encoder_ids))
+        self.rows = _rows(input_ids, mask, self._encoder_ids())
         encoder_outputs = model_kwargs.get("encoder_outputs")
         self.records = Records(generation_config, self.rows.num_rows, encoder_outputs)
         self.engine = Engine(
@@ -159,17 +159,24 @@ class Call:
         rounds = config.draft_invariant and self.model.dtype == torch.float32
         return Wanted(config.recorded_steps, False if rounds else config.packed_weights)
 
-    def _encoder_ids(self, texts: torch.Tensor | None) -> list[np.ndarray] | None:
-        """What each row's encoder has read, without pads; several rows may share one text."""
+    def _encoder_inputs(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """What each row's encoder was given, and its mask; several rows may share one text."""
+        texts = self.request.encoder_inputs
         if texts is None:
             return None
-        num_rows = len(self.input_ids)
-        ids = texts.repeat_interleave(num_rows // len(texts), 0).to("cpu").numpy()
-        mask = self.model_kwargs.get("attention_mask")
+        rows = texts.repeat_interleave(len(self.input_ids) // len(texts), 0)
+        return rows, self.model_kwargs.get("attention_mask")
+
+    def _encoder_ids(self) -> list[np.ndarray] | None:
+        """Token ids that each row's encoder has read, without pads; None where it read none."""
+        inputs, mask = self._encoder_inputs() or (None, None)
+        if inputs is None or inputs.dim() != 2 or inputs.is_floating_point():
+            return None
+        ids = inputs.to("cpu").numpy()
         if mask is None or mask.dim() != 2:
             return list(ids)
         read = mask.to("cpu").numpy().astype(bool)
-        return [ids[row][read[row]] for row in range(num_rows)]
+        return [ids[row][read[row]] for row in range(len(ids))]
 
     def _shape(self, num_new: int) -> BlockShape | None:
         """The shape of all blocks, where the text may not depend on what is drafted."""
@@ -185,6 +192,7 @@ class Call:
             predictions=request.prediction,
             assistant=request.assistant_model,
             tokenizers=(request.tokenizer, request.assistant_tokenizer),
+            encoder_inputs=self._encoder_inputs(),
             vocab_size=int(compat.text_config(self.model).vocab_size),
             processors=processors,
             draws=self._draws,

@@ -126,6 +126,24 @@ def relative_biases(model: Any) -> list[Any]:
     return [m for m in modules if getattr(m, "has_relative_attention_bias", False)]
 
 
+def empty_cache(model: Any) -> Any:
+    """An empty cache as `generate` makes it."""
+    config = text_config(model)
+    cache = DynamicCache(config=config)
+    if not model.config.is_encoder_decoder:
+        return cache
+    return EncoderDecoderCache(cache, DynamicCache(config=config))
+
+
+def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    """What a model's encoder returns for inputs, [rows, ...]."""
+    encoder = model.get_encoder()
+    given = {model.main_input_name: inputs}
+    if mask is not None and "attention_mask" in forward_arguments(encoder):
+        given["attention_mask"] = mask
+    return encoder(**given, return_dict=True)
+
+
 def self_attention(cache: Any) -> Any:
     """The part of a cache that grows with the text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
@@ -397,6 +415,8 @@ __all__ = [
     "counts_positions",
     "decoder_names",
     "eager_attention",
+    "empty_cache",
+    "encoded",
     "entries_of_columns",
     "forward_arguments",
     "grows",

@@ -205,8 +205,9 @@ class Strategy:
         self.record = latest
 
     def _request_with(self, model: Any, inputs: torch.Tensor | None) -> Request:
-        """The request and, where the encoder was given token ids, [texts, columns], these."""
-        has_ids = inputs is not None and inputs.dim() == 2 and not inputs.is_floating_point()
-        if not (model.config.is_encoder_decoder and has_ids):
+        """The request and, where the model has an encoder, what that was given, [texts, ...]."""
+        if not model.config.is_encoder_decoder or inputs is None:
             return self._request
-        return dataclasses.replace(self._request, encoder_ids=inputs)
+        if not inputs.is_floating_point() and bool((inputs < 0).any()):
+            return self._request  # made up by `generate` where it was given the encoder's outputs
+        return dataclasses.replace(self._request, encoder_inputs=inputs)

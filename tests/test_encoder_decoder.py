@@ -18,7 +18,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 from lookahead_hf.target.admission import ENCODER_DECODERS
 from tests.compared import compared
-from tests.models import VOCAB, prompt
+from tests.models import VOCAB, prompt, tiny
 from tests.scripted import Scripted, empty, right
 from tests.test_records import ALL, assert_close
 
@@ -201,6 +201,70 @@ def test_a_cache_of_the_callers_comes_back_filled() -> None:
 
 def test_a_static_cache_by_name() -> None:
     compared(tiny_pair("t5"), lambda: call(2, **GREEDY, cache_implementation="static"), 1)
+
+
+def test_what_the_encoder_returned_may_be_given() -> None:
+    model, given = tiny_pair("t5"), call(3, **SAMPLED)
+    ids = given.pop("input_ids")
+    with torch.no_grad():
+        read = model.get_encoder()(ids, attention_mask=given["attention_mask"], return_dict=True)
+    drafter = SeesSource([[]] * 3, empty)
+    config = lookahead_hf.SpeculativeConfig(drafters=(drafter, "ngram"), budget=16)
+    torch.manual_seed(7)
+    plain = model.generate(**given, encoder_outputs=read)
+    torch.manual_seed(7)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**given, encoder_outputs=read, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    assert drafter.seen is None  # ids that stand for nothing
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+
+
+def unsure(model: Any) -> Any:
+    """A copy that mostly, but not always, writes the same."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.05 * parameter.std() * noise)
+    return other
+
+
+@pytest.mark.parametrize("settings", [GREEDY, {**SAMPLED, "num_return_sequences": 2}])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_assistant_with_an_encoder(name: str, settings: dict[str, Any]) -> None:
+    model = tiny_pair(name)
+    torch.manual_seed(7)
+    plain = model.generate(**call(3, **settings))
+    config = lookahead_hf.SpeculativeConfig(drafters=("assistant",), budget=16)
+    torch.manual_seed(7)
+    with lookahead_hf.enabled(model):
+        given = call(3, **settings, assistant_model=unsure(model))
+        ours = model.generate(**given, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    assert stats.per_source["assistant"].accepted > 0
+    if settings is GREEDY:
+        assert stats.tokens_per_step > 2
+
+
+def test_an_assistant_with_an_encoder_has_nothing_to_read_without_one() -> None:
+    model = tiny("llama")
+    plain = model.generate(prompt(), max_new_tokens=10, do_sample=False)
+    with (
+        lookahead_hf.enabled(model),
+        pytest.warns(RuntimeWarning, match="can assist none that has no encoder"),
+    ):
+        ours = model.generate(
+            prompt(),
+            max_new_tokens=10,
+            do_sample=False,
+            assistant_model=tiny_pair("t5"),
+            speculative=True,
+        )
+    assert ours.tolist() == plain.tolist()
 
 
 class SeesSource(Scripted):

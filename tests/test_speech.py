@@ -139,6 +139,18 @@ def test_a_later_segment_that_cannot_be_speculated(
     assert ours.events == plain.events
 
 
+def test_an_assistant_hears_every_segment() -> None:
+    model, call = tiny_whisper(), long(2)
+    expected = model.generate(**call)
+    with lookahead_hf.enabled(model):
+        got = model.generate(**call, assistant_model=tiny_whisper(), speculative=DRAFTS)
+    assert got.tolist() == expected.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    # It is the model itself, but what must not be written it may draft.
+    assert stats.per_source["assistant"].accepted > 0.5 * stats.num_accepted
+
+
 def test_every_model_of_the_process() -> None:
     model, call = tiny_whisper(), long(1)
     expected = model.generate(**call)

@@ -17,14 +17,14 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.config import check_int
 from lookahead_hf.drafting.assistant_growth import DEPTH_CLASSES, Branches, Growth, tree_of
-from lookahead_hf.drafting.assistant_model import AssistantModel
+from lookahead_hf.drafting.assistant_model import AssistantModel, EncoderInputs
 from lookahead_hf.drafting.assistant_picks import TENTHS, Drawn, Likeliest
 from lookahead_hf.drafting.assistant_tokens import Bridge, SameTokens, differ
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.processes import spread
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
-from lookahead_hf.target import attention
+from lookahead_hf.target import attention, counting
 
 DRAWN_PRIOR = 0.6
 
@@ -44,6 +44,7 @@ class AssistantDrafter(Drafter):
         *,
         target_tokenizer: Any = None,
         assistant_tokenizer: Any = None,
+        encoder_inputs: EncoderInputs | None = None,
         num_draft: int = 8,
         top_k: int = 3,
         beam: int = 1,
@@ -55,9 +56,11 @@ class AssistantDrafter(Drafter):
         """Draft with a model.
 
         Args:
-            model: Any causal language model of transformers, in eval mode.
+            model: Any causal language model of transformers, in eval mode; for a target with an
+                encoder also one that has an encoder, which is given the same.
             target_tokenizer: The target's tokenizer, where the assistant's vocabulary is another.
             assistant_tokenizer: The assistant's tokenizer then.
+            encoder_inputs: What the target's encoder was given in each row, and its mask.
             num_draft: Most tokens to write ahead.
             top_k: Tokens to propose at each place, the likeliest first.
             beam: Places to go on from at each depth; 1 goes on from the likeliest alone.
@@ -84,6 +87,7 @@ class AssistantDrafter(Drafter):
             Drawn(top_k, vocab_size, processors) if probs else Likeliest(top_k, vocab_size)
         )
         self._assistant, self._num_draft, self._beam = model, num_draft, beam
+        self._encoder_inputs = encoder_inputs
         self._min_reach = min_reach
         self._model: AssistantModel | None = None
         self._laid_under = ExitStack()
@@ -99,7 +103,8 @@ class AssistantDrafter(Drafter):
 
     def begin(self, rows: Rows) -> None:
         config = compat.text_config(self._assistant)
-        self._limit = int(getattr(config, "max_position_embeddings", None) or 2**31)
+        table = compat.position_table(self._assistant)
+        self._limit = int(table or getattr(config, "max_position_embeddings", None) or 2**31)
         self._texts = [self._text(int(config.vocab_size)) for _ in range(rows.num_rows)]
         self._num_agreed = [0] * rows.num_rows
         contexts = [self._first_read(rows, row) for row in range(rows.num_rows)]
@@ -107,7 +112,8 @@ class AssistantDrafter(Drafter):
         self._picks.begin(self._assistant.device)
         if self._is_served.any():
             self._laid_under.enter_context(attention.laid_under(self._assistant))
-            self._model = AssistantModel(self._assistant, contexts)
+            self._laid_under.enter_context(counting.laid_under(self._assistant))
+            self._model = AssistantModel(self._assistant, contexts, self._encoder_inputs)
 
     def _text(self, vocab_size: int) -> SameTokens | Bridge:
         return Bridge(*self._tokenizers) if self._tokenizers else SameTokens(vocab_size)

@@ -17,6 +17,9 @@ from lookahead_hf.target.forward import Target
 Branches = tuple[list[int], list[int]]
 """Token ids and parents of nodes; parent -1 is the end of the chain before them."""
 
+EncoderInputs = tuple[torch.Tensor, torch.Tensor | None]
+"""What an encoder is given, [rows, ...], and what of it is attended, if not all."""
+
 
 class AssistantModel:
     """A model that has read every row up to a point of its own, and can forget the newest tokens.
@@ -24,19 +27,30 @@ class AssistantModel:
     The rows are texts in the assistant's tokens; how they come about is not its concern.
     """
 
-    def __init__(self, model: Any, contexts: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        contexts: Sequence[np.ndarray],
+        encoder_inputs: EncoderInputs | None = None,
+    ) -> None:
         """Read the rows' first tokens in one forward.
 
         Args:
             model: The assistant.
             contexts: Tokens of every row, [tokens] int64 each; one row at least has some.
+            encoder_inputs: What its encoder is given, if it has one.
 
         Raises:
             Unserved: The model cannot be fed so.
+            ValueError: Its encoder has nothing to read.
         """
         admission.check_setup(model)
         ids, attended = _left_padded(contexts)
-        kwargs = _prefill_arguments(model, torch.from_numpy(attended).to(model.device))
+        mask = torch.from_numpy(attended).to(model.device)
+        if model.config.is_encoder_decoder:
+            kwargs = _decoder_arguments(model, mask, encoder_inputs)
+        else:
+            kwargs = _prefill_arguments(model, mask)
         admission.check(model, model.generation_config, kwargs)
         self._rows = Rows(ids, attended)
         self._target = Target(model, len(contexts))
@@ -113,9 +127,27 @@ def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
     kwargs: dict[str, Any] = {
         "attention_mask": attended.long(),
         "position_ids": position_ids,
-        "past_key_values": compat.DynamicCache(config=compat.text_config(model)),
+        "past_key_values": compat.empty_cache(model),
         "use_cache": True,
     }
     if "logits_to_keep" in compat.forward_arguments(model):
         kwargs["logits_to_keep"] = 1  # none is needed: what follows the prompt is known
+    return kwargs
+
+
+def _decoder_arguments(
+    model: Any, attended: torch.Tensor, encoder_inputs: EncoderInputs | None
+) -> dict[str, Any]:
+    """What `generate` would prepare beside the prompt of a decoder, with its encoder's outputs."""
+    if encoder_inputs is None:
+        raise ValueError("an encoder-decoder model can assist none that has no encoder")
+    inputs, mask = encoder_inputs
+    inputs = inputs.to(model.device, model.dtype if inputs.is_floating_point() else None)
+    kwargs: dict[str, Any] = {"past_key_values": compat.empty_cache(model), "use_cache": True}
+    if mask is not None:
+        kwargs["attention_mask"] = mask = mask.to(model.device)
+    with torch.no_grad():
+        kwargs["encoder_outputs"] = compat.encoded(model, inputs, mask)
+    if not attended.all():
+        kwargs["decoder_attention_mask"] = attended.long()
     return kwargs

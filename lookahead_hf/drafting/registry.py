@@ -35,6 +35,7 @@ class Resources:
         predictions: What the caller expects of each row, token ids.
         assistant: The model that the caller gave to draft with.
         tokenizers: The target's and the assistant's tokenizer, where the caller gave them.
+        encoder_inputs: What the target's encoder was given in each row, and its attention mask.
         vocab_size: Token ids of the target.
         processors: The call's logits processors.
         draws: Whether drafts are verified by the probabilities that they were drawn with.
@@ -46,6 +47,7 @@ class Resources:
     predictions: Sequence[np.ndarray] | None = None
     assistant: Any = None
     tokenizers: tuple[Any, Any] = (None, None)
+    encoder_inputs: tuple[Any, Any] | None = None
     vocab_size: int | None = None
     processors: Sequence[Any] = ()
     draws: bool = False
@@ -137,6 +139,7 @@ def _make_assistant(options: Mapping[str, Mapping[str, Any]], resources: Resourc
     given = {
         "target_tokenizer": target_tokenizer,
         "assistant_tokenizer": assistant_tokenizer,
+        "encoder_inputs": resources.encoder_inputs,
         "vocab_size": resources.vocab_size,
         "processors": resources.processors,
         "probs": resources.draws,
