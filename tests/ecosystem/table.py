@@ -35,6 +35,10 @@ TESTED_ELSEWHERE = (
         "FSDP2 fully_shard, two processes",
         "speculates, same text, also where the processes' texts end at different steps",
     ),
+    (
+        "DeepSpeed ZeRO-3, two processes",
+        "speculates, same text (deepspeed 0.19.8, which no extra installs)",
+    ),
     ("tensor parallel, two processes", "speculates, same text; the first process decides"),
     ("a `generate` that is bound to the object, as unsloth's", "speculates, same text"),
     ("custom_generate repositories", "speculates, same text: examples/custom_generate"),
@@ -72,10 +76,6 @@ NOT_RUN = (
     (
         "DeepSpeed init_inference",
         "not run; with injected kernels it has a cache of its own: use the model without them",
-    ),
-    (
-        "DeepSpeed ZeRO-3",
-        "not run; it takes the way of FSDP: equally many forwards in all processes",
     ),
     (
         "pipelines of processes, tensor parallel models whose weights are sharded too",

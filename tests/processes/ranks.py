@@ -66,7 +66,9 @@ def run_both(works: tuple[Work, ...], folder: Path) -> list[list[Found]]:
 
 def _process(rank: int, works: tuple[Work, ...], folder: Path, port: int) -> None:
     import lookahead_hf.drafting.session  # noqa: F401 (says what there is to compile)
+    from lookahead_hf.drafting import prompt_logits
 
+    prompt_logits.LEAST_NEW_TOKENS = 1  # nobody may look at the prompt by a part of the model
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
@@ -102,6 +104,26 @@ def values(output: Any) -> Any:
         "columns": output.past_key_values.get_seq_length(),
         "keys": [layer.keys for layer in output.past_key_values.layers],
     }
+
+
+def assert_speculated(stats: dict[str, Any]) -> None:
+    assert stats["fallback_reason"] is None
+    assert stats["num_accepted"] > 0
+
+
+def assert_same(found: Found) -> None:
+    """The texts are plain's, and the random generator ends where plain's does."""
+    plain, ours = found["plain"], found["ours"]
+    if isinstance(plain, dict):
+        columns = len(plain["sequences"][0]) - 1
+        assert ours["columns"] == columns
+        # Plain's cache goes on with what it was fed while other processes had not ended.
+        kept = [keys[..., :columns, :] for keys in plain["keys"]]
+        torch.testing.assert_close(ours["keys"], kept, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(ours["scores"], plain["scores"], atol=1e-3, rtol=1e-3)
+        plain, ours = plain["sequences"], ours["sequences"]
+    assert ours == plain
+    assert found["ours next"] == found["plain next"]
 
 
 def one_row(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import distributed
 
 from tests.models import tiny
 from tests.processes import sharded, tensor_parallel
-from tests.processes.ranks import Found, run_both
+from tests.processes.ranks import Found, assert_same, assert_speculated, run_both
 
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("torch is built without gloo", allow_module_level=True)
@@ -32,26 +31,6 @@ def parallel(found: list[list[Found]]) -> list[Found]:
 @pytest.fixture(scope="module")
 def shards(found: list[list[Found]]) -> list[Found]:
     return found[1]
-
-
-def assert_speculated(stats: dict[str, Any]) -> None:
-    assert stats["fallback_reason"] is None
-    assert stats["num_accepted"] > 0
-
-
-def assert_same(found: Found) -> None:
-    """The texts are plain's, and the random generator ends where plain's does."""
-    plain, ours = found["plain"], found["ours"]
-    if isinstance(plain, dict):
-        columns = len(plain["sequences"][0]) - 1
-        assert ours["columns"] == columns
-        # Plain's cache goes on with what it was fed while other processes had not ended.
-        kept = [keys[..., :columns, :] for keys in plain["keys"]]
-        torch.testing.assert_close(ours["keys"], kept, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(ours["scores"], plain["scores"], atol=1e-3, rtol=1e-3)
-        plain, ours = plain["sequences"], ours["sequences"]
-    assert ours == plain
-    assert found["ours next"] == found["plain next"]
 
 
 def decisions(found: Found) -> list[Any]:
