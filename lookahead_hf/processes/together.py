@@ -87,10 +87,10 @@ class _Shared(Alone):
         self._source = distributed.get_global_rank(group, 0)
         self._sizes = num_rows, most_nodes
 
-    def _broadcast(self, numbers: np.ndarray) -> np.ndarray:
+    def _broadcast(self, numbers: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(numbers).to(self._device)
         distributed.broadcast(tensor, self._source, group=self._group)
-        return tensor.to("cpu").numpy()
+        return tensor
 
 
 class Leader(_Shared):
@@ -140,7 +140,8 @@ class Follower(_Shared):
         return self._draft
 
     def _receive(self) -> Told:
-        told = message.unpacked(self._broadcast(np.zeros(message.shape(*self._sizes), np.int32)))
+        room = np.zeros(message.shape(*self._sizes), np.int32)
+        told = message.unpacked(self._broadcast(room).to("cpu").numpy())
         if told is None:
             raise RuntimeError(
                 f"process {self._source}, which decides for all that share this model's matrices, "
@@ -180,7 +181,8 @@ def of_call(
             raise Unserved(FallbackReason.SYNCED_GPUS, type(model).__name__)
         return Alone()
     if assistant is not None and spread.is_spread(assistant):
-        raise Unserved(FallbackReason.SYNCED_GPUS, "an assistant that lies over processes too")
+        detail, fix = "an assistant that is spread too", "give every process the whole assistant"
+        raise Unserved(FallbackReason.SYNCED_GPUS, detail, fix)
     if group is None:
         return InStep(model, device)
     if synced:

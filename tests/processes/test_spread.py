@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from lookahead_hf.drafting.assistant import AssistantDrafter
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.processes import spread, together
 from tests.models import tiny
@@ -37,8 +38,10 @@ def lies_over(monkeypatch: pytest.MonkeyPatch, *meshes: Any) -> None:
     monkeypatch.setattr(spread, "_meshes", lambda _: list(meshes))
 
 
-def of_call(model: Any, *, synced: bool = False) -> together.Alone:
-    return together.of_call(model, torch.device("cpu"), 1, 8, synced=synced, draws=False)
+def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> together.Alone:
+    return together.of_call(
+        model, torch.device("cpu"), 1, 8, synced=synced, draws=False, assistant=assistant
+    )
 
 
 def test_a_model_of_one_process() -> None:
@@ -62,6 +65,17 @@ def test_weights_of_deepspeed(several: None) -> None:
     with pytest.raises(Unserved, match="synced_gpus=True"):
         of_call(model)
     assert type(of_call(model, synced=True)) is together.InStep
+
+
+def test_an_assistant_that_is_spread(several: None) -> None:
+    """Only one process would run it, or each as often as it likes."""
+    model, assistant = tiny("llama"), tiny("llama", num_hidden_layers=1)
+    assistant.lm_head.weight.ds_id = 0
+    with pytest.raises(Unserved, match="give every process the whole assistant"):
+        of_call(model, synced=True, assistant=assistant)
+    assert type(of_call(model, assistant=assistant)) is together.Alone
+    with pytest.raises(ValueError, match="whole in the process"):
+        AssistantDrafter(assistant)
 
 
 def test_one_mesh_is_served(several: None, monkeypatch: pytest.MonkeyPatch) -> None:
