@@ -13,7 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from lookahead_hf import compat, stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.registry import Resources
-from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession
+from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, sources_of
 from lookahead_hf.processes import together
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
@@ -67,16 +67,19 @@ class Call:
         model_kwargs: dict[str, Any],
         request: Request,
     ) -> None:
-        """Raises Unserved where the call cannot be served."""
+        """Raises Unserved where the call cannot be served, ValueError where options are wrong."""
         self.model, self.input_ids, self.request = model, input_ids, request
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.processes = self._together()
-        admission.check(model, generation_config, model_kwargs)
+        admission.check_call(model, generation_config, model_kwargs)
         num_new = int(generation_config.max_length) - input_ids.shape[1]
         position_ids = positions.of_prompt(model, input_ids, model_kwargs)
         assert position_ids is not None
         admission.check_room(model, input_ids, generation_config, model_kwargs)
         positions.check_length(model, position_ids, input_ids.shape[1], num_new)
+        resources = self._resources(logits_processor)
+        sources = sources_of(model, request.config, len(input_ids), resources)
+        admission.check_trial(model)  # after all that can be wrong without a forward
         self.pad = compat.pad_token(generation_config)
         mask = model_kwargs.get(compat.decoder_names(model).mask)
         self.rows = _rows(input_ids, mask, self._encoder_ids())
@@ -100,10 +103,10 @@ class Call:
             model,
             request.config,
             self.rows,
+            sources,
             do_sample=bool(generation_config.do_sample),
             vocab_size=int(compat.text_config(model).vocab_size),
             max_new_tokens=positions.num_draftable(model, position_ids, num_new),
-            resources=self._resources(logits_processor),
             target=self.target,
         )
         self.record = stats.StatsRecorder(self.rows.num_rows)

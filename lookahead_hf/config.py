@@ -26,6 +26,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Names that `speculative=` takes, and the fields that each of them sets."""
 
+MOST_DRAFT_NODES = 4096
+"""Most that `max_draft_nodes` may ask for: drafts are grown in arrays of that many nodes."""
+
 VERIFICATIONS = ("exact", "rejection")
 ON_FALLBACK = ("warn", "error", "silent")
 
@@ -36,7 +39,7 @@ class SpeculativeConfig:
 
     Attributes:
         drafters: Names of built-in drafters, or Drafter objects; None is the default set.
-        max_draft_nodes: Most draft tokens per row and step.
+        max_draft_nodes: Most draft tokens per row and step, up to 4,096.
         budget: "auto" measures what draft tokens cost and takes what pays; an int is up to that
             many per row in every step, whatever they cost.
         verification: "exact": the text of plain `generate`, also the same sample for the same seed;
@@ -217,8 +220,10 @@ def _check_drafter(drafter: Any) -> None:
 
 
 def _check_nodes(max_draft_nodes: Any, budget: Any) -> None:
-    if not _is_int(max_draft_nodes) or max_draft_nodes < 1:
-        raise ValueError(f"max_draft_nodes must be an int from 1 on, not {max_draft_nodes!r}")
+    if not _is_int(max_draft_nodes) or not 1 <= max_draft_nodes <= MOST_DRAFT_NODES:
+        raise ValueError(
+            f"max_draft_nodes must be an int from 1 to {MOST_DRAFT_NODES}, not {max_draft_nodes!r}"
+        )
     if not _is_auto(budget) and not (_is_int(budget) and 0 <= budget <= max_draft_nodes):
         raise ValueError(
             f'budget must be "auto" or an int from 0 to max_draft_nodes={max_draft_nodes}, '

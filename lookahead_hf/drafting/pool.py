@@ -116,15 +116,21 @@ def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:
     What is learned by a pool from a file stays in this process.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is no pool, or is damaged.
+        ValueError: The file is not there or cannot be read, or it is no pool, or is damaged.
     """
     if isinstance(pool, NgramPool):
         return pool
     path = os.path.realpath(pool)
-    state = os.stat(path)
-    with _opening:
-        return _opened(path, state.st_mtime_ns, state.st_size, state.st_ino)
+    try:
+        state = os.stat(path)
+        with _opening:
+            return _opened(path, state.st_mtime_ns, state.st_size, state.st_ino)
+    except OSError as error:
+        raise ValueError(
+            f"the pool {os.fspath(pool)!r} cannot be read ({error.strerror or error}): build one "
+            "with `lookahead-hf pool build` or `NgramPool.save`, or leave pool= out and name the "
+            'drafter "pool", which then fills one in memory'
+        ) from error
 
 
 _opening = threading.Lock()

@@ -17,6 +17,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.costs import CostModel
+from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
 from lookahead_hf.drafting.prompt_logits import seed
 from lookahead_hf.drafting.recycling import RecyclingDrafter
@@ -78,6 +79,20 @@ def cost_setting(model: Any) -> str:
     return f"{model.device} {model.dtype}"
 
 
+def sources_of(
+    model: Any, config: SpeculativeConfig, num_rows: int, resources: Resources
+) -> list[Drafter]:
+    """The sources that a configuration names, before any work: nothing is run or shown to them.
+
+    Raises:
+        ValueError: An option or a pool is wrong, a drafter lacks what it drafts with, or the
+            predictions are not as many as the rows.
+    """
+    _check_predictions(resources.predictions, num_rows)
+    own_pool = memory_of(model).own_pool
+    return build(config.drafters, config.options, replace(resources, own_pool=own_pool))
+
+
 class DraftSession:
     """Proposes drafts of the size that pays, and never costs the call its text."""
 
@@ -86,26 +101,20 @@ class DraftSession:
         model: Any,
         config: SpeculativeConfig,
         rows: Rows,
+        sources: list[Drafter],
         *,
         do_sample: bool,
         vocab_size: int,
         max_new_tokens: int,
-        resources: Resources,
         target: Target,
     ) -> None:
-        """Build the sources that `config` names, and go on from what earlier calls learned.
-
-        Raises:
-            ValueError: The predictions are not as many as the rows.
-        """
+        """Draft with what `sources_of` gave, and go on from what earlier calls learned."""
         self._memory = memory_of(model)
         self._do_sample = do_sample
-        _check_predictions(resources.predictions, rows.num_rows)
-        resources = replace(resources, own_pool=self._memory.own_pool)
-        self._sources = build(config.drafters, config.options, resources)
-        self._calibration = self._memory.rates.lease(self._sources, do_sample)
+        self._sources = sources
+        self._calibration = self._memory.rates.lease(sources, do_sample)
         self._ensemble = Ensemble(
-            self._sources,
+            sources,
             self._calibration,
             vocab_size=vocab_size,
             max_new_tokens=max_new_tokens,

@@ -42,7 +42,13 @@ takes them from us."""
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise Unserved where this call's model, cache or arguments cannot be served."""
-    check_model(model)
+    check_call(model, generation_config, model_kwargs)
+    check_trial(model)
+
+
+def check_call(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """The same without a trial of the model, which takes some forwards."""
+    _check_kind(model)
     _check_cache(model, generation_config, model_kwargs)
     _check_arguments(model, model_kwargs)
     virtual.check(model, generation_config, model_kwargs)
@@ -50,6 +56,20 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
 
 def check_model(model: Any) -> None:
     """Raise Unserved where this kind of model cannot be served in any call."""
+    _check_kind(model)
+    check_trial(model)
+
+
+def check_trial(model: Any) -> None:
+    """Raise Unserved where a model that nobody tried before fails in its trial."""
+    told = compat.decoder_names(model).positions is not None
+    if told and not probe.serves(model):
+        raise Unserved(
+            FallbackReason.MODEL, f"{type(model).__name__} gives other logits for blocks"
+        )
+
+
+def _check_kind(model: Any) -> None:
     config = compat.text_config(model)
     if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
@@ -63,10 +83,6 @@ def check_model(model: Any) -> None:
     if unknown:
         raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
     _check_attention(model)
-    if names.positions is not None and not probe.serves(model):
-        raise Unserved(
-            FallbackReason.MODEL, f"{type(model).__name__} gives other logits for blocks"
-        )
 
 
 def check_room(
