@@ -180,10 +180,7 @@ class Target:
             nodes = draft.token_ids[draft.row(row)]
             tokens[row, 0] = rows.last_token(row)
             tokens[row, 1 : 1 + len(nodes)] = nodes
-        ahead = rows.num_emitted - 1
-        # A text that has ended may have filled a table of positions, whose end its last token is.
-        ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
-        return self._block(tokens, draft, ahead)
+        return self._block(tokens, draft, _ahead(rows))
 
     def record(self, rows: Rows, at_once: bool = False) -> None:
         """Trace a step and pack weights where it is time to, or at once; nothing is kept of it."""
@@ -192,11 +189,11 @@ class Target:
         assert self.cache is not None
 
         def rehearse(width: int) -> dict[str, Any]:
-            draft = DraftTree.from_chains([[[0] * (width - 1)]] * self.num_rows)
             tokens = np.zeros((self.num_rows, width), np.int64)
-            return self._block(tokens, draft, rows.num_emitted - 1).model_inputs
+            padding = DraftTree.from_chains([[]] * self.num_rows)  # takes no further positions
+            return self._block(tokens, padding, _ahead(rows)).model_inputs
 
-        self._recorded.prepare(rehearse, self.cache.slots.layers, at_once)
+        self._recorded.prepare(rehearse, self.cache.slots, at_once)
         self.graphs = self._recorded.state
 
     def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
@@ -385,6 +382,15 @@ class Target:
             shown = {view: _slots(tokens[:end], *view) for view in set(views)}
             out.append([shown[view] for view in views])
         return out
+
+
+def _ahead(rows: Rows) -> np.ndarray:
+    """Tokens of every row that were fed since the prompt, [rows].
+
+    A text that has ended may have filled a table of positions, whose end its last token is.
+    """
+    ahead = rows.num_emitted - 1
+    return np.minimum(ahead, ahead[rows.live].max(initial=0))
 
 
 def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:

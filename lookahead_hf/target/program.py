@@ -19,6 +19,10 @@ class OfWidth:
     slope: int
     offset: int
 
+    def at(self, width: int) -> int:
+        """The number at this width."""
+        return self.slope * width + self.offset
+
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer whose weight and bias are fixed, [..., in] to [..., out]."""
@@ -37,45 +41,50 @@ class Program:
     run: Callable[..., torch.Tensor]
 
 
-def generalized(first: Trace, second: Trace, widths: tuple[int, int]) -> Trace:
-    """One trace for all widths, from those of two widths.
+def generalized(traces: Sequence[Trace], widths: Sequence[int]) -> Trace:
+    """One trace for all widths, from those of two or more different ones.
 
     Raises:
         Untraceable: They differ in more than numbers that follow the width.
     """
-    if len(first.operations) != len(second.operations) or first.output != second.output:
+    first, *others = traces
+    if any(len(o.operations) != len(first.operations) or o.output != first.output for o in others):
         raise Untraceable("what the forward does depends on the number of tokens")
-    both = zip(first.operations, second.operations, strict=True)
-    return Trace(first.inputs, [_merged_operation(a, b, widths) for a, b in both], first.output)
+    each = zip(*(trace.operations for trace in traces), strict=True)
+    return Trace(first.inputs, [_merged_operation(ops, widths) for ops in each], first.output)
 
 
-def _merged_operation(a: Operation, b: Operation, widths: tuple[int, int]) -> Operation:
-    if a.function != b.function or a.results != b.results:
+def _merged_operation(operations: Sequence[Operation], widths: Sequence[int]) -> Operation:
+    first, *others = operations
+    if any(o.function != first.function or o.results != first.results for o in others):
         raise Untraceable("what the forward does depends on the number of tokens")
     return Operation(
-        a.function,
-        _merged(a.args, b.args, widths),
-        _merged(a.kwargs, b.kwargs, widths),
-        a.results,
+        first.function,
+        _merged([operation.args for operation in operations], widths),
+        _merged([operation.kwargs for operation in operations], widths),
+        first.results,
     )
 
 
-def _merged(a: Any, b: Any, widths: tuple[int, int]) -> Any:
-    if type(a) is type(b):
-        if isinstance(a, tuple | list) and len(a) == len(b):
-            return type(a)(_merged(x, y, widths) for x, y in zip(a, b, strict=True))
-        if isinstance(a, dict) and a.keys() == b.keys():
-            return {name: _merged(a[name], b[name], widths) for name in a}
-        if isinstance(a, slice):
-            ends = zip((a.start, a.stop, a.step), (b.start, b.stop, b.step), strict=True)
-            return slice(*(_merged(x, y, widths) for x, y in ends))
-        if a == b:
-            return a
-        if type(a) is int:
-            slope, rest = divmod(b - a, widths[1] - widths[0])
-            if not rest:
-                return OfWidth(slope, a - slope * widths[0])
-    raise Untraceable(f"{a!r} and {b!r} do not follow the number of tokens")
+def _merged(values: Sequence[Any], widths: Sequence[int]) -> Any:
+    """What stands for these values, one of every width."""
+    first, second, *_ = values
+    if all(type(value) is type(first) for value in values):
+        if isinstance(first, tuple | list) and len(set(map(len, values))) == 1:
+            return type(first)(_merged(each, widths) for each in zip(*values, strict=True))
+        if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+            return {name: _merged([value[name] for value in values], widths) for name in first}
+        if isinstance(first, slice):
+            ends = zip(*((value.start, value.stop, value.step) for value in values), strict=True)
+            return slice(*(_merged(each, widths) for each in ends))
+        if all(value == first for value in values):
+            return first
+        if type(first) is int:
+            slope = (second - first) // (widths[1] - widths[0])
+            number = OfWidth(slope, first - slope * widths[0])
+            if list(values) == [number.at(width) for width in widths]:
+                return number
+    raise Untraceable(f"{', '.join(map(repr, values))} do not follow the number of tokens")
 
 
 def compiled(trace: Trace, replaced: dict[int, Linear] | None = None) -> Program:

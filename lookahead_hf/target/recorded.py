@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.cache.layers import SlotCache
 from lookahead_hf.target import attention, packing
 from lookahead_hf.target.graphs import fingerprint
 from lookahead_hf.target.module_hooks import with_hooks
@@ -35,8 +36,14 @@ TRACED_AFTER = 24
 PACKED_AFTER = 96
 """Steps of a model after which "auto" packs its weights: that takes as long as twenty steps."""
 
-TRACED_WIDTHS = (3, 5)
-"""Tokens per row of the two forwards from which one for any number is made."""
+TRACED_WIDTHS = (2, 5)
+"""Tokens per row of the first forwards from which one for any number is made."""
+
+WIDEST_TRACED = 65
+"""Tokens per row of the last of them, which tells whether wide blocks go another way."""
+
+MOST_TRACED = 128
+"""Tokens of all rows in that one, where there are many rows."""
 
 CHECKS = 2
 """Steps of a kind that are run both ways before the trace is trusted with it."""
@@ -159,6 +166,12 @@ class RecordedSteps:
         self._kept = found
 
     @property
+    def _widest(self) -> int:
+        """Tokens per row of the widest block that was traced."""
+        fewest = TRACED_WIDTHS[-1] + 1
+        return max(fewest, min(WIDEST_TRACED, MOST_TRACED // self._num_rows))
+
+    @property
     def _is_packed(self) -> bool:
         kept = self._kept
         return self._wanted.packed is not False and kept is not None and kept.packed is not None
@@ -178,13 +191,13 @@ class RecordedSteps:
         return refused or self.mode or "too few steps to record"
 
     def prepare(
-        self, rehearse: Callable[[int], dict[str, Any]], layers: list[Any], at_once: bool = False
+        self, rehearse: Callable[[int], dict[str, Any]], slots: SlotCache, at_once: bool = False
     ) -> None:
         """Trace and pack where it is time to.
 
         Args:
-            rehearse: Lays out a block of so many tokens that is not kept; the forward's arguments.
-            layers: The cache's layers.
+            rehearse: Lays out a block of so many tokens; the forward's arguments.
+            slots: The cache that blocks are laid out in.
             at_once: Whether it is time now, in any case.
         """
         rows, steps = self._num_rows, self._num_steps
@@ -196,7 +209,7 @@ class RecordedSteps:
             return
         try:
             if due and not any(shape[0] == rows for shape in kept.traces):
-                self._trace_all(rehearse, layers)
+                self._trace_all(rehearse, slots)
             due = at_once or self._wanted.packed is True or steps.total() >= PACKED_AFTER
             if kept.packs and due and kept.traces and self._wanted.packed is not False:
                 self._pack()
@@ -207,24 +220,28 @@ class RecordedSteps:
         finally:
             kept.lock.release()
 
-    def _trace_all(self, rehearse: Callable[[int], dict[str, Any]], layers: list[Any]) -> None:
+    def _trace_all(self, rehearse: Callable[[int], dict[str, Any]], slots: SlotCache) -> None:
         """Trace a step of any number of tokens, and one of a single token without a mask."""
         assert self._kept is not None
-        shape, first = self._traced(rehearse(TRACED_WIDTHS[0]), layers)
-        _, second = self._traced(rehearse(TRACED_WIDTHS[1]), layers)
-        self._kept.traces[shape] = generalized(first, second, TRACED_WIDTHS)
+        widths = (*TRACED_WIDTHS, self._widest)
+        (shape, *_), traces = zip(*(self._traced(rehearse, n, slots) for n in widths), strict=True)
+        self._kept.traces[shape] = generalized(traces, widths)
         try:
-            shape, single = self._traced(rehearse(1), layers)
+            shape, single = self._traced(rehearse, 1, slots)
         except Untraceable as error:  # some models look at the tokens where they get no mask
             _logger.debug("steps of one token are not recorded: %s", error)
         else:
             self._kept.traces.setdefault(shape, single)
 
-    def _traced(self, model_inputs: dict[str, Any], layers: list[Any]) -> tuple[Shape, Trace]:
-        arguments = Arguments.of(model_inputs, self._num_rows)
-        tracer = Tracer(self._model, arguments.given)
-        with attention.step(noting=tracer.opaque), _updates_noted(layers, tracer), tracer:
-            logits = self._model.forward(**model_inputs, return_dict=True).logits
+    def _traced(
+        self, rehearse: Callable[[int], dict[str, Any]], width: int, slots: SlotCache
+    ) -> tuple[Shape, Trace]:
+        with slots.rehearsal(width):
+            model_inputs = rehearse(width)
+            arguments = Arguments.of(model_inputs, self._num_rows)
+            tracer = Tracer(self._model, arguments.given)
+            with attention.step(noting=tracer.opaque), _updates_noted(slots.layers, tracer), tracer:
+                logits = self._model.forward(**model_inputs, return_dict=True).logits
         return arguments.shape, tracer.trace(logits)
 
     def _pack(self) -> None:
@@ -270,7 +287,8 @@ class RecordedSteps:
         if program is None:
             return forward()
         width = next(iter(arguments.given.values())).shape[1]
-        kind = arguments.shape, is_packed, width == 1, slots.bit_length()
+        alone = width if width == 1 or width > self._widest else 0
+        kind = arguments.shape, is_packed, alone, slots.bit_length()
         step: Callable[[], torch.Tensor | None]
         step = partial(self._repeated, program, arguments, layers, width)
         if kept.num_checked[kind] < CHECKS:
@@ -310,9 +328,9 @@ class RecordedSteps:
 @contextmanager
 def _updates_noted(layers: list[Any], tracer: Tracer) -> Iterator[None]:
     """Note what the cache's layers do as calls of those layers, whichever a later call has."""
-    for index, layer in enumerate(layers):
-        layer.update = tracer.opaque(layer.update, index)
     try:
+        for index, layer in enumerate(layers):
+            layer.update = tracer.opaque(layer.update, index)
         yield
     finally:
         for layer in layers:

@@ -331,6 +331,31 @@ def test_numbers_that_python_counts_up_are_found_out(monkeypatch: pytest.MonkeyP
     assert stats.graphs == "repeating a step gave other logits"
 
 
+def test_blocks_wider_than_any_traced_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "WIDEST_TRACED", 6)
+    model = tiny("llama")
+    norm = type(model.model.norm)
+    forward = norm.forward
+
+    def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) * (1.0 + (x.shape[1] > 8))
+
+    monkeypatch.setattr(norm, "forward", doubled)
+    own, _ = bits(model, recorded_steps=False)
+    assert bits(model, recorded_steps=True) == (own, "repeating a step gave other logits")
+
+
+def test_tracing_needs_no_positions_of_its_own() -> None:
+    """Where a text that ends at the last position has just begun."""
+    model = tiny("gpt2", n_positions=32)
+    with lookahead_hf.enabled(model):
+        config = {"recorded_steps": True, "on_fallback": "error"}
+        model.generate(prompt(length=28), max_new_tokens=5, do_sample=False, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.graphs == "recorded"
+
+
 def test_a_repetition_that_is_wrong_leaves_nothing_in_the_cache() -> None:
     model = tiny("llama")
     own, _ = bits(model, recorded_steps=False)

@@ -36,7 +36,7 @@ def traced(body: Callable[[Any, torch.Tensor], torch.Tensor], *widths: int) -> t
         with torch.no_grad(), tracer:
             out = layer(x)
         traces.append(tracer.trace(out))
-    trace = traces[0] if len(traces) == 1 else generalized(*traces, widths)  # type: ignore[arg-type]
+    trace = traces[0] if len(traces) == 1 else generalized(traces, widths)
     return layer, compiled(trace)
 
 
@@ -78,7 +78,7 @@ def several(layer: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_program_gives_the_forwards_bits_at_any_width(
     body: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> None:
-    layer, program = traced(body, 3, 5)
+    layer, program = traced(body, 2, 5, 65)
     for width in (1, 2, 3, 8, 17):
         x = torch.randn(1, width, 4)
         with torch.no_grad():
@@ -177,16 +177,24 @@ def branches(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.shape[1] > 4 else layer.linear(x)
 
 
+def branches_where_wide(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.shape[1] > 8 else layer.linear(x)
+
+
+def up_to_eight(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:, : min(x.shape[1], 8)] * 2, x[:, min(x.shape[1], 8) :]], 1)
+
+
 def squares(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(1, x.shape[1] ** 2 + 1, 4)], 1) * (1.0 + x.shape[1] / 2)
 
 
-@pytest.mark.parametrize("body", [branches, squares])
+@pytest.mark.parametrize("body", [branches, branches_where_wide, up_to_eight, squares])
 def test_what_does_not_follow_the_width_is_refused(
     body: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> None:
     with pytest.raises(Untraceable, match=r"number of tokens"):
-        traced(body, 3, 5)
+        traced(body, 3, 5, 17)
 
 
 def test_opaque_functions_are_noted_as_one_call() -> None:
