@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from lookahead_hf.target.program import Linear
+from lookahead_hf.target.program import Layer, LayerKey, Linear, key_of
 
 MEMORY_SHARE = 0.25
 """Part of the free memory that packed weights may take where nobody asked for them."""
@@ -31,9 +31,6 @@ ROUNDING = 2e-6
 """Most by which packed weights may differ in float32, relative to the greatest result. There the
 bits depend on the number of tokens in any case: blocks differ from single tokens by as much."""
 
-Layer = tuple[torch.Tensor, torch.Tensor | None]
-"""Weight [out, in] and bias [out] of a linear layer."""
-
 
 class PackedWeights:
     """Packed copies of a model's weights, on the CPU.
@@ -46,7 +43,7 @@ class PackedWeights:
         """Pack what gains by it; the first layer of every shape is tried."""
         self._weights: list[torch.Tensor] = []
         self.same_bits = True
-        self.linears: dict[int, Linear] = {}
+        self.linears: dict[LayerKey, Linear] = {}
         gains: dict[tuple[object, ...], bool] = {}
         for weight, bias in layers:
             kind = tuple(weight.shape), weight.dtype, bias is None
@@ -55,7 +52,7 @@ class PackedWeights:
             if gains[kind]:
                 self.same_bits &= weight.dtype != torch.float32
                 self._weights.append(weight)
-                self.linears[id(weight)] = packed(weight, bias)
+                self.linears[key_of(weight, bias)] = packed(weight, bias)
         self._sums = self._summed()
 
     def is_current(self) -> bool:

@@ -27,6 +27,17 @@ class OfWidth:
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer whose weight and bias are fixed, [..., in] to [..., out]."""
 
+Layer = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight [out, in] and bias [out] of a linear layer."""
+
+LayerKey = tuple[int, int]
+"""The ids of both: layers may share a weight and have each its own bias."""
+
+
+def key_of(weight: torch.Tensor, bias: torch.Tensor | None) -> LayerKey:
+    """What a linear layer is known by as long as it lives."""
+    return id(weight), id(bias)
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -87,12 +98,12 @@ def _merged(values: Sequence[Any], widths: Sequence[int]) -> Any:
     raise Untraceable(f"{', '.join(map(repr, values))} do not follow the number of tokens")
 
 
-def compiled(trace: Trace, replaced: dict[int, Linear] | None = None) -> Program:
+def compiled(trace: Trace, replaced: dict[LayerKey, Linear] | None = None) -> Program:
     """Write a trace out as Python source and compile it.
 
     Args:
         trace: The calls.
-        replaced: What stands for linear layers, by the id of their weights.
+        replaced: What stands for linear layers.
     """
     writer = _Writer(replaced or {})
     lines = list(writer.lines(trace))
@@ -103,15 +114,19 @@ def compiled(trace: Trace, replaced: dict[int, Linear] | None = None) -> Program
     return Program(trace.inputs, writer.globals["run"])
 
 
-def weights_of_linears(trace: Trace) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Weight and bias of every linear layer that is called with fixed ones, each once."""
+def linears_of(trace: Trace) -> list[Layer]:
+    """Weight and bias of every linear layer that is called with fixed ones, each pair once."""
     found = {}
     for operation in trace.operations:
         if _is_fixed_linear(operation):
-            weight, *bias = operation.args[1:]
-            fixed = bias[0].value if bias and bias[0] is not None else None
-            found[id(weight.value)] = weight.value, fixed
+            layer = _layer(operation)
+            found[key_of(*layer)] = layer
     return list(found.values())
+
+
+def _layer(operation: Operation) -> Layer:
+    weight, *bias = operation.args[1:]
+    return weight.value, bias[0].value if bias and bias[0] is not None else None
 
 
 def _is_fixed_linear(operation: Operation) -> bool:
@@ -127,7 +142,7 @@ def _is_fixed_linear(operation: Operation) -> bool:
 class _Writer:
     """Turns calls into lines of source; what has no literal is a global of the function."""
 
-    def __init__(self, replaced: dict[int, Linear]) -> None:
+    def __init__(self, replaced: dict[LayerKey, Linear]) -> None:
         self.globals: dict[str, Any] = {}
         self._replaced = replaced
         self._known: dict[int, str] = {}
@@ -154,8 +169,8 @@ class _Writer:
 
     def _call(self, operation: Operation) -> str:
         function, args, kwargs = operation.function, operation.args, operation.kwargs
-        if _is_fixed_linear(operation) and id(args[1].value) in self._replaced:
-            function, args = self._replaced[id(args[1].value)], args[:1]
+        if _is_fixed_linear(operation) and (key := key_of(*_layer(operation))) in self._replaced:
+            function, args = self._replaced[key], args[:1]
         called = f"layers[{function}].update" if isinstance(function, int) else self._name(function)
         given = [*map(self.expression, args)]
         given += [f"{name}={self.expression(value)}" for name, value in kwargs.items()]

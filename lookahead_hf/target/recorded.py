@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,14 @@ from lookahead_hf.target import attention, packing
 from lookahead_hf.target.graphs import fingerprint
 from lookahead_hf.target.module_hooks import with_hooks
 from lookahead_hf.target.packing import PackedWeights
-from lookahead_hf.target.program import Program, compiled, generalized, weights_of_linears
+from lookahead_hf.target.program import (
+    Layer,
+    Program,
+    compiled,
+    generalized,
+    key_of,
+    linears_of,
+)
 from lookahead_hf.target.tracing import Trace, Tracer, Untraceable
 
 _logger = logging.getLogger(__name__)
@@ -44,6 +51,9 @@ WIDEST_TRACED = 65
 
 MOST_TRACED = 128
 """Tokens of all rows in that one, where there are many rows."""
+
+MOST_BATCH_SIZES = 16
+"""Numbers of rows that a model is traced for; each takes a megabyte for a model of 30 layers."""
 
 CHECKS = 2
 """Steps of a kind that are run both ways before the trace is trusted with it."""
@@ -73,18 +83,25 @@ class Arguments:
     shape: Shape
 
     @classmethod
-    def of(cls, model_inputs: dict[str, Any], num_rows: int) -> Arguments:
-        """Tell the arguments of a forward apart."""
+    def of(cls, model_inputs: dict[str, Any], num_rows: int) -> Arguments | None:
+        """Tell the arguments of a forward apart; None where one is an object of any other kind."""
         given: dict[str, Any] = {}
         fixed = []
         for name, value in model_inputs.items():
             if isinstance(value, torch.Tensor) or name == "past_key_values":
                 given[name] = value
-            elif isinstance(value, dict):
+            elif isinstance(value, dict) and value and _are_tensors(value.values()):
                 given |= {f"{name}.{kind}": mask for kind, mask in value.items()}
-            else:
+            elif _is_plain(value):
                 fixed.append((name, repr(value)))
+            else:
+                return None
         return cls(given, (num_rows, tuple(given), tuple(fixed)))
+
+    @property
+    def width(self) -> int:
+        """Tokens per row."""
+        return int(self.given["input_ids"].shape[1])
 
 
 class _Kept:
@@ -94,32 +111,31 @@ class _Kept:
         self.key = key
         self.lock = threading.Lock()
         self.traces: dict[Shape, Trace] = {}
-        self.programs: dict[tuple[Shape, bool], Program] = {}
+        self.batch_sizes: set[int] = set()
+        self.programs: dict[tuple[Shape, PackedWeights | None], Program] = {}
         self.num_checked: Counter[Any] = Counter()
         self.refusal: str | None = None
         self.packed: PackedWeights | None = None
         self.packs = True
 
-    def program(self, shape: Shape, packed: bool) -> Program | None:
+    def program(self, shape: Shape, packed: PackedWeights | None) -> Program | None:
         """The program for such arguments, written when it is first asked for."""
+        found = self.programs.get((shape, packed))
         trace = self.traces.get(shape)
-        if trace is None:
-            return None
-        key = shape, packed
-        if key not in self.programs:
-            linears = self.packed.linears if packed and self.packed is not None else None
-            self.programs[key] = compiled(trace, linears)
-        return self.programs[key]
+        if found is None and trace is not None:
+            found = compiled(trace, None if packed is None else packed.linears)
+            self.programs[shape, packed] = found
+        return found
 
     def refuse(self, reason: str) -> None:
         """Run the model itself from now on."""
         self.refusal = reason
-        self.traces, self.programs, self.packed = {}, {}, None
+        self.traces, self.programs, self.packed, self.batch_sizes = {}, {}, None, set()
 
     def unpack(self) -> None:
         """Forget packed weights and what was written for them; they may be packed again."""
         self.packed, self.packs = None, True
-        self.programs = {key: program for key, program in self.programs.items() if not key[1]}
+        self.programs = {key: each for key, each in self.programs.items() if key[1] is None}
 
 
 _lock = threading.Lock()
@@ -172,16 +188,16 @@ class RecordedSteps:
         return max(fewest, min(WIDEST_TRACED, MOST_TRACED // self._num_rows))
 
     @property
-    def _is_packed(self) -> bool:
+    def _packed(self) -> PackedWeights | None:
         kept = self._kept
-        return self._wanted.packed is not False and kept is not None and kept.packed is not None
+        return None if kept is None or self._wanted.packed is False else kept.packed
 
     @property
     def mode(self) -> str:
         """How steps are run now: "recorded", "packed", or "" where the model itself is run."""
-        if self._kept is None or not self._kept.traces:
+        if self._kept is None or self._num_rows not in self._kept.batch_sizes:
             return ""
-        return "packed" if self._is_packed else "recorded"
+        return "recorded" if self._packed is None else "packed"
 
     @property
     def state(self) -> str:
@@ -208,7 +224,8 @@ class RecordedSteps:
         if kept is None or kept.refusal is not None or not kept.lock.acquire(blocking=False):
             return
         try:
-            if due and not any(shape[0] == rows for shape in kept.traces):
+            due = due and len(kept.batch_sizes) < MOST_BATCH_SIZES
+            if due and rows not in kept.batch_sizes:
                 self._trace_all(rehearse, slots)
             due = at_once or self._wanted.packed is True or steps.total() >= PACKED_AFTER
             if kept.packs and due and kept.traces and self._wanted.packed is not False:
@@ -232,6 +249,7 @@ class RecordedSteps:
             _logger.debug("steps of one token are not recorded: %s", error)
         else:
             self._kept.traces.setdefault(shape, single)
+        self._kept.batch_sizes.add(self._num_rows)
 
     def _traced(
         self, rehearse: Callable[[int], dict[str, Any]], width: int, slots: SlotCache
@@ -239,6 +257,8 @@ class RecordedSteps:
         with slots.rehearsal(width):
             model_inputs = rehearse(width)
             arguments = Arguments.of(model_inputs, self._num_rows)
+            if arguments is None:
+                raise Untraceable("an argument of the forward is an object")
             tracer = Tracer(self._model, arguments.given)
             with attention.step(noting=tracer.opaque), _updates_noted(slots.layers, tracer), tracer:
                 logits = self._model.forward(**model_inputs, return_dict=True).logits
@@ -249,15 +269,18 @@ class RecordedSteps:
         kept = self._kept
         assert kept is not None
         kept.packs = False
-        layers = {
-            id(layer[0]): layer
-            for trace in kept.traces.values()
-            for layer in weights_of_linears(trace)
-        }
-        if self._wanted.packed is True or packing.fits(layers.values()):
+        layers: dict[Any, Layer] = {}
+        for trace in kept.traces.values():
+            layers |= {key_of(*layer): layer for layer in linears_of(trace)}
+        if self._wanted.packed is not True and not packing.fits(layers.values()):
+            return
+        try:
             weights = PackedWeights(layers.values())
-            if weights.linears:
-                kept.packed = weights
+        except (RuntimeError, MemoryError) as error:  # out of memory, which torch tells as both
+            _logger.info("weights are not packed: %s", _first_line(error))
+            return
+        if weights.linears:
+            kept.packed = weights
 
     def run(
         self,
@@ -278,21 +301,20 @@ class RecordedSteps:
             The model's outputs, of a repeated forward the logits alone.
         """
         self._num_steps[self._num_rows] += 1
-        kept = self._kept
-        if kept is None or not kept.traces:
+        arguments = Arguments.of(model_inputs, self._num_rows) if self.mode else None
+        if self._kept is None or arguments is None:
             return forward()
-        arguments = Arguments.of(model_inputs, self._num_rows)
-        is_packed = self._is_packed
-        program = kept.program(arguments.shape, is_packed)
+        packed = self._packed
+        program = self._kept.program(arguments.shape, packed)
         if program is None:
             return forward()
-        width = next(iter(arguments.given.values())).shape[1]
-        alone = width if width == 1 or width > self._widest else 0
-        kind = arguments.shape, is_packed, alone, slots.bit_length()
+        alone = arguments.width if not 1 < arguments.width <= self._widest else 0
+        kind = arguments.shape, packed is not None, alone, slots.bit_length()
         step: Callable[[], torch.Tensor | None]
-        step = partial(self._repeated, program, arguments, layers, width)
-        if kept.num_checked[kind] < CHECKS:
-            step = partial(self._checked, kind, step, model_inputs)
+        step = partial(self._repeated, program, arguments, layers)
+        if self._kept.num_checked[kind] < CHECKS:
+            exact = packed is None or packed.same_bits
+            step = partial(self._checked, kind, step, model_inputs, exact)
         return with_hooks(self._model, model_inputs, step)
 
     def _checked(
@@ -300,6 +322,7 @@ class RecordedSteps:
         kind: Any,
         repeat: Callable[[], torch.Tensor | None],
         model_inputs: dict[str, Any],
+        exact: bool,
     ) -> torch.Tensor:
         """The model's own logits, compared with those of the repeated forward."""
         kept, again = self._kept, repeat()
@@ -307,7 +330,6 @@ class RecordedSteps:
         own: torch.Tensor = self._model.forward(**model_inputs, return_dict=True).logits
         if again is not None:
             assert kept is not None
-            exact = kept.packed is None or kept.packed.same_bits
             if _agree(again, own, exact):
                 kept.num_checked[kind] += 1
             else:
@@ -315,10 +337,10 @@ class RecordedSteps:
         return own
 
     def _repeated(
-        self, program: Program, arguments: Arguments, layers: list[Any], width: int
+        self, program: Program, arguments: Arguments, layers: list[Any]
     ) -> torch.Tensor | None:
         try:
-            return program.run(width, layers, *arguments.given.values())
+            return program.run(arguments.width, layers, *arguments.given.values())
         except Exception as error:
             assert self._kept is not None
             self._kept.refuse(_first_line(error))
@@ -387,6 +409,19 @@ def _settings(model: Any) -> tuple[Any, ...]:
         torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _are_tensors(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `repr` says all that there is to know of a value."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in _NUMBERS_AND_TEXTS
 
 
 def _plain(value: Any) -> Any:

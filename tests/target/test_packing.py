@@ -11,6 +11,8 @@ from torch.nn.functional import linear
 
 from lookahead_hf.target import packing
 from lookahead_hf.target.packing import PackedWeights
+from lookahead_hf.target.program import compiled, key_of, linears_of
+from lookahead_hf.target.tracing import Tracer
 
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
@@ -39,23 +41,48 @@ def test_packed_layers_give_the_same_bits(always: None) -> None:
     needs_packing()
     layers = weights()
     packed = PackedWeights(layers)
-    assert packed.linears.keys() == {id(weight) for weight, _ in layers}
+    assert packed.linears.keys() == {key_of(*layer) for layer in layers}
     for weight, bias in layers:
         for shape in ((1, 1), (1, 9), (3, 7)):
             x = torch.randn(*shape, weight.shape[1]).bfloat16()
-            assert torch.equal(packed.linears[id(weight)](x), linear(x, weight, bias))
+            assert torch.equal(packed.linears[key_of(weight, bias)](x), linear(x, weight, bias))
 
 
 def test_float32_is_as_near_as_rounding_permits(always: None) -> None:
     layers = weights(torch.float32)
     packed = PackedWeights(layers)
-    assert packed.linears.keys() == {id(weight) for weight, _ in layers}
+    assert packed.linears.keys() == {key_of(*layer) for layer in layers}
     assert not packed.same_bits
     assert PackedWeights(layers[:0]).same_bits
     for weight, bias in layers:
         x = torch.randn(1, 9, weight.shape[1])
         own = linear(x, weight, bias)
-        assert (packed.linears[id(weight)](x) - own).abs().max() <= 2e-6 * own.abs().max()
+        assert (packed.linears[key_of(weight, bias)](x) - own).abs().max() <= 2e-6 * own.abs().max()
+
+
+class Tied(torch.nn.Module):
+    """Two layers with one weight and a bias of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64))
+        self.first, self.second = (torch.nn.Parameter(torch.randn(64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = linear(linear(x, self.weight, self.first), self.weight, self.second)
+        return linear(x, self.weight)
+
+
+@torch.no_grad()
+def test_layers_that_share_a_weight_keep_their_biases(always: None) -> None:
+    model, x = Tied().eval(), torch.randn(1, 5, 64)
+    with (tracer := Tracer(model, {"x": x})):
+        own = model(x)
+    trace = tracer.trace(own)
+    packed = PackedWeights(linears_of(trace))
+    assert len(packed.linears) == 3
+    again = compiled(trace, packed.linears).run(5, [], x)
+    assert (again - own).abs().max() <= 1e-5 * own.abs().max()
 
 
 def test_half_precision_keeps_its_bits(always: None) -> None:

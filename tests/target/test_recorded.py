@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ import lookahead_hf
 from lookahead_hf.drafting.session import cost_setting, memory_of
 from lookahead_hf.target import packing, recorded
 from lookahead_hf.target.program import Program
+from lookahead_hf.target.recorded import Arguments
 from tests.models import NAMES, VOCAB, prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
 from tests.target.test_packing import needs_packing
@@ -148,6 +150,45 @@ def test_little_memory_leaves_the_weights_alone(
     model = tiny("llama").bfloat16()
     assert bits(model, recorded_steps=True)[1] == "recorded"
     assert bits(model, recorded_steps=True, packed_weights=True)[1] == "recorded", "tried once"
+
+
+def test_weights_that_cannot_be_packed_leave_the_recording(
+    packs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def packed(*_: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr(packing, "_gains", lambda *_: True)
+    monkeypatch.setattr(packing, "packed", packed)
+    model = tiny("llama")
+    assert bits(model, recorded_steps=True, packed_weights=True)[1] == "recorded"
+
+
+def test_only_so_many_batch_sizes_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MOST_BATCH_SIZES", 2)
+    model = tiny("llama")
+    states = [both(model, prompt(rows)).graphs for rows in (1, 2, 3, 2, 1)]
+    assert states == ["recorded", "recorded", "too few steps to record", "recorded", "recorded"]
+
+
+def test_arguments_that_a_program_depends_on_are_told_apart() -> None:
+    ids, mask = torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 1, 3, 9)
+    both_masks = {"full_attention": mask, "sliding_attention": mask + 1}
+
+    def of(**model_inputs: Any) -> Arguments | None:
+        return Arguments.of({"input_ids": ids, **model_inputs}, 2)
+
+    first = of(attention_mask=both_masks, scales={"scale": 1, "on": None})
+    assert first is not None
+    assert first.width == 3
+    assert list(first.given) == [
+        "input_ids", "attention_mask.full_attention", "attention_mask.sliding_attention"
+    ]  # fmt: skip
+    other = of(attention_mask=both_masks, scales={"scale": 2, "on": None})
+    assert other is not None
+    assert other.shape != first.shape
+    assert of(scales={"scale": object()}) is None
+    assert of(scales=np.ones(2000)) is None, "whose repr leaves most of it out"
 
 
 def test_nothing_is_recorded_for_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
