@@ -90,8 +90,8 @@ class AdoptedCache:
             keys, values = (self._to_slots(states, self.slots.groups[name]) for states in content)
             if self._aside is not None:
                 self._aside.keep(layer, content, self.num_columns)
+            self.slots.add(name, keys, values)  # first, for `_put_back` wherever this breaks off
             held.release(layer, is_users_cache(self.original))
-            self.slots.add(name, keys, values)
 
     def _put_back(self) -> None:
         """Undo a take-over that broke off."""

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import lookahead_hf
+from lookahead_hf.cache import held
 from lookahead_hf.cache.layers import SlotCache, SlotGroup
 from tests.models import prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
@@ -73,6 +74,31 @@ def test_a_drop_that_broke_off_is_brought_to_its_end(
         if bomb.left > 0:
             break
     assert begun and broke_off > 10
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("name", ["mistral", "llama"])
+def test_a_cache_that_is_taken_over_in_part_is_put_back(
+    name: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, release = tiny(name), prompt(2), held.release
+    cache, left = DynamicCache(config=model.config), [at]
+
+    def released(layer: Any, users: bool) -> None:
+        release(layer, users)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    call = {"do_sample": False, "max_new_tokens": 8, "attention_mask": torch.ones_like(ids)}
+    plain = model.generate(ids, pad_token_id=0, **call)
+    monkeypatch.setattr(held, "release", released)
+    with lookahead_hf.enabled(model), pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, speculative=True, pad_token_id=0, **call)
+    assert {layer.keys.shape[2] for layer in cache.layers} == {7 if name == "mistral" else 12}
+    rest = {**call, "max_new_tokens": 7, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
+    ids = plain[:, :13]
+    assert torch.equal(model.generate(ids, past_key_values=cache, pad_token_id=0, **rest), plain)
 
 
 @pytest.mark.parametrize("error", ERRORS)
