@@ -59,15 +59,20 @@ class PackedWeights:
         """Whether the weights are still those that were packed, however they were written to."""
         return self._sums == self._summed()
 
-    def _summed(self) -> list[int]:
+    def _summed(self) -> list[tuple[int, int]]:
         return [_checksum(weight) for weight in self._weights]
 
 
-def _checksum(weight: torch.Tensor) -> int:
-    """Sum of a weight's bits, as the widest numbers that it divides into."""
-    flat = weight.detach().reshape(-1)
-    wide = flat.numel() * flat.element_size() % 8 == 0
-    return int(flat.view(torch.int64 if wide else torch.int16).sum())
+def _checksum(weight: torch.Tensor) -> tuple[int, int]:
+    """How often a weight was written to, which `.data` leaves out, and a hash of its bits.
+
+    The hash is one of the rows' sums, as the widest numbers that a row divides into: the same rows
+    in another order are another weight.
+    """
+    bits = weight.detach()
+    wide = bits.shape[1] * bits.element_size() % 8 == 0
+    sums = bits.contiguous().view(torch.int64 if wide else torch.int16).sum(1)
+    return 0 if weight.is_inference() else weight._version, hash(sums.numpy().tobytes())
 
 
 def fits(layers: Iterable[Layer]) -> bool:

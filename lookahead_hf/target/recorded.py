@@ -33,6 +33,7 @@ from lookahead_hf.target.program import (
     key_of,
     linears_of,
 )
+from lookahead_hf.target.standing import Standing
 from lookahead_hf.target.tracing import Trace, Tracer, Untraceable
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ MOST_BATCH_SIZES = 16
 
 CHECKS = 2
 """Steps of a kind that are run both ways before the trace is trusted with it."""
+
+ALIKE_IN_TRAINING = (torch.nn.Linear, torch.nn.Embedding)
+"""Modules that do the same in training mode, in which `resize_token_embeddings` leaves them."""
 
 Shape = tuple[Any, ...]
 """What a program depends on beside the width: rows, names of the inputs, fixed arguments."""
@@ -157,6 +161,7 @@ class RecordedSteps:
         """Go on from what is kept of the model, if that is still true of it."""
         self._model, self._num_rows, self._wanted = model, num_rows, wanted
         self._kept: _Kept | None = None
+        self._standing: Standing | None = None
         self._refusal: str | None = None
         with _lock:
             self._num_steps = _num_steps.setdefault(model, Counter())
@@ -179,7 +184,7 @@ class RecordedSteps:
         if found.packed is not None and not found.packed.is_current():
             with found.lock:
                 found.unpack()
-        self._kept = found
+        self._kept, self._standing = found, Standing(self._model)
 
     @property
     def _widest(self) -> int:
@@ -302,7 +307,7 @@ class RecordedSteps:
         """
         self._num_steps[self._num_rows] += 1
         arguments = Arguments.of(model_inputs, self._num_rows) if self.mode else None
-        if self._kept is None or arguments is None:
+        if self._kept is None or arguments is None or not self._is_as_before():
             return forward()
         packed = self._packed
         program = self._kept.program(arguments.shape, packed)
@@ -316,6 +321,10 @@ class RecordedSteps:
             exact = packed is None or packed.same_bits
             step = partial(self._checked, kind, step, model_inputs, exact)
         return with_hooks(self._model, model_inputs, step)
+
+    def _is_as_before(self) -> bool:
+        """Whether the model is what it was when this call looked it over."""
+        return self._standing is not None and self._standing.is_current()
 
     def _checked(
         self,
@@ -373,7 +382,7 @@ def refusal(model: Any) -> str | None:
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return "modules have hooks"
     for module in model.modules():
-        if module.training:
+        if module.training and type(module) not in ALIKE_IN_TRAINING:
             return "it is being trained"
         has_hooks = module._forward_hooks or module._forward_pre_hooks
         if (has_hooks and module is not model) or "_hf_hook" in vars(module):

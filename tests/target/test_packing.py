@@ -122,6 +122,15 @@ def test_weights_that_were_written_to_are_noticed(always: None, through_data: bo
     written[3, 5] -= 1.0
 
 
+def test_rows_in_another_order_are_noticed(always: None) -> None:
+    needs_packing()
+    layers = weights()
+    packed = PackedWeights(layers)
+    weight = layers[0][0]
+    weight.data[[0, 1]] = weight.data[[1, 0]]
+    assert not packed.is_current()
+
+
 def test_plenty_of_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = weights()
     total = sum(weight.nbytes for weight, _ in layers)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf.drafting.session import cost_setting, memory_of
@@ -90,13 +91,15 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "GAIN", float("inf"))
 
 
-def bits(model: Any, **fields: Any) -> tuple[list[int], str | None]:
+def bits(
+    model: Any, processors: LogitsProcessorList | None = None, **fields: Any
+) -> tuple[list[int], str | None]:
     """A text in bfloat16 with the same trees in every call, and how its steps were run."""
     config = replace(scripted([list(range(3, 60))], RandomTrees(hit=1.0)), **fields)
     with lookahead_hf.enabled(model):
         output = model.generate(
             prompt(), max_new_tokens=40, do_sample=False, output_logits=True,
-            return_dict_in_generate=True, speculative=config,
+            return_dict_in_generate=True, speculative=config, logits_processor=processors,
         )  # fmt: skip
     assert output.speculative_stats.fallback_reason is None
     logits = torch.cat(output.logits).view(torch.int32).tolist()
@@ -215,7 +218,7 @@ def hooked(model: Any) -> None:
 def replaced(model: Any) -> None:
     layer = model.model.layers[1].mlp
     own = layer.forward
-    layer.forward = lambda x: own(x)
+    layer.forward = lambda x: own(x) * 1.5
 
 
 def alone(model: Any) -> None:
@@ -328,6 +331,47 @@ def test_settings_that_change_between_calls_count(change: Callable[[Any], None])
         torch.set_default_dtype(default)
     if change is not in_doubles:
         assert own != before
+
+
+class Once(LogitsProcessor):
+    """Does something to the model in the middle of a call."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change, self.is_done = change, False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= 30 and not self.is_done:
+            self.is_done = True
+            self.change()
+        return scores
+
+
+def steered(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def turned(model: Any) -> None:
+    weight = torch.nn.Parameter(-model.model.layers[1].mlp.down_proj.weight)
+    model.model.layers[1].mlp.down_proj.weight = weight
+
+
+@pytest.mark.parametrize("change", [scaled, steered, turned, replaced])
+def test_changes_in_the_middle_of_a_call_count(change: Callable[[Any], None]) -> None:
+    outputs = []
+    for recorded_steps in (False, True):
+        model = tiny("llama")
+        before, _ = bits(model, recorded_steps=recorded_steps)
+        once = LogitsProcessorList([Once(lambda model=model: change(model))])
+        outputs.append(bits(model, once, recorded_steps=recorded_steps)[0])
+        assert outputs[-1] != before
+    assert outputs[0] == outputs[1]
+
+
+def test_new_embeddings_are_recorded_though_they_are_in_training_mode() -> None:
+    model = tiny("llama")
+    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+    assert model.lm_head.training
+    assert both(model, prompt(), 40).graphs == "recorded"
 
 
 def test_a_model_that_changes_often_is_not_traced_in_every_call(
