@@ -19,7 +19,7 @@ from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.streaming import ColumnStream
-from lookahead_hf.target import admission, positions
+from lookahead_hf.target import admission, positions, probe
 from lookahead_hf.target.compilation import is_compiled
 from lookahead_hf.target.compiled import CompiledTarget
 from lookahead_hf.target.device import DeviceTarget
@@ -55,7 +55,11 @@ class Request:
 
 
 class Call:
-    """Everything that lives as long as one call; nothing of it is kept on the model."""
+    """Everything that lives as long as one call; nothing of it is kept on the model.
+
+    Attributes:
+        by_kernel: Whether all attention is our kernel's, whatever else would be faster.
+    """
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class Call:
             on_device=self._is_on_device(),
             processes=self.processes,
         )
+        self.by_kernel = False
         self.target = self._target(num_new)
         self.target.prompt.wanted = self.processes.is_alone
         self.stream = ColumnStream(request.streamer, self.rows.num_rows, self.pad)
@@ -108,6 +113,7 @@ class Call:
             vocab_size=int(compat.text_config(model).vocab_size),
             max_new_tokens=positions.num_draftable(model, position_ids, num_new),
             target=self.target,
+            chains=request.config.draft_invariant and not self.by_kernel,
         )
         self.record = stats.StatsRecorder(self.rows.num_rows)
         cache = model_kwargs.get("past_key_values")
@@ -186,6 +192,7 @@ class Call:
         if not self.request.config.draft_invariant:
             return None
         admission.check_invariance(self.model)
+        self.by_kernel = probe.keeps_bits_in_trees(self.model, INVARIANT_WIDTH)
         return BlockShape(INVARIANT_WIDTH, num_new + INVARIANT_WIDTH)
 
     def _resources(self, processors: Any) -> Resources:

@@ -46,8 +46,9 @@ class SpeculativeConfig:
             "rejection": samples of the same distribution, more of them accepted where an assistant
             drew the drafts.
         draft_invariant: Whether the text, bit for bit, may not depend on what was drafted, in half
-            precision too: every step is one block of the same shape, and drafts are chains. Costs
-            more per step, and memory for the longest text that the call may write from the start.
+            precision too: every step is one block of the same shape, and drafts are chains, or
+            trees where our kernel attends. Costs more per step, and memory for the longest text
+            that the call may write from the start.
         cuda_graphs: Whether steps on a CUDA device are captured once and replayed: "auto" where the
             text may become long enough to pay for it; True or False always or never. What was
             captured stays with the model, K and V included. Where it cannot be done, the statistics

@@ -52,6 +52,7 @@ def decode(
     phase = call.record.phase
     with ExitStack() as stack:
         stack.enter_context(attention.laid_under(model))
+        stack.enter_context(attention.left_to_kernel(call.by_kernel))
         stack.enter_context(counting.laid_under(model))
         stack.enter_context(call)
         logits = call.prefill()

@@ -107,8 +107,12 @@ class DraftSession:
         vocab_size: int,
         max_new_tokens: int,
         target: Target,
+        chains: bool = False,
     ) -> None:
-        """Draft with what `sources_of` gave, and go on from what earlier calls learned."""
+        """Draft with what `sources_of` gave, and go on from what earlier calls learned.
+
+        `chains`: whether a row's draft must be a chain.
+        """
         self._memory = memory_of(model)
         self._do_sample = do_sample
         self._sources = sources
@@ -127,7 +131,7 @@ class DraftSession:
             cost_setting(model) + (" one shape" if config.draft_invariant else ""),
             lambda: target.mode,
         )
-        self._chain = config.draft_invariant
+        self._chain = chains
         self._prompt, self._max_new_tokens = target.prompt, max_new_tokens
         self._seconds = 0.0
         self._failed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -69,6 +70,21 @@ def step(
             yield
     finally:
         _thread.step = outer
+
+
+@contextmanager
+def left_to_kernel(always: bool = True) -> Iterator[Counter[bool]]:
+    """Leave attention to the kernel wherever that can attend, on this thread, if `always`.
+
+    Yields:
+        How many attentions in our forwards were the kernel's, and how many not.
+    """
+    outer, counts = getattr(_thread, "by_kernel", None), Counter[bool]()
+    _thread.by_kernel = counts if always else None
+    try:
+        yield counts
+    finally:
+        _thread.by_kernel = outer
 
 
 @contextmanager
@@ -174,7 +190,8 @@ def _ours(name: str) -> Callable[..., Any]:
             more = kwargs.get("softcap"), kwargs.get("s_aux")
             # sdpa refuses these or looks past them, as transformers' version has it.
             has_them = registered is None or more == (None, None)
-            if tree is not None and has_them and _leaves_to_kernel(query, key, value, kwargs):
+            if _leaves_to_kernel(tree if has_them else None, query, key, value, kwargs):
+                assert tree is not None
                 return tree_attention.attend(tree, query, key, value, scaling, *more), None
             if registered is not None and _folds(query, key, attention_mask, kwargs):
                 mask, groups = attention_mask, query.shape[1] // key.shape[1]
@@ -190,10 +207,20 @@ def _ours(name: str) -> Callable[..., Any]:
 
 
 def _leaves_to_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    tree: BlockTree | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kwargs: dict[str, Any],
 ) -> bool:
     """Whether the kernel attends; it has no weights to show."""
-    return not kwargs.get("output_attentions") and tree_attention.is_faster(query, key, value)
+    counts: Counter[bool] | None = getattr(_thread, "by_kernel", None)
+    asked = tree_attention.is_faster if counts is None else tree_attention.can_attend
+    attends = tree is not None and not kwargs.get("output_attentions")
+    attends = attends and asked(query, key, value)
+    if counts is not None:
+        counts[attends] += 1
+    return attends
 
 
 def _folds(

@@ -13,8 +13,8 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
-from lookahead_hf.target import attention
-from lookahead_hf.target.forward import Target
+from lookahead_hf.target import attention, tree_attention
+from lookahead_hf.target.forward import BlockShape, Target
 
 TRIED = frozenset(
     {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
@@ -31,6 +31,7 @@ TOLERANCE_HALF = 0.15
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_by_kernel: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
 
 
 def serves(model: Any) -> bool:
@@ -48,6 +49,35 @@ def serves(model: Any) -> bool:
         with _lock:
             _verdicts[model] = known
     return known
+
+
+def keeps_bits_in_trees(model: Any, width: int) -> bool:
+    """Whether a token has the same bits in any draft tree, in blocks of `width` tokens.
+
+    That is so where our kernel does all attention, which a forward over a few tokens shows, once.
+    """
+    if compat.counts_positions(model) or not tree_attention.serves(model.device, width):
+        return False
+    names = tuple(compat.attention_name(config) for config in compat.attention_configs(model))
+    with _lock:
+        known = _by_kernel.get(model)
+    if known is None or known[0] != names:
+        known = names, _is_all_by_kernel(model, width)
+        with _lock:
+            _by_kernel[model] = known
+    return known[1]
+
+
+@torch.no_grad()
+def _is_all_by_kernel(model: Any, width: int) -> bool:
+    ids = torch.arange(PROMPT, device=model.device)[None]
+    target, rows = Target(model, 1, BlockShape(width, width)), Rows(ids.to("cpu").numpy())
+    with attention.laid_under(model), attention.left_to_kernel() as counts:
+        target.start(ids, compat.DynamicCache(config=model.config))
+        rows.emit(0, PROMPT)
+        target.forward(target.layout(rows, DraftTree.empty(1)))
+    assert target.cache is not None
+    return counts[True] >= len(target.cache.slots.layers) and not counts[False]
 
 
 def _try(model: Any) -> bool:

@@ -51,8 +51,16 @@ def serves(device: torch.device, width: int) -> bool:
     return kernels.backend(device) == "triton" and width <= kernels.MAX_ATTENTION_NODES
 
 
+def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the kernel takes such heads and numbers; see `is_faster` for the shapes."""
+    if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
+        return False
+    # Triton's interpreter multiplies the bit patterns of bfloat16.
+    return query.device.type != "cpu" or query.dtype != torch.bfloat16
+
+
 def is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a layer's attention is left to the kernel.
+    """Whether a layer's attention is better left to the kernel.
 
     Torch's attention under a mask reads all keys of 64 query rows in one program. Where that
     leaves processors of the GPU idle, the kernel, which splits the keys, has the advantage. The
@@ -64,14 +72,12 @@ def is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
         key: [rows, kv_heads, slots, dim].
         value: [rows, kv_heads, slots, v_dim].
     """
-    rows, heads, width, dim = query.shape
-    kv_heads, slots, v_dim = value.shape[1:]
-    if max(dim, v_dim) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
+    if not can_attend(query, key, value):
         return False
-    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        return False  # Triton's interpreter multiplies the bit patterns
     if kernels.is_asked_for():
         return True
+    rows, heads, width, _ = query.shape
+    kv_heads, slots, _ = value.shape[1:]
     folded = heads // kv_heads * width
     programs = rows * kv_heads * -(-folded // _ROWS_PER_PROGRAM)
     return slots >= _LEAST_SLOTS and programs < _processors(query.device)

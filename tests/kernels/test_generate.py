@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lookahead_hf import kernels
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig, kernels
 from lookahead_hf.target import attention, probe, tree_attention
 from lookahead_hf.target.tree_attention import BlockTree
 from tests import models
 from tests.compared import compared
 from tests.device import on_device
-from tests.scripted import second_child_right
+from tests.scripted import RandomTrees, Scripted, right, second_child_right
 
 NEW = 7
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -210,3 +211,58 @@ def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.de
         theirs, _ = attend(module, q, k, k, hidden, s_aux=torch.zeros(4, device=device))
         assert calls["tree_attention"] == 1
     torch.testing.assert_close(ours, theirs)
+
+
+def invariant(model: Any, engine: str, **fields: Any) -> tuple[list[list[int]], torch.Tensor, Any]:
+    """Text, logits and statistics of a call whose text may not depend on its drafts."""
+    ids = models.prompt(1, 70)
+    call = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    if engine == "walk":  # which alone keeps logits
+        call |= {"output_logits": True, "return_dict_in_generate": True}
+    config = SpeculativeConfig(draft_invariant=True, recorded_steps=False, **fields)
+    with lookahead_hf.enabled(model):
+        output = model.generate(ids, **call, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.engine == engine
+    if engine == "device":
+        return output.tolist(), torch.empty(0), stats
+    return output.sequences.tolist(), torch.stack(output.logits), stats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "engine"), [("llama", "walk"), ("mistral", "device")])
+def test_trees_leave_every_bit_alone(name: str, engine: str, calls: Counter[str]) -> None:
+    model = models.tiny(name, num_hidden_layers=1)
+    text, logits, _ = invariant(model, engine, budget=0)
+    truth = [row[70:] for row in text]
+    drafters: tuple[Any, ...] = (
+        Scripted(truth, second_child_right),
+        Scripted(truth, right(3)),
+    )
+    for drafter in drafters:
+        before = calls["tree_attention"]
+        same = invariant(model, engine, drafters=(drafter,), budget=12)
+        assert same[0] == text
+        assert torch.equal(same[1], logits)
+        assert (same[2].max_width > 1) == (drafter is drafters[0])
+        assert same[2].num_accepted > 0
+        assert calls["tree_attention"] - before == same[2].num_steps
+
+
+def test_one_forward_shows_whose_attention_it_is(calls: Counter[str]) -> None:
+    model = models.tiny("llama", num_hidden_layers=1)
+    for _ in range(2):  # the second time it is known
+        assert probe.keeps_bits_in_trees(model, 2)
+    assert calls["tree_attention"] == 1
+    own = models.tiny("gpt2", attn="eager", n_layer=1)
+    assert not probe.keeps_bits_in_trees(own, 2)
+
+
+def test_where_the_kernel_cannot_attend_drafts_are_chains() -> None:
+    model = models.tiny("llama", num_hidden_layers=1, head_dim=264)
+    assert not probe.keeps_bits_in_trees(model, 16)
+    text, _, _ = invariant(model, "device", budget=0)
+    drafter = Scripted([row[70:] for row in text], RandomTrees(hit=1.0))
+    same, _, stats = invariant(model, "device", drafters=(drafter,), budget=12)
+    assert same == text
+    assert stats.max_width == 1 and stats.num_accepted > 0

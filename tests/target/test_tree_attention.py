@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead_hf.kernels import dispatch
 from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention, masks, tree_attention
 from tests import models
@@ -47,6 +48,7 @@ def test_the_interpreter_gets_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda device: True)
     assert not tree_attention.serves(torch.device("cpu"), 8)
     assert tree_attention.serves(torch.device("cuda"), 64)
     assert not tree_attention.serves(torch.device("cuda"), 65)
