@@ -71,7 +71,8 @@ class SpeculativeStats:
         commit_ms: Time spent on laying out steps and on the cache.
         budget_histogram: How many steps were laid out for how many draft tokens per row.
         engine: How the call was verified.
-        graphs: "replayed" where CUDA graphs ran the steps, else why not; None for other engines.
+        graphs: "replayed" where CUDA graphs ran the steps, "recorded" where a recording did on a
+            CPU, "packed" if with packed weights; else why not.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: What each row did.
     """
@@ -127,10 +128,11 @@ class SpeculativeStats:
             return f"plain generate, nothing was speculated: {self.fallback_reason}"
         speed = f"{self.tokens_per_step:.2f}" if self.row_steps else "no"
         rate = f" ({self.acceptance_rate:.0%})" if self.num_drafted else ""
+        ready = self.graphs in ("replayed", "recorded", "packed")
         lines = [
             f"{speed} tokens per step: {_counted(self.num_emitted, 'token')} in "
             f"{_counted(self.num_steps, 'step')}, {_counted(self.rows, 'row')}, "
-            f"engine {self.engine}",
+            f"engine {self.engine}" + (f", steps {self.graphs}" if ready else ""),
             f"{self.num_accepted} of {self.num_drafted} draft tokens accepted{rate}, "
             f"{self.num_moved} moved in the cache",
             "ms: " + ", ".join(f"{phase} {getattr(self, phase + '_ms'):.1f}" for phase in PHASES),
