@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lookahead_hf import compat
 from lookahead_hf.cache.layers import SlotCache
 from lookahead_hf.target import attention, packing
+from lookahead_hf.target.arguments import Arguments, Shape
 from lookahead_hf.target.graphs import fingerprint
 from lookahead_hf.target.module_hooks import with_hooks
 from lookahead_hf.target.packing import PackedWeights
@@ -33,7 +33,7 @@ from lookahead_hf.target.program import (
     key_of,
     linears_of,
 )
-from lookahead_hf.target.standing import Standing
+from lookahead_hf.target.standing import Standing, refusal, settings
 from lookahead_hf.target.tracing import Trace, Tracer, Untraceable
 
 _logger = logging.getLogger(__name__)
@@ -59,12 +59,6 @@ MOST_BATCH_SIZES = 16
 CHECKS = 2
 """Steps of a kind that are run both ways before the trace is trusted with it."""
 
-ALIKE_IN_TRAINING = (torch.nn.Linear, torch.nn.Embedding)
-"""Modules that do the same in training mode, in which `resize_token_embeddings` leaves them."""
-
-Shape = tuple[Any, ...]
-"""What a program depends on beside the width: rows, names of the inputs, fixed arguments."""
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -72,40 +66,6 @@ class Wanted:
 
     recorded: str | bool = "auto"
     packed: str | bool = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A forward's keyword arguments, those that change from step to step by name.
-
-    Attributes:
-        given: Tensors and the cache; those of a dict with its name before theirs.
-        shape: What a program for them depends on.
-    """
-
-    given: dict[str, Any]
-    shape: Shape
-
-    @classmethod
-    def of(cls, model_inputs: dict[str, Any], num_rows: int) -> Arguments | None:
-        """Tell the arguments of a forward apart; None where one is an object of any other kind."""
-        given: dict[str, Any] = {}
-        fixed = []
-        for name, value in model_inputs.items():
-            if isinstance(value, torch.Tensor) or name == "past_key_values":
-                given[name] = value
-            elif isinstance(value, dict) and value and _are_tensors(value.values()):
-                given |= {f"{name}.{kind}": mask for kind, mask in value.items()}
-            elif _is_plain(value):
-                fixed.append((name, repr(value)))
-            else:
-                return None
-        return cls(given, (num_rows, tuple(given), tuple(fixed)))
-
-    @property
-    def width(self) -> int:
-        """Tokens per row."""
-        return int(self.given["input_ids"].shape[1])
 
 
 class _Kept:
@@ -174,7 +134,7 @@ class RecordedSteps:
         self._refusal = refusal(self._model)
         if self._refusal is not None:
             return
-        key = fingerprint(self._model), _settings(self._model)
+        key = fingerprint(self._model), settings(self._model)
         with _lock:
             found = _kept.get(self._model)
             if found is not None and found.key != key:
@@ -366,83 +326,6 @@ def _updates_noted(layers: list[Any], tracer: Tracer) -> Iterator[None]:
     finally:
         for layer in layers:
             vars(layer).pop("update", None)
-
-
-def refusal(model: Any) -> str | None:
-    """What can be seen to forbid recording before anything was tried; None if nothing."""
-    if model.config.is_encoder_decoder or compat.reads_lengths(model):
-        return "its forwards look at lengths themselves"
-    if any(compat.attention_name(c) != attention.OURS for c in compat.attention_configs(model)):
-        return "its attention is its own"
-    if torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
-        return "autocast or autograd is on"
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        return "calls of torch are being watched"
-    hooks = torch.nn.modules.module
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
-        return "modules have hooks"
-    for module in model.modules():
-        if module.training and type(module) not in ALIKE_IN_TRAINING:
-            return "it is being trained"
-        has_hooks = module._forward_hooks or module._forward_pre_hooks
-        if (has_hooks and module is not model) or "_hf_hook" in vars(module):
-            return "modules have hooks"
-        if "forward" in vars(module) or vars(module).get("_compiled_call_impl") is not None:
-            return "a forward was replaced"
-    tensors = (*model.parameters(), *model.buffers())
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
-        return "its weights are tensors of their own kind"
-    if any(t.device.type != "cpu" for t in tensors):
-        return "not all weights are on the CPU"
-    return None
-
-
-_MODULES_OWN = frozenset(vars(torch.nn.Module()))
-_NUMBERS_AND_TEXTS = frozenset({int, float, bool, str})
-
-
-def _settings(model: Any) -> tuple[Any, ...]:
-    """What a forward may read in Python and a trace has frozen: numbers, flags and texts.
-
-    Those of modules, such as the scaling of adapters, of configurations, and of torch.
-    """
-    modules = [
-        [(name, _plain(value)) for name, value in vars(module).items() if name not in _MODULES_OWN]
-        for module in model.modules()
-    ]
-    configs = [_plain(vars(config)) for config in compat.attention_configs(model)]
-    return (
-        hash((tuple(map(tuple, modules)), tuple(configs))),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.backends.mkldnn.enabled,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _are_tensors(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `repr` says all that there is to know of a value."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in _NUMBERS_AND_TEXTS
-
-
-def _plain(value: Any) -> Any:
-    """A number, a text or a container of such, so that it can be compared; None for others."""
-    kind = type(value)
-    if kind in _NUMBERS_AND_TEXTS:
-        return value
-    if kind is dict:
-        return tuple((name, _plain(item)) for name, item in value.items())
-    if kind in (list, tuple):
-        return tuple(map(_plain, value))
-    return None
 
 
 def _agree(again: torch.Tensor, own: torch.Tensor, exact: bool) -> bool:

@@ -17,8 +17,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lookahead_hf
 from lookahead_hf.drafting.session import cost_setting, memory_of
 from lookahead_hf.target import packing, recorded
+from lookahead_hf.target.arguments import Arguments
 from lookahead_hf.target.program import Program
-from lookahead_hf.target.recorded import Arguments
 from tests.models import NAMES, VOCAB, prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
 from tests.target.test_packing import needs_packing
