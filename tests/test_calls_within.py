@@ -135,7 +135,7 @@ def test_a_call_within_decides_for_itself(outer: Any) -> None:
     if outer == "fallback":
         call |= {"num_beams": 2}
     with both_enabled(model, other):
-        lookahead_hf.set_default(other, True)
+        lookahead_hf.set_default(other, {"budget": 8})  # whatever it costs
         config = lookahead_hf.SpeculativeConfig(on_fallback="silent")
         model.generate(prompt(), **call, speculative=config if outer else False)
     assert len(found) >= 6
