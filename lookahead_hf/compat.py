@@ -291,9 +291,15 @@ def registry_configs(model: nn.Module) -> list[Any]:
     Falcon's, and some that are loaded as remote code, ask which of two names it is: another one
     sends them the wrong way.
     """
-    parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
-    asking = {id(part.config) for part in parts if not part._can_set_attn_implementation()}
-    return [config for config in attention_configs(model) if id(config) not in asking]
+    configs, asking = attention_configs(model), _asking_configs.get(model)
+    if asking is None:
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        asking = {id(part.config) for part in parts if not part._can_set_attn_implementation()}
+        _asking_configs[model] = asking
+    return [config for config in configs if id(config) not in asking]
+
+
+_asking_configs: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 
 
 def attention_name(config: Any) -> str | None:

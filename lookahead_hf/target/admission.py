@@ -10,7 +10,7 @@ from lookahead_hf import compat
 from lookahead_hf.cache import held
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.processes import spread
-from lookahead_hf.target import probe, virtual
+from lookahead_hf.target import compilation, probe, virtual
 from lookahead_hf.target.attention import SERVED
 
 MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -167,12 +167,15 @@ def check_setup(model: Any) -> None:
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     spread.check(model)
     virtual.of_model(model)
+    compiled = False
     for module in model.modules():
         own = vars(module)  # a module's getattr is slow for what it has not
+        compiled = compiled or bool(compilation.compiled_calls(module))
         if own["training"]:
             _check_training(module)
         if own.get("lora_variant"):
             _check_adapter(own["lora_variant"])
+    compilation.note(model, compiled)
 
 
 def _check_training(module: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,14 +16,25 @@ LEAST_SHOWN = 256
 """Slots that the attention of the first blocks sees; doubled as the texts grow."""
 
 
+_known: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+
+
+def note(model: torch.nn.Module, compiled: bool) -> None:
+    """Keep what a walk over the model's modules has found: a call looks at them once."""
+    _known[model] = compiled
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the model, or a part of it, is called through `torch.compile`."""
-    return any(True for _ in _compiled_calls(model))
+    """Whether the model, or a part of it, is called through `torch.compile`, as last noted."""
+    known = _known.get(model)
+    return any(compiled_calls(module) for module in model.modules()) if known is None else known
 
 
 def has_own_graphs(model: torch.nn.Module) -> bool:
     """Whether its compiler captures CUDA graphs itself, as with `mode="reduce-overhead"`."""
-    for call in _compiled_calls(model):
+    if not is_compiled(model):
+        return False
+    for call in (call for module in model.modules() for call in compiled_calls(module)):
         ask = getattr(call, "get_compiler_config", None)
         settings = ask() if ask is not None else None  # None for other compilers than inductor
         if settings and settings.get("triton.cudagraphs"):
@@ -31,13 +42,11 @@ def has_own_graphs(model: torch.nn.Module) -> bool:
     return False
 
 
-def _compiled_calls(model: torch.nn.Module) -> Iterator[Any]:
-    """What `torch.compile` made of the forwards of a model and of its parts."""
-    for module in model.modules():
-        own = vars(module)
-        for call in (own.get("_compiled_call_impl"), own.get("forward")):
-            if hasattr(call, "_torchdynamo_orig_callable"):
-                yield call
+def compiled_calls(module: torch.nn.Module) -> list[Any]:
+    """What `torch.compile` made of a module's forward."""
+    own = vars(module)
+    calls = own.get("_compiled_call_impl"), own.get("forward")
+    return [call for call in calls if hasattr(call, "_torchdynamo_orig_callable")]
 
 
 def width_for(tokens: int) -> int:

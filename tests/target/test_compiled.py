@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
 import lookahead_hf
-from lookahead_hf.target import graphs
+from lookahead_hf.target import admission, compilation, graphs
 from lookahead_hf.target.compilation import WIDTHS, has_own_graphs, is_compiled
 from tests.device import on_device, taped
 from tests.models import tiny
@@ -107,6 +107,9 @@ def test_who_has_graphs_of_its_own_is_left_to_them(
     model = small()
     assert not is_compiled(model)
     model.model.forward = torch.compile(model.model.forward, **options)
+    assert is_compiled(model)
+    compilation.note(model, False)
+    admission.check_setup(model)  # every call looks at the modules anew
     assert is_compiled(model)
     assert has_own_graphs(model) is own
     with taped(monkeypatch):
