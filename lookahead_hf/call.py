@@ -25,6 +25,7 @@ from lookahead_hf.target.compiled import CompiledTarget
 from lookahead_hf.target.device import DeviceTarget
 from lookahead_hf.target.forward import BlockShape, Target
 from lookahead_hf.target.recorded import Wanted
+from lookahead_hf.target.views import seen_slots
 from lookahead_hf.verification import device
 from lookahead_hf.verification.engine import Engine
 
@@ -245,7 +246,8 @@ class Call:
                 self._observe(row, [0, *(verdict.accepted(row) + 1).tolist()], outputs)
 
     def _observe(self, row: int, kept: list[int], outputs: Any) -> None:
-        self.records.observe(row, kept, outputs, self.target.seen_slots(row, kept))
+        assert self.target.cache is not None
+        self.records.observe(row, kept, outputs, seen_slots(self.target.cache, row, kept))
 
     def __enter__(self) -> Call:
         return self

@@ -88,7 +88,7 @@ class Target:
         self._recorded: RecordedSteps | None = None
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
-        self._kinds = mask_kinds(model)
+        self._kinds = masks.of_model(model)
         self._mask_dict = compat.takes_mask_dict(model)
         self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
 
@@ -356,33 +356,6 @@ class Target:
         assert self.cache is not None
         self.cache.slots.lengths += counts
 
-    def seen_slots(self, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
-        """For tokens of the latest block, each the next one's parent: the slot of every column.
-
-        Args:
-            row: The row.
-            kept: Places in the block, root first.
-
-        Returns:
-            Per token and layer the slots that it could see, in the order of the columns that
-            plain's cache shows, -1 for pads.
-        """
-        assert self.cache is not None
-        cache, length = self.cache, int(self.cache.slots.lengths[row])
-        prompt = np.arange(cache.num_columns)
-        if cache.columns is not None:
-            prompt = np.full(cache.num_columns, -1)
-            prompt[cache.columns[row]] = np.arange(len(cache.columns[row]))
-        first = cache.num_columns - int(cache.pads[row])
-        tokens = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
-        before = len(tokens) - len(kept)
-        views = [(window, int(gone[row])) for window, gone in cache.views]
-        out = []
-        for end in range(before + 1, len(tokens) + 1):
-            shown = {view: _slots(tokens[:end], *view) for view in set(views)}
-            out.append([shown[view] for view in views])
-        return out
-
 
 def _ahead(rows: Rows) -> np.ndarray:
     """Tokens of every row that were fed since the prompt, [rows].
@@ -391,21 +364,3 @@ def _ahead(rows: Rows) -> np.ndarray:
     """
     ahead = rows.num_emitted - 1
     return np.minimum(ahead, ahead[rows.live].max(initial=0))
-
-
-def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:
-    """Slots of the newest tokens of a row, -1 for pads, where so many were dropped in front."""
-    newest = tokens if window is None else tokens[-window:]
-    return torch.from_numpy(np.where(newest < 0, -1, newest - dropped))
-
-
-def mask_kinds(model: Any) -> list[masks.MaskKind]:
-    """The masks that the model's layers need."""
-    config = compat.text_config(model)
-    limits = {
-        "full_attention": {},
-        "sliding_attention": {"window": getattr(config, "sliding_window", None)},
-        "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
-    }
-    names = [name for name in compat.mask_kinds(model) if name in limits]
-    return [masks.MaskKind(name, **limits[name]) for name in names]

@@ -257,15 +257,20 @@ def refusal(model: Any, device: torch.device, extras: dict[str, Any]) -> str | N
     return None
 
 
-def fingerprint(model: Any) -> tuple[Any, ...]:
-    """What a graph has frozen of a model: a later call with another one needs new graphs."""
+def fingerprint(model: Any, *, around: bool = True) -> tuple[Any, ...]:
+    """What a graph has frozen of a model: a later call with another one needs new graphs.
+
+    Args:
+        model: The target.
+        around: Whether that includes the model's own hooks, around the whole forward.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     modules = [
         (
             module.training,
             id(type(module).forward),
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
+            len(module._forward_hooks) if around or module is not model else 0,
+            len(module._forward_pre_hooks) if around or module is not model else 0,
             "forward" in vars(module),
             str(vars(module).get("_active_adapter")),
             vars(module).get("_disable_adapters"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from lookahead_hf import compat
 from lookahead_hf.steps import DraftTree
 
 
@@ -23,6 +25,18 @@ class MaskKind:
         if kept is None or self.window is not None:
             return self
         return replace(self, window=kept + 1)
+
+
+def of_model(model: Any) -> list[MaskKind]:
+    """The masks that the model's layers need."""
+    config = compat.text_config(model)
+    limits = {
+        "full_attention": {},
+        "sliding_attention": {"window": getattr(config, "sliding_window", None)},
+        "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
+    }
+    names = [name for name in compat.mask_kinds(model) if name in limits]
+    return [MaskKind(name, **limits[name]) for name in names]
 
 
 def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:

@@ -134,7 +134,7 @@ class RecordedSteps:
         self._refusal = refusal(self._model)
         if self._refusal is not None:
             return
-        key = fingerprint(self._model), settings(self._model)
+        key = fingerprint(self._model, around=False), settings(self._model)
         with _lock:
             found = _kept.get(self._model)
             if found is not None and found.key != key:

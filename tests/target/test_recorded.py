@@ -68,7 +68,7 @@ def test_steps_are_repeated_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None
     forwards: list[int] = []
     kind = type(model.model.norm)
     forward, key = kind.forward, recorded._kept[model].key
-    monkeypatch.setattr(recorded, "fingerprint", lambda _: key[0])
+    monkeypatch.setattr(recorded, "fingerprint", lambda _, around: key[0])
 
     def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self is model.model.norm:
@@ -247,11 +247,16 @@ def test_the_models_own_hooks_are_called_around_every_step() -> None:
     after: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(lambda _, args: before.append(len(args)))
     model.register_forward_hook(lambda _, args, out: after.append(tuple(out.logits.shape)))
-    plain = both(model, prompt(), 40)
-    assert plain.graphs == "recorded"
-    ours = plain.num_steps + 1
+    stats = both(model, prompt(), 40)
+    assert stats.graphs == "recorded"
+    ours = stats.num_steps + 1
     assert len(before) == len(after) == 40 + ours
     assert after[-1][:1] == (1,)
+    kept = recorded._kept[model]
+    with_another = model.register_forward_pre_hook(lambda *_: None)
+    both(model, prompt(), 40)
+    with_another.remove()
+    assert recorded._kept[model] is kept, "hooks around the forward are no part of it"
 
 
 def test_hooks_may_change_what_goes_in_and_comes_out() -> None:

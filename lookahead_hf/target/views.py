@@ -1,0 +1,42 @@
+"""What plain's cache shows a token, in the slots of ours."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lookahead_hf.cache.adopt import AdoptedCache
+
+
+def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
+    """For tokens of the latest block, each the next one's parent: the slot of every column.
+
+    Args:
+        cache: The cache, whose lengths do not count the block yet.
+        row: The row.
+        kept: Places in the block, root first.
+
+    Returns:
+        Per token and layer the slots that it could see, in the order of the columns that plain's
+        cache shows, -1 for pads.
+    """
+    length = int(cache.slots.lengths[row])
+    prompt = np.arange(cache.num_columns)
+    if cache.columns is not None:
+        prompt = np.full(cache.num_columns, -1)
+        prompt[cache.columns[row]] = np.arange(len(cache.columns[row]))
+    first = cache.num_columns - int(cache.pads[row])
+    tokens = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
+    before = len(tokens) - len(kept)
+    views = [(window, int(gone[row])) for window, gone in cache.views]
+    out = []
+    for end in range(before + 1, len(tokens) + 1):
+        shown = {view: _slots(tokens[:end], *view) for view in set(views)}
+        out.append([shown[view] for view in views])
+    return out
+
+
+def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:
+    """Slots of the newest tokens of a row, -1 for pads, where so many were dropped in front."""
+    newest = tokens if window is None else tokens[-window:]
+    return torch.from_numpy(np.where(newest < 0, -1, newest - dropped))
