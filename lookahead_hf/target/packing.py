@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from lookahead_hf.target.program import Layer, LayerKey, Linear, key_of
+from lookahead_hf.target.program import Group, LayerKey, Linears, key_of
 
 MEMORY_SHARE = 0.25
 """Part of the free memory that packed weights may take where nobody asked for them."""
@@ -33,27 +33,31 @@ bits depend on the number of tokens in any case: blocks differ from single token
 
 
 class PackedWeights:
-    """Packed copies of a model's weights, on the CPU.
+    """Packed copies of a model's weights, on the CPU; layers of one input in one piece.
 
     oneDNN lays weights out anew in every multiplication of a block: for 9 tokens of a model with
     135 million weights in bfloat16 that takes 10 of 27 ms on two cores.
     """
 
-    def __init__(self, layers: Iterable[Layer]) -> None:
-        """Pack what gains by it; the first layer of every shape is tried."""
+    def __init__(self, groups: Iterable[Group]) -> None:
+        """Pack what gains by it, layers of one input as one; the first of every shape is tried."""
         self._weights: list[torch.Tensor] = []
-        self.same_bits = True
-        self.linears: dict[LayerKey, Linear] = {}
-        gains: dict[tuple[object, ...], bool] = {}
-        for weight, bias in layers:
-            kind = tuple(weight.shape), weight.dtype, bias is None
-            if kind not in gains:
-                gains[kind] = _gains(weight, bias)
-            if gains[kind]:
-                self.same_bits &= weight.dtype != torch.float32
-                self._weights.append(weight)
-                self.linears[key_of(weight, bias)] = packed(weight, bias)
+        self.linears: dict[tuple[LayerKey, ...], Linears] = {}
+        self._gains: dict[tuple[object, ...], bool] = {}
+        for group in groups:
+            for part in (group,) if self._is_worth(group) else zip(group):
+                if self._is_worth(part):
+                    self._weights += [weight for weight, _ in part]
+                    self.linears[key_of(part)] = packed(part)
+        self.same_bits = all(weight.dtype != torch.float32 for weight in self._weights)
         self._sums = self._summed()
+
+    def _is_worth(self, group: Group) -> bool:
+        """Whether layers of such shapes gain by it together."""
+        kind = tuple((tuple(weight.shape), weight.dtype, bias is None) for weight, bias in group)
+        if kind not in self._gains:
+            self._gains[kind] = _gains(group)
+        return self._gains[kind]
 
     def is_current(self) -> bool:
         """Whether the weights are still those that were packed, however they were written to."""
@@ -75,10 +79,11 @@ def _checksum(weight: torch.Tensor) -> tuple[int, int]:
     return 0 if weight.is_inference() else weight._version, hash(sums.numpy().tobytes())
 
 
-def fits(layers: Iterable[Layer]) -> bool:
+def fits(groups: Iterable[Group]) -> bool:
     """Whether there is plenty of memory for a copy of these weights."""
     free = free_memory()
-    return free is not None and sum(weight.nbytes for weight, _ in layers) < MEMORY_SHARE * free
+    total = sum(weight.nbytes for group in groups for weight, _ in group)
+    return free is not None and total < MEMORY_SHARE * free
 
 
 def free_memory() -> int | None:
@@ -97,39 +102,47 @@ def free_memory() -> int | None:
     return min(limits, default=None)
 
 
-def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """A linear layer over a packed copy of its weight."""
+def packed(group: Group) -> Linears:
+    """Linear layers of one input over a packed copy of their weights; several have no biases."""
     ops = torch.ops.mkldnn
-    layout = ops._reorder_linear_weight(weight.detach(), LAYOUT_TOKENS)
-    multiply = ops._linear_pointwise.default
-    return functools.partial(_multiplied, multiply, layout, bias, [])
+    weights = [weight.detach() for weight, _ in group]
+    whole = weights[0] if len(group) == 1 else torch.cat(weights)
+    layout = ops._reorder_linear_weight(whole, LAYOUT_TOKENS)
+    sizes = [len(weight) for weight in weights]
+    return functools.partial(_multiplied, ops._linear_pointwise.default, layout, group[0][1], sizes)
 
 
 def _multiplied(
     multiply: Callable[..., torch.Tensor],
     layout: torch.Tensor,
     bias: torch.Tensor | None,
-    none: list[float],
+    sizes: list[int],
     x: torch.Tensor,
-) -> torch.Tensor:
-    return multiply(x, layout, bias, "none", none, "")
+) -> tuple[torch.Tensor, ...]:
+    out = multiply(x, layout, bias, "none", [], "")
+    return (out,) if len(sizes) == 1 else out.split(sizes, -1)
 
 
-def _gains(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a weight gives the same bits packed, for all numbers of tokens, and faster."""
+def _gains(group: Group) -> bool:
+    """Whether layers give the same bits packed, for all numbers of tokens, and faster."""
+    weight = group[0][0]
     if not weight.is_floating_point() or not torch.backends.mkldnn.is_available():
         return False
+
+    def own(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(linear(x, *layer) for layer in group)
+
     try:
-        layer = packed(weight, bias)
+        layers = packed(group)
         generator = torch.Generator().manual_seed(0)
         for tokens in TRIED_TOKENS:
             shape = 1, tokens, weight.shape[1]
             x = torch.randn(shape, generator=generator).to(weight.dtype)
-            if not _agree(layer(x), linear(x, weight, bias)):
+            if not all(map(_agree, layers(x), own(x))):
                 return False
     except (RuntimeError, AttributeError):  # this processor or build has no such layout
         return False
-    return _is_faster(layer, lambda x: linear(x, weight, bias), weight)
+    return _is_faster(layers, own, weight)
 
 
 def _agree(ours: torch.Tensor, own: torch.Tensor) -> bool:
@@ -139,12 +152,12 @@ def _agree(ours: torch.Tensor, own: torch.Tensor) -> bool:
     return bool((ours - own).abs().max() <= ROUNDING * own.abs().max())
 
 
-def _is_faster(layer: Linear, own: Linear, weight: torch.Tensor) -> bool:
-    """Whether a layer takes less time than another; in turns, so that what disturbs hits both."""
+def _is_faster(layers: Linears, own: Linears, weight: torch.Tensor) -> bool:
+    """Whether layers take less time than others; in turns, so that what disturbs hits both."""
     x = torch.ones(1, TIMED_TOKENS, weight.shape[1], dtype=weight.dtype)
     times: tuple[list[float], list[float]] = [], []
     for _ in range(TIMED_ROUNDS):
-        for each, taken in zip((layer, own), times, strict=True):
+        for each, taken in zip((layers, own), times, strict=True):
             start = time.perf_counter()
             each(x)
             taken.append(time.perf_counter() - start)

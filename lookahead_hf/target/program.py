@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ class OfWidth:
         return self.slope * width + self.offset
 
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""A linear layer whose weight and bias are fixed, [..., in] to [..., out]."""
+Linears = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+"""Linear layers of one input whose weights and biases are fixed, [..., in] to [..., out] each."""
 
 Layer = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer."""
@@ -34,9 +34,13 @@ LayerKey = tuple[int, int]
 """The ids of both: layers may share a weight and have each its own bias."""
 
 
-def key_of(weight: torch.Tensor, bias: torch.Tensor | None) -> LayerKey:
-    """What a linear layer is known by as long as it lives."""
-    return id(weight), id(bias)
+Group = tuple[Layer, ...]
+"""Layers that are given the same input."""
+
+
+def key_of(group: Group) -> tuple[LayerKey, ...]:
+    """What linear layers are known by as long as they live."""
+    return tuple((id(weight), id(bias)) for weight, bias in group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +102,12 @@ def _merged(values: Sequence[Any], widths: Sequence[int]) -> Any:
     raise Untraceable(f"{', '.join(map(repr, values))} do not follow the number of tokens")
 
 
-def compiled(trace: Trace, replaced: dict[LayerKey, Linear] | None = None) -> Program:
+def compiled(trace: Trace, replaced: Mapping[Any, Linears] | None = None) -> Program:
     """Write a trace out as Python source and compile it.
 
     Args:
         trace: The calls.
-        replaced: What stands for linear layers.
+        replaced: What stands for linear layers, by the keys of their groups.
     """
     writer = _Writer(replaced or {})
     lines = list(writer.lines(trace))
@@ -114,13 +118,22 @@ def compiled(trace: Trace, replaced: dict[LayerKey, Linear] | None = None) -> Pr
     return Program(trace.inputs, writer.globals["run"])
 
 
-def linears_of(trace: Trace) -> list[Layer]:
-    """Weight and bias of every linear layer that is called with fixed ones, each pair once."""
-    found = {}
-    for operation in trace.operations:
+def groups_of(trace: Trace) -> list[Group]:
+    """Every linear layer that is called with a fixed weight, with those of the same input."""
+    groups = (tuple(map(_layer, operations)) for operations in _linears(trace))
+    return list({key_of(group): group for group in groups}.values())
+
+
+def _linears(trace: Trace) -> list[list[Operation]]:
+    """Calls of such layers, those of the same input together where nothing is written in place."""
+    found: dict[Any, list[Operation]] = {}
+    writes = any(operation.results is None for operation in trace.operations)
+    for index, operation in enumerate(trace.operations):
         if _is_fixed_linear(operation):
-            layer = _layer(operation)
-            found[key_of(*layer)] = layer
+            weight, bias = _layer(operation)
+            alone = writes or bias is not None or not isinstance(operation.args[0], Ref)
+            key = index if alone else (operation.args[0].name, weight.dtype)
+            found.setdefault(key, []).append(operation)
     return list(found.values())
 
 
@@ -142,7 +155,7 @@ def _is_fixed_linear(operation: Operation) -> bool:
 class _Writer:
     """Turns calls into lines of source; what has no literal is a global of the function."""
 
-    def __init__(self, replaced: dict[LayerKey, Linear]) -> None:
+    def __init__(self, replaced: Mapping[Any, Linears]) -> None:
         self.globals: dict[str, Any] = {}
         self._replaced = replaced
         self._known: dict[int, str] = {}
@@ -160,17 +173,32 @@ class _Writer:
         over: dict[int, list[str]] = {}
         for name, index in last.items():
             over.setdefault(index, []).append(name)
+        joined = self._joined(trace)
         for index, operation in enumerate(trace.operations):
-            call = self._call(operation)
-            target = "" if operation.results is None else f"{self.target(operation.results)} = "
-            yield target + call
+            line = joined.get(id(operation))
+            if line is None:
+                target = "" if operation.results is None else f"{self.target(operation.results)} = "
+                line = target + self._call(operation)
+            if line:
+                yield line
             if index in over:
                 yield "del " + ", ".join(over[index])
 
+    def _joined(self, trace: Trace) -> dict[int, str]:
+        """Lines of replaced layers by the id of their calls; the first calls for all of a group."""
+        lines: dict[int, str] = {}
+        for whole in _linears(trace):
+            for operations in (whole, *([each] for each in whole)):
+                layers = self._replaced.get(key_of(tuple(map(_layer, operations))))
+                if layers is not None and id(operations[0]) not in lines:
+                    results = self.target(tuple(each.results for each in operations))
+                    given = self.expression(operations[0].args[0])
+                    lines |= {id(each): "" for each in operations}
+                    lines[id(operations[0])] = f"{results} = {self._name(layers)}({given})"
+        return lines
+
     def _call(self, operation: Operation) -> str:
         function, args, kwargs = operation.function, operation.args, operation.kwargs
-        if _is_fixed_linear(operation) and (key := key_of(*_layer(operation))) in self._replaced:
-            function, args = self._replaced[key], args[:1]
         called = f"layers[{function}].update" if isinstance(function, int) else self._name(function)
         given = [*map(self.expression, args)]
         given += [f"{name}={self.expression(value)}" for name, value in kwargs.items()]

@@ -26,12 +26,12 @@ from lookahead_hf.target.graphs import fingerprint
 from lookahead_hf.target.module_hooks import with_hooks
 from lookahead_hf.target.packing import PackedWeights
 from lookahead_hf.target.program import (
-    Layer,
+    Group,
     Program,
     compiled,
     generalized,
+    groups_of,
     key_of,
-    linears_of,
 )
 from lookahead_hf.target.standing import Standing, refusal, settings
 from lookahead_hf.target.tracing import Trace, Tracer, Untraceable
@@ -234,13 +234,13 @@ class RecordedSteps:
         kept = self._kept
         assert kept is not None
         kept.packs = False
-        layers: dict[Any, Layer] = {}
+        groups: dict[Any, Group] = {}
         for trace in kept.traces.values():
-            layers |= {key_of(*layer): layer for layer in linears_of(trace)}
-        if self._wanted.packed is not True and not packing.fits(layers.values()):
+            groups |= {key_of(group): group for group in groups_of(trace)}
+        if self._wanted.packed is not True and not packing.fits(groups.values()):
             return
         try:
-            weights = PackedWeights(layers.values())
+            weights = PackedWeights(groups.values())
         except (RuntimeError, MemoryError) as error:  # out of memory, which torch tells as both
             _logger.info("weights are not packed: %s", _first_line(error))
             return

@@ -11,17 +11,22 @@ from torch.nn.functional import linear
 
 from lookahead_hf.target import packing
 from lookahead_hf.target.packing import PackedWeights
-from lookahead_hf.target.program import compiled, key_of, linears_of
+from lookahead_hf.target.program import compiled, groups_of, key_of
 from lookahead_hf.target.tracing import Tracer
 
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
     torch.manual_seed(0)
     return [
-        (torch.randn(96, 64).to(dtype), None),
-        (torch.randn(64, 96).to(dtype), torch.randn(64).to(dtype)),
-        (torch.randn(96, 64).to(dtype), None),
+        ((torch.randn(96, 64).to(dtype), None),),
+        ((torch.randn(64, 96).to(dtype), torch.randn(64).to(dtype)),),
+        ((torch.randn(96, 64).to(dtype), None), (torch.randn(32, 64).to(dtype), None)),
     ]
+
+
+def own(group: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """What the layers of a group give by themselves."""
+    return [linear(x, weight, bias) for weight, bias in group]
 
 
 @pytest.fixture
@@ -32,32 +37,32 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def needs_packing() -> None:
     try:
-        packing.packed(torch.zeros(8, 8, dtype=torch.bfloat16), None)
+        packing.packed(((torch.zeros(8, 8, dtype=torch.bfloat16), None),))
     except RuntimeError:
         pytest.skip("this processor has no packed layout for bfloat16")
 
 
 def test_packed_layers_give_the_same_bits(always: None) -> None:
     needs_packing()
-    layers = weights()
-    packed = PackedWeights(layers)
-    assert packed.linears.keys() == {key_of(*layer) for layer in layers}
-    for weight, bias in layers:
+    groups = weights()
+    packed = PackedWeights(groups)
+    assert packed.linears.keys() == set(map(key_of, groups))
+    for group in groups:
         for shape in ((1, 1), (1, 9), (3, 7)):
-            x = torch.randn(*shape, weight.shape[1]).bfloat16()
-            assert torch.equal(packed.linears[key_of(weight, bias)](x), linear(x, weight, bias))
+            x = torch.randn(*shape, group[0][0].shape[1]).bfloat16()
+            assert all(map(torch.equal, packed.linears[key_of(group)](x), own(group, x)))
 
 
 def test_float32_is_as_near_as_rounding_permits(always: None) -> None:
-    layers = weights(torch.float32)
-    packed = PackedWeights(layers)
-    assert packed.linears.keys() == {key_of(*layer) for layer in layers}
+    groups = weights(torch.float32)
+    packed = PackedWeights(groups)
+    assert packed.linears.keys() == set(map(key_of, groups))
     assert not packed.same_bits
-    assert PackedWeights(layers[:0]).same_bits
-    for weight, bias in layers:
-        x = torch.randn(1, 9, weight.shape[1])
-        own = linear(x, weight, bias)
-        assert (packed.linears[key_of(weight, bias)](x) - own).abs().max() <= 2e-6 * own.abs().max()
+    assert PackedWeights(groups[:0]).same_bits
+    for group in groups:
+        x = torch.randn(1, 9, group[0][0].shape[1])
+        for ours, theirs in zip(packed.linears[key_of(group)](x), own(group, x), strict=True):
+            assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
 
 
 class Tied(torch.nn.Module):
@@ -77,12 +82,63 @@ class Tied(torch.nn.Module):
 def test_layers_that_share_a_weight_keep_their_biases(always: None) -> None:
     model, x = Tied().eval(), torch.randn(1, 5, 64)
     with (tracer := Tracer(model, {"x": x})):
-        own = model(x)
-    trace = tracer.trace(own)
-    packed = PackedWeights(linears_of(trace))
+        plain = model(x)
+    trace = tracer.trace(plain)
+    packed = PackedWeights(groups_of(trace))
     assert len(packed.linears) == 3
     again = compiled(trace, packed.linears).run(5, [], x)
-    assert (again - own).abs().max() <= 1e-5 * own.abs().max()
+    assert (again - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+class Joined(torch.nn.Module):
+    """Layers of one input, as attention and gated units have them, and one that stands alone."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (
+            torch.nn.Linear(64, size, bias=False) for size in (96, 32, 64)
+        )
+        self.writes = writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(self.first(x).view(*x.shape[:-1], 3, 32))
+        if self.writes:
+            x = x + 0
+            x.mul_(2)
+        out = torch.cat([gate.mean(-2) * self.second(x)] * 2, -1)
+        return self.last(out)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_layers_of_one_input_are_multiplied_as_one(always: None, writes: bool) -> None:
+    needs_packing()
+    torch.manual_seed(0)
+    model = Joined(writes).bfloat16().eval()
+    x = torch.randn(1, 5, 64).bfloat16()
+    with torch.no_grad():
+        with (tracer := Tracer(model, {"x": x})):
+            plain = model(x)
+        trace = tracer.trace(plain)
+        packed = PackedWeights(groups_of(trace))
+        assert sorted(map(len, packed.linears)) == ([1, 1, 1] if writes else [1, 2])
+        assert torch.equal(compiled(trace, packed.linears).run(5, [], x), plain)
+
+
+def test_layers_that_gain_nothing_together_are_packed_alone(
+    always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_packing()
+    real = packing._gains
+    monkeypatch.setattr(packing, "_gains", lambda group: len(group) == 1 and real(group))
+    model = Joined(writes=False).bfloat16().eval()
+    x = torch.randn(1, 5, 64).bfloat16()
+    with torch.no_grad():
+        with (tracer := Tracer(model, {"x": x})):
+            plain = model(x)
+        trace = tracer.trace(plain)
+        packed = PackedWeights(groups_of(trace))
+        assert sorted(map(len, packed.linears)) == [1, 1, 1]
+        assert torch.equal(compiled(trace, packed.linears).run(5, [], x), plain)
 
 
 def test_half_precision_keeps_its_bits(always: None) -> None:
@@ -96,9 +152,9 @@ def test_other_results_leave_the_weights_as_they_are(
 ) -> None:
     real = packing.packed
 
-    def off_by_a_little(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        layer = real(weight, bias)
-        return lambda x: layer(x) * (1.0 + (x.shape[1] == 17) * 0.01)
+    def off_by_a_little(group: Any) -> Any:
+        layers = real(group)
+        return lambda x: tuple(out * (1.0 + (x.shape[1] == 17) * 0.01) for out in layers(x))
 
     needs_packing()
     monkeypatch.setattr(packing, "packed", off_by_a_little)
@@ -116,7 +172,7 @@ def test_weights_that_were_written_to_are_noticed(always: None, through_data: bo
     layers = weights()
     packed = PackedWeights(layers)
     assert packed.is_current()
-    written = layers[1][0].data if through_data else layers[1][0]
+    written = layers[1][0][0].data if through_data else layers[1][0][0]
     written[3, 5] += 1.0
     assert not packed.is_current()
     written[3, 5] -= 1.0
@@ -126,14 +182,14 @@ def test_rows_in_another_order_are_noticed(always: None) -> None:
     needs_packing()
     layers = weights()
     packed = PackedWeights(layers)
-    weight = layers[0][0]
+    weight = layers[0][0][0]
     weight.data[[0, 1]] = weight.data[[1, 0]]
     assert not packed.is_current()
 
 
 def test_plenty_of_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = weights()
-    total = sum(weight.nbytes for weight, _ in layers)
+    total = sum(weight.nbytes for group in layers for weight, _ in group)
     for free, fits in ((4 * total + 1, True), (4 * total, False), (None, False)):
         monkeypatch.setattr(packing, "free_memory", lambda free=free: free)
         assert packing.fits(layers) is fits
