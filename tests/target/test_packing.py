@@ -109,19 +109,24 @@ class Joined(torch.nn.Module):
         return self.last(out)
 
 
+@torch.no_grad()
+def group_sizes(model: torch.nn.Module) -> list[int]:
+    """How many layers are packed together; what the packed program gives has the model's bits."""
+    model = model.bfloat16().eval()
+    x = torch.randn(1, 5, 64).bfloat16()
+    with (tracer := Tracer(model, {"x": x})):
+        plain = model(x)
+    trace = tracer.trace(plain)
+    packed = PackedWeights(groups_of(trace))
+    assert torch.equal(compiled(trace, packed.linears).run(5, [], x), plain)
+    return sorted(map(len, packed.linears))
+
+
 @pytest.mark.parametrize("writes", [False, True])
 def test_layers_of_one_input_are_multiplied_as_one(always: None, writes: bool) -> None:
     needs_packing()
     torch.manual_seed(0)
-    model = Joined(writes).bfloat16().eval()
-    x = torch.randn(1, 5, 64).bfloat16()
-    with torch.no_grad():
-        with (tracer := Tracer(model, {"x": x})):
-            plain = model(x)
-        trace = tracer.trace(plain)
-        packed = PackedWeights(groups_of(trace))
-        assert sorted(map(len, packed.linears)) == ([1, 1, 1] if writes else [1, 2])
-        assert torch.equal(compiled(trace, packed.linears).run(5, [], x), plain)
+    assert group_sizes(Joined(writes)) == ([1, 1, 1] if writes else [1, 2])
 
 
 def test_layers_that_gain_nothing_together_are_packed_alone(
@@ -130,15 +135,7 @@ def test_layers_that_gain_nothing_together_are_packed_alone(
     needs_packing()
     real = packing._gains
     monkeypatch.setattr(packing, "_gains", lambda group: len(group) == 1 and real(group))
-    model = Joined(writes=False).bfloat16().eval()
-    x = torch.randn(1, 5, 64).bfloat16()
-    with torch.no_grad():
-        with (tracer := Tracer(model, {"x": x})):
-            plain = model(x)
-        trace = tracer.trace(plain)
-        packed = PackedWeights(groups_of(trace))
-        assert sorted(map(len, packed.linears)) == [1, 1, 1]
-        assert torch.equal(compiled(trace, packed.linears).run(5, [], x), plain)
+    assert group_sizes(Joined(writes=False)) == [1, 1, 1]
 
 
 def test_half_precision_keeps_its_bits(always: None) -> None:
