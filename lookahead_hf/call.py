@@ -306,9 +306,8 @@ class Call:
             for row, count in enumerate(short.tolist())
         ]
         self.processes.step()
-        ahead = np.minimum(
-            self.rows.num_emitted - 1, columns - 2
-        )  # where the longest is fed no more
+        longest_fed = columns - 2
+        ahead = np.minimum(self.rows.num_emitted - 1, longest_fed)
         outputs = self.target.feed(pads, ahead)
         for row in np.flatnonzero(short).tolist():
             if self.records.observes:

@@ -54,6 +54,13 @@ def width_for(tokens: int) -> int:
     return min((width for width in WIDTHS if width >= tokens), default=tokens)
 
 
+def doubled(least: int, slots: int) -> int:
+    """`least` or, in steps of a factor of two, as much as holds so many slots."""
+    while least < slots:
+        least *= 2
+    return least
+
+
 def make_room(slots: SlotCache, used: int) -> int:
     """Show a power of two of slots, which is all that the layers have, in every forward.
 
@@ -68,9 +75,7 @@ def make_room(slots: SlotCache, used: int) -> int:
     """
     if slots.shown is None or used > slots.shown:
         capacity = max(group.capacity for group in slots.each_group())
-        shown = LEAST_SHOWN
-        while shown < max(used, capacity):
-            shown *= 2
+        shown = doubled(LEAST_SHOWN, max(used, capacity))
         slots.fix(shown)
         return shown
     return slots.shown

@@ -172,8 +172,7 @@ class Target:
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
         assert self.cache is not None
-        if self._recorded is not None:
-            self.record(rows)
+        self.record(rows)
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
         tokens = np.zeros((self.num_rows, width), np.int64)
         for row in range(self.num_rows):

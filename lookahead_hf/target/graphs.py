@@ -40,10 +40,7 @@ MEMORY_SHARE = 0.25
 
 def bucket(slots: int) -> int:
     """Slots in steps of a factor of two, so that few graphs serve all lengths."""
-    size = LEAST_VISIBLE
-    while size < slots:
-        size *= 2
-    return size
+    return compilation.doubled(LEAST_VISIBLE, slots)
 
 
 @dataclass(eq=False)

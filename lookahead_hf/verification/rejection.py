@@ -10,14 +10,12 @@ own prefix, so any processor and criterion that the walk serves is served.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
-from lookahead_hf.verification.walk import Walk
+from lookahead_hf.verification.walk import Decide, Walk
 
 
 class Rejection(Walk):
@@ -39,7 +37,7 @@ class Rejection(Walk):
         draft: DraftTree,
         logits: torch.Tensor,
         choices: np.ndarray | None,
-    ) -> Callable[[int], tuple[int, int | None]]:
+    ) -> Decide:
         nodes = draft.row(row)
         parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
 

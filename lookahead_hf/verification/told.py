@@ -15,7 +15,7 @@ from lookahead_hf.processes.message import Told
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.verification.lockstep import Lockstep
-from lookahead_hf.verification.walk import Rules, Walk
+from lookahead_hf.verification.walk import Decide, Rules, Walk
 
 
 class ToldWalk(Walk):
@@ -36,7 +36,7 @@ class ToldWalk(Walk):
         draft: DraftTree,
         logits: torch.Tensor,
         choices: np.ndarray | None,
-    ) -> Callable[[int], tuple[int, int | None]]:
+    ) -> Decide:
         own = super()._decider(rows, row, draft, logits, choices)
         tokens = iter(self._told.tokens[row])
         path = iter(self._told.paths[row])

@@ -15,6 +15,9 @@ from lookahead_hf.steps import ROOT, DraftTree, Verdict
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
 from lookahead_hf.verification.stopping import RowStopping
 
+Decide = Callable[[int], tuple[int, int | None]]
+"""A node to the token after it and the child that holds that token, None if none does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -107,7 +110,7 @@ class Walk:
         draft: DraftTree,
         logits: torch.Tensor,
         choices: np.ndarray | None,
-    ) -> Callable[[int], tuple[int, int | None]]:
+    ) -> Decide:
         """What chooses the token after a node of the row, and finds the child that holds it."""
         nodes = draft.row(row)
         parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
