@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ def compared(
     call: Callable[[], dict[str, Any]],
     columns: int,
     script: Callable[[list[int]], Tree] | None = None,
+    **fields: Any,
 ) -> Compared:
     """Run a call both ways; assert the same text, the same generator state, and speculation.
 
@@ -32,14 +34,16 @@ def compared(
         call: Makes the arguments; called once for each way, so that nothing is shared.
         columns: Columns of the sequences before the first generated one.
         script: What to draft from plain's text; random trees around it by default.
+        **fields: Fields of the configuration that differ.
     """
     torch.manual_seed(7)
     plain = model.generate(**call())
     after = torch.get_rng_state()
     truths = continuations(_ids(plain), columns)
     torch.manual_seed(7)
+    config = replace(scripted(truths, script or RandomTrees()), **fields)
     with lookahead_hf.enabled(model):
-        ours = model.generate(**call(), speculative=scripted(truths, script or RandomTrees()))
+        ours = model.generate(**call(), speculative=config)
     assert _ids(ours).tolist() == _ids(plain).tolist()
     assert torch.equal(torch.get_rng_state(), after)
     stats = lookahead_hf.last_stats(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import CompileConfig
 import lookahead_hf
 from lookahead_hf.target import admission, compilation, graphs
 from lookahead_hf.target.compilation import WIDTHS, has_own_graphs, is_compiled
+from tests.compared import compared
 from tests.device import on_device, taped
 from tests.models import tiny
 from tests.scripted import RandomTrees, continuations, scripted
@@ -36,17 +36,8 @@ def small(name: str = "llama") -> Any:
 def compare(model: Any, seed: int = 0, **call: Any) -> lookahead_hf.SpeculativeStats:
     """Assert that speculation gives plain's text; return what it did."""
     call = {**padded("left"), **GREEDY, **call}
-    plain = model.generate(**call)
-    truth = continuations(plain, call["input_ids"].shape[1])
-    config = replace(scripted(truth, RandomTrees(seed)), cuda_graphs=True)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**call, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    assert stats.num_accepted > 0
-    return stats
+    columns = call["input_ids"].shape[1]
+    return compared(model, lambda: dict(call), columns, RandomTrees(seed), cuda_graphs=True).stats
 
 
 def on(engine: str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Any]:

@@ -19,8 +19,9 @@ from lookahead_hf.drafting.session import cost_setting, memory_of
 from lookahead_hf.target import packing, recorded
 from lookahead_hf.target.arguments import Arguments
 from lookahead_hf.target.program import Program
+from tests.compared import compared
 from tests.models import NAMES, VOCAB, prompt, tiny
-from tests.scripted import RandomTrees, continuations, scripted
+from tests.scripted import RandomTrees, scripted
 from tests.target.test_packing import needs_packing
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
@@ -30,20 +31,9 @@ def both(
     model: Any, ids: torch.Tensor, new: int = 24, packed: bool = False, **call: Any
 ) -> lookahead_hf.SpeculativeStats:
     """Run a call plainly and recorded; assert the same text, and speculation."""
-    call = {"do_sample": False, "max_new_tokens": new, **call}
-    torch.manual_seed(5)
-    plain = model.generate(ids, **call)
-    drafted = scripted(continuations(plain, ids.shape[1]), RandomTrees())
-    config = replace(drafted, recorded_steps=True, packed_weights=packed)
-    torch.manual_seed(5)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(ids, **call, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    assert stats.num_accepted > 0
-    return stats
+    call = {"input_ids": ids, "do_sample": False, "max_new_tokens": new, **call}
+    fields = {"recorded_steps": True, "packed_weights": packed}
+    return compared(model, lambda: dict(call), ids.shape[1], **fields).stats
 
 
 @pytest.mark.parametrize("name", NAMES)
