@@ -112,3 +112,31 @@ def test_random_weights_are_another_model_of_the_same_kind(
     fresh = benchmark.common.with_random_weights(model)
     assert type(fresh) is type(model)
     assert not fresh.get_output_embeddings().weight.equal(model.get_output_embeddings().weight)
+
+
+def test_outputs_processors_and_streamers_are_asked_of_all_systems(
+    benchmark: ModuleType, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {**measuring.systems(), measuring.OURS: {"speculative": DRAFTING}}
+    monkeypatch.setattr(benchmark, "systems", lambda size: ways)
+    streamed: list[str] = []
+    monkeypatch.setattr(
+        benchmark.SilentStreamer,
+        "on_finalized_text",
+        lambda self, text, stream_end=False: streamed.append(text),
+    )
+    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "1", "--rounds", "1"]
+    words += ["--new-tokens", "40", "--no-cache-only", "--with", "scores,processors,streamer"]
+    benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    ours = next(
+        line for line in lines if (line["family"], line["system"]) == ("all", "speculative")
+    )
+    assert ours["identical"] == 1.0
+    assert ours["tokens_per_step"] > 1.0
+    assert streamed
+
+
+def test_an_unknown_extra_names_the_known_ones(benchmark: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"--with beams is not known; there are: scores, proc"):
+        benchmark.extra_arguments(["beams"], byte_tokenizer())

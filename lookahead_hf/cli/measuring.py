@@ -145,7 +145,8 @@ def timed_call(
         seconds = time.perf_counter() - start
     finally:
         handle.remove()
-    new = output[:, inputs["input_ids"].shape[1] :].tolist()
+    sequences = getattr(output, "sequences", output)
+    new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return Call(seconds, tuple(_until_end(row, end_ids) for row in new), forwards)
 
 
