@@ -236,14 +236,14 @@ class StatsRecorder:
             verdict: What was accepted.
             num_moved: Accepted tokens that the commit had to move in the cache.
         """
-        drafted, accepted = np.diff(draft.row_offsets), verdict.num_accepted
+        drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
         self._steps += 1
         total = sum(self._milliseconds[name] for name in ("forward", "verify", "commit"))
         self.step_seconds = (total - self._before) / 1e3
         self._before = total
         self._moved += num_moved
         self._row_steps += verdict.live
-        self._drafted += drafted
+        self._drafted += np.where(verdict.live, drafted, 0)
         self._accepted += accepted
         self._accepted_histogram.update(accepted[verdict.live].tolist())
         self._budgets[int(drafted.max(initial=0))] += 1

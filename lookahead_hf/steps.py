@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -154,7 +154,8 @@ class Verdict:
 
     A live row emits its accepted tokens and one bonus token; where the text stops inside the path,
     the last emitted token stands for the bonus token. Rows that are not live emit nothing, in
-    lockstep pads.
+    lockstep pads; those, and the pads behind a text that ends in the middle of the step, are in
+    `path` too, which says what the cache keeps. What became text is `of_text`.
     """
 
     token_offsets: np.ndarray  # [rows + 1] int64
@@ -163,6 +164,23 @@ class Verdict:
     path: np.ndarray  # [accepted] int32, node indices within the row, from the root down
     live: np.ndarray  # [rows] bool, rows whose text went on in the step
     finished: np.ndarray  # [rows] bool, after the step
+    num_text: np.ndarray | None = None  # [rows] emitted tokens without pads; None: there are none
+
+    @property
+    def of_text(self) -> Verdict:
+        """The same without pads: every live row emits its accepted tokens and one more."""
+        if self.num_text is None:
+            return self
+        num_tokens = np.where(self.live, self.num_text, 0)
+        num_accepted = np.maximum(num_tokens - 1, 0)
+        return replace(
+            self,
+            token_offsets=np.concatenate([[0], num_tokens.cumsum()]),
+            token_ids=_heads(self.token_ids, self.token_offsets, num_tokens),
+            path_offsets=np.concatenate([[0], num_accepted.cumsum()]),
+            path=_heads(self.path, self.path_offsets, num_accepted),
+            num_text=None,
+        )
 
     def emitted(self, row: int) -> np.ndarray:
         """Tokens that the row emitted, `[num_emitted]`."""
@@ -181,3 +199,9 @@ class Verdict:
     def num_emitted(self) -> np.ndarray:
         """Emitted tokens of each row, `[rows]`."""
         return np.diff(self.token_offsets)
+
+
+def _heads(values: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The first values of every row, row after row."""
+    place = np.arange(len(values)) - np.repeat(offsets[:-1], np.diff(offsets))
+    return values[place < np.repeat(counts, np.diff(offsets))]

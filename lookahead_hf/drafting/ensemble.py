@@ -110,12 +110,12 @@ class Ensemble(Drafter):
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         if self._merged is not None:
             # All of it: nodes that were left unverified are learned from as well.
-            self._calibration.update(self._merged, verdict)
+            self._calibration.update(self._merged, verdict.of_text)
             self._merged = None
         if draft.evidence is not None:
             functions().count_sources(
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
-                verdict.path_offsets, verdict.path, self._counts,
+                of_text.path_offsets, of_text.path, self._counts,
             )  # fmt: skip
         for index, source in enumerate(self._sources):
             self._guarded(index, lambda s=source: s.observe(rows, draft, verdict, logits))  # type: ignore[misc]
@@ -134,6 +134,7 @@ class Ensemble(Drafter):
     ) -> _Result | None:
         """Run a source's method; None where the source is out or raises."""
         if not (self._working[index] or always):
+            of_text = verdict.of_text
             return None
         try:
             return call()

@@ -45,7 +45,7 @@ class Lockstep:
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         """Decide one step and emit its tokens; see `Walk.verify`."""
-        took_part = rows.live
+        took_part, before = rows.live, rows.num_text
         tokens: list[np.ndarray] = []
         nodes = np.full(rows.num_rows, ROOT)
         paths: list[np.ndarray] = []
@@ -69,6 +69,7 @@ class Lockstep:
             np.array(paths, np.int32).reshape(len(paths), rows.num_rows).T.reshape(-1),
             took_part,
             rows.finished.copy(),
+            rows.num_text - before,
         )
 
     def _step(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,69 @@
+"""What a call in lockstep counts: live rows only, though finished ones are fed pads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.steps import Verdict
+from tests.models import prompt, tiny
+from tests.scripted import continuations, right, scripted
+
+
+class Unknown(LogitsProcessor):
+    """Changes nothing, but nobody can know that."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+def numbers(stats: SpeculativeStats) -> list[tuple[int, int, int]]:
+    """Of each row what it wrote, and what of that was drafted, so far as its text goes."""
+    return [(row.num_emitted, row.row_steps, row.num_accepted) for row in stats.row_stats]
+
+
+@pytest.mark.parametrize("drafters", ["script", ("ngram",), ("recycling",)])
+def test_finished_rows_are_not_counted(drafters: Any) -> None:
+    model, ids = lookahead_hf.enable(tiny("llama")), prompt(3, seed=4)
+    call = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    call["logits_processor"] = LogitsProcessorList([Unknown()])
+    texts = continuations(model.generate(ids, **call), 12)
+    call["eos_token_id"] = next(token for token in texts[0] if 8 < texts[0].index(token) < 20)
+    plain = model.generate(ids, **call)
+    truths = continuations(plain, 12)
+    config = SpeculativeConfig(drafters=drafters, budget=8) if drafters != "script" else None
+    config = config or scripted(truths, right(5))
+    assert model.generate(ids, **call, speculative=config).tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.engine == "lockstep"
+    lengths = [row.num_emitted for row in stats.row_stats]
+    assert len(set(lengths)) > 1 and stats.num_accepted > 0
+    for num_emitted, row_steps, num_accepted in numbers(stats):
+        assert num_accepted == num_emitted - 1 - row_steps
+    assert stats.num_accepted == sum(k * n for k, n in enumerate(stats.accepted_histogram))
+    assert stats.row_steps == sum(stats.accepted_histogram)
+    (source,) = stats.per_source.values()
+    assert (source.drafted, source.accepted) == (stats.num_drafted, stats.num_accepted)
+    assert source.exclusive == stats.num_accepted
+    if drafters == "script":  # every draft is right as far as a text goes
+        assert stats.num_steps == -(-(max(lengths) - 1) // 6)
+
+
+def test_the_verdict_on_text_leaves_pads_out() -> None:
+    # Row 0 goes on, row 1 ends with its second token, row 2 had ended before.
+    verdict = Verdict(
+        np.array([0, 3, 6, 9]), np.array([1, 2, 3, 4, 9, 0, 0, 0, 0]), np.array([0, 2, 4, 6]),
+        np.array([0, 1, 5, 6, 0, 1], np.int32), np.array([True, True, False]),
+        np.array([False, True, True]), np.array([3, 2, 0]),
+    )  # fmt: skip
+    text = verdict.of_text
+    assert [text.emitted(row).tolist() for row in range(3)] == [[1, 2, 3], [4, 9], []]
+    assert [text.accepted(row).tolist() for row in range(3)] == [[0, 1], [5], []]
+    assert text.of_text is text
+    assert verdict.num_accepted.tolist() == [2, 2, 2]
