@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 
@@ -15,7 +17,6 @@ class Rows:
     Attributes:
         num_rows: Rows of the batch.
         prompt_columns: Columns of the padded prompt, the same for every row.
-        num_attended: Attended prompt tokens of each row, [rows] int64.
         num_emitted: Tokens emitted so far, [rows] int64; in lockstep the pads of finished rows too.
         finished: Rows whose text has ended, [rows] bool.
         encoder_ids: Token ids of the encoder's input per row, for models that have one.
@@ -128,6 +129,19 @@ class Rows:
     def num_text(self) -> np.ndarray:
         """Tokens of each row's text so far, without pads that follow it, [rows] int64."""
         return np.where(self.finished, self._text, self.num_emitted)
+
+    def copied(self) -> Rows:
+        """The same texts in memory of their own: what is written there is written nowhere else."""
+        rows = copy.copy(self)
+        rows.num_emitted, rows.finished = self.num_emitted.copy(), self.finished.copy()
+        rows._text, rows._prompt_length = self._text.copy(), self._prompt_length.copy()
+        width = self._width + int(self.num_emitted.max(initial=0))
+        rows._ids = self._ids[:, :width].copy()
+        shared = self._context is self._ids
+        rows._context = rows._ids if shared else self._context[:, :width].copy()
+        if self.encoder_ids is not None:
+            rows.encoder_ids = [ids.copy() for ids in self.encoder_ids]
+        return rows
 
     def _grow(self) -> None:
         shared = self._context is self._ids

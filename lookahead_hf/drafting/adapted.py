@@ -2,13 +2,14 @@
 
 The compiled functions and the engines read what stands in a tree without looking back. So nothing
 that a user's object returns goes further unchecked; what is wrong raises here, which costs the call
-this drafter and nothing else.
+this drafter and nothing else. And what it is shown it is shown in copies: it may write into all of
+them, and the text, the verdict and the other drafters stay what they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from lookahead_hf.rows import Rows
     from lookahead_hf.target.host_copy import HostCopy
+
+_Record = TypeVar("_Record", DraftTree, Verdict)
 
 ROUNDING = 0.01
 """How far from 1 probabilities may sum up; half precision is off by up to 0.004."""
@@ -69,10 +72,12 @@ class Adapted(Drafter):
             self._drafter.rates = rates
 
     def begin(self, rows: Rows) -> None:
-        self._call("begin", rows)
+        if begin := self._own("begin"):
+            begin(rows.copied())
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        tree = checked(self._drafter.propose(rows, max_nodes), rows.num_rows, self._num_buckets)
+        tree = self._drafter.propose(rows.copied(), max_nodes)
+        tree = checked(tree, rows.num_rows, self._num_buckets)
         if tree.probs is None:
             return tree
         # By its buckets what was drawn would decide whether it is verified: all nodes are of one.
@@ -81,21 +86,35 @@ class Adapted(Drafter):
         return replace(tree, evidence=evidence, probs=probs)
 
     def prepare(self, logits: torch.Tensor) -> None:
-        self._call("prepare", logits)
+        if prepare := self._own("prepare"):
+            prepare(logits.clone())  # the verdict is still to be read from them
 
     def bring(self, copy: HostCopy) -> None:
-        self._call("bring", copy)
+        if bring := self._own("bring"):
+            bring(copy)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        self._call("observe", rows, draft, verdict, logits)
+        if observe := self._own("observe"):
+            observe(rows.copied(), _copied(draft), _copied(verdict), logits)
 
     def end(self, rows: Rows) -> None:
-        self._call("end", rows)
+        if end := self._own("end"):
+            end(rows.copied())
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        call = getattr(self._drafter, method, None)
-        if call is not None:
-            call(*arguments)
+    def _own(self, name: str) -> Any:
+        """A method that the object has beyond what every `Drafter` inherits; None without one."""
+        method = getattr(self._drafter, name, None)
+        inherited = getattr(method, "__func__", None) is getattr(Drafter, name)
+        return None if inherited else method
+
+
+def _copied(record: _Record) -> _Record:
+    """The same with arrays of its own."""
+    own: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        own[field.name] = value.copy() if isinstance(value, np.ndarray) else value
+    return type(record)(**own)
 
 
 def _num_buckets(given: Any) -> int:

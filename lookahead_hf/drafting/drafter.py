@@ -21,7 +21,8 @@ class Drafter(ABC):
 
     A drafter of your own overrides `propose`, and the others where it has something to remember.
     One object serves one call at a time. An exception from any of them costs the call its speed,
-    never its text.
+    never its text. What they are given are copies, which they may write into; only what is no
+    smaller for that, the logits of `observe`, is the step's own, of which all else was read.
     """
 
     name: ClassVar[str] = "custom"

@@ -16,7 +16,7 @@ from lookahead_hf.drafting.adapted import Adapted, checked
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Evidence
+from lookahead_hf.steps import DraftTree, Evidence, Verdict
 from tests.models import VOCAB, prompt, tiny
 
 Propose = Callable[[Rows, int], Any]
@@ -157,6 +157,76 @@ def test_probabilities_in_half_precision_are_distributions(model: Any) -> None:
     proposed = adapted.propose(Rows(np.zeros((1, 3), np.int64)), 8)
     assert proposed.probs.shape == (2, VOCAB) and proposed.evidence is None  # type: ignore[attr-defined]
     torch.testing.assert_close(proposed.probs.sum(-1), torch.ones(2))  # type: ignore[attr-defined]
+
+
+class Vandal(Own):
+    """Writes into all that it is shown, in every way."""
+
+    def begin(self, rows: Rows) -> None:
+        self.spoil(rows)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        self.spoil(rows)
+        return super().propose(rows, max_nodes)
+
+    def prepare(self, logits: torch.Tensor) -> None:
+        logits[..., 5] = 1e9
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        self.spoil(rows)
+        for array in (draft.parents, verdict.token_ids, verdict.path, verdict.path_offsets):
+            array[...] = 10**6
+        logits.zero_()
+
+    def end(self, rows: Rows) -> None:
+        self.spoil(rows)
+
+    def spoil(self, rows: Rows) -> None:
+        for row in range(rows.num_rows):
+            rows.context(row).sort()
+            torch.from_numpy(rows.emitted(row)).fill_(5)
+            rows.ids(row)[:] = 5
+            rows.emit(row, 5)
+            rows.end(row)
+        rows.num_emitted[:] = 0
+        if rows.encoder_ids is not None:
+            rows.encoder_ids[0][:] = 5
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_is_shown_to_a_drafter_may_be_written_into(rows: int, do_sample: bool) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    ids = prompt(rows)
+    mask = torch.ones_like(ids)
+    mask[1:, :5] = 0
+    call = {"attention_mask": mask, "do_sample": do_sample, "pad_token_id": 0}
+    torch.manual_seed(3)
+    plain = model.generate(ids, max_new_tokens=30, **call)
+    vandal = Vandal(lambda rows, n: DraftTree.from_chains([[[5, 6, 7]]] * rows.num_rows))
+    torch.manual_seed(3)
+    config = SpeculativeConfig((vandal, "ngram", "recycling"), budget=16)
+    ours = model.generate(ids, max_new_tokens=30, **call, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert stats.per_source["ngram"].accepted + stats.per_source["recycling"].accepted > 0
+    assert stats.per_source["own"].drafted > 0
+
+
+def test_a_drafter_that_looks_at_no_logits_costs_no_copy_of_them() -> None:
+    class Logits:
+        copies = 0
+
+        def clone(self) -> Logits:
+            Logits.copies += 1
+            return self
+
+    looking = Vandal(lambda rows, n: DraftTree.empty(1))
+    looking.prepare = lambda logits: None  # type: ignore[method-assign]
+    for drafter, copies in ((Own(looking.propose), 0), (looking, 1)):
+        Adapted(drafter).prepare(Logits())  # type: ignore[arg-type]
+        assert Logits.copies == copies
 
 
 def test_tokens_that_the_target_does_not_have_are_left_out(model: Any) -> None:
