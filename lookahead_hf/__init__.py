@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         enabled,
         generate,
         last_stats,
+        learned_rates,
         set_default,
     )
     from lookahead_hf.pipelines import pipeline
@@ -49,6 +50,7 @@ __all__ = [
     "enabled",
     "generate",
     "last_stats",
+    "learned_rates",
     "pipeline",
     "set_default",
     "warm_up",

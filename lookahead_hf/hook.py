@@ -13,6 +13,8 @@ from transformers import GenerationMixin
 
 from lookahead_hf import stats
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.drafting.calibration import LearnedRate
+from lookahead_hf.drafting.session import memory_of
 from lookahead_hf.strategy import run
 from lookahead_hf.target import graphs, recorded
 
@@ -241,6 +243,20 @@ def last_stats(model: Any) -> stats.SpeculativeStats | None:
         raised before leaves the one of the call before it.
     """
     return stats.last_stats(unwrap(model))
+
+
+def learned_rates(model: Any) -> list[LearnedRate]:
+    """Return how often what each source proposes is accepted, as far as calls have learned it.
+
+    Args:
+        model: As for `enable`.
+
+    Returns:
+        One entry per class of proposals that was tested, by source; what a class is
+        docs/drafting.md says. The next call on the model starts from them. Nothing before the first
+        call has ended.
+    """
+    return memory_of(unwrap(model)).rates.table()
 
 
 def unwrap(model: Any) -> Any:

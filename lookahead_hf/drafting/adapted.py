@@ -48,6 +48,7 @@ class Adapted(Drafter):
         self._drafter = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
+        self.sees_all = bool(getattr(drafter, "sees_all", True))  # type: ignore[misc]
         self._num_buckets = _num_buckets(getattr(drafter, "num_buckets", 1))
         prior = getattr(drafter, "prior", None)
         self._prior = super().prior() if prior is None else _prior(prior(), self._num_buckets)
@@ -56,6 +57,10 @@ class Adapted(Drafter):
     @property
     def num_buckets(self) -> int:
         return self._num_buckets
+
+    @property
+    def kept_as(self) -> str:
+        return f"{type(self._drafter).__module__}.{type(self._drafter).__qualname__}"
 
     def prior(self) -> np.ndarray:
         return self._prior

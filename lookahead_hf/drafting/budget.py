@@ -64,8 +64,7 @@ class Budget:
         self._max_nodes = max_nodes
         self._costs, self._rows, self._engine, self._mode = costs, rows, engine, mode
         self._trust, self._rest = Trust(), Rest()
-        self._asked = False
-        self._draft_seconds: float | None = None
+        self._drafting = 0.0
         self._num_steps = 0
         self._num_drafted = 0
         self._num_declined = 0
@@ -76,9 +75,14 @@ class Budget:
         """Nodes per row to ask the drafter for in this step; 0 while drafting rests."""
         if self._fixed is not None:
             return min(self._fixed, self._max_nodes)
-        self._asked = not self._rest.is_resting
+        asks = self.asks_next
         self._rest.step()
-        return self._max_nodes if self._asked else 0
+        return self._max_nodes if asks else 0
+
+    @property
+    def asks_next(self) -> bool:
+        """Whether the step after this one will want a draft."""
+        return self._fixed != 0 and not self._rest.is_resting
 
     def choose(self, tree: DraftTree) -> int:
         """Nodes per row that are worth verifying.
@@ -114,14 +118,12 @@ class Budget:
             draft: What was verified.
             verdict: What came of it.
             step_seconds: Time of the step without drafting.
-            draft_seconds: Time of proposing and learning.
+            draft_seconds: Time that proposing and learning take in a step with a draft.
         """
         self._num_steps += 1
         if self._num_steps > 1:  # the first step after a prefill also allocates and warms up
             self._curve.observe(draft.max_nodes, step_seconds)
-        if self._asked:
-            known = draft_seconds if self._draft_seconds is None else self._draft_seconds
-            self._draft_seconds = 0.9 * known + 0.1 * draft_seconds
+        self._drafting = draft_seconds
         if draft.max_nodes:
             self._observe_draft(draft, verdict)
         else:
@@ -135,12 +137,7 @@ class Budget:
         self._plain_due -= 1
         self._num_drafted += 1
         live = max(int(verdict.live.sum()), 1)
-        self._trust.observe(float(draft.score.sum()) / live, len(verdict.path) / live)
-
-    @property
-    def _drafting(self) -> float:
-        """Seconds that drafting takes in a step, 0 while unknown."""
-        return self._draft_seconds or 0.0
+        self._trust.observe(float(draft.score.sum()) / live, len(verdict.of_text.path) / live)
 
     def _next_plain_step(self) -> int:
         """Drafted steps from now until a plain one is due."""

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,10 +25,19 @@ KEPT_WEIGHT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class RateRow:
-    """One bucket as people read it."""
+class LearnedRate:
+    """What was learned of one class of a source's proposals.
+
+    Attributes:
+        source: The source's name.
+        sampled: Whether it was learned in calls that sample.
+        bucket: The class, as the source counts them.
+        rate: How often such proposals are accepted, the source's own estimate included.
+        tested: How many of them were tested, at most `MEMORY`: older ones count ever less.
+    """
 
     source: str
+    sampled: bool
     bucket: int
     rate: float
     tested: float
@@ -81,40 +91,79 @@ class Calibration:
             self._prior, PRIOR_WEIGHT, MEMORY, self.counts, self.gained, self.rates,
         )  # fmt: skip
 
-    def table(self) -> list[RateRow]:
-        """Every bucket that was tested at least once."""
-        return _table(self.names, self.bucket_starts, self.rates, self.counts[1])
+    def of_source(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """What this call gained of one source, [2, buckets], and its priors, [buckets]."""
+        part = slice(self.bucket_starts[index], self.bucket_starts[index + 1])
+        return self.gained[:, part], self._prior[part]
 
 
 class KeptRates:
-    """What calls learned, kept between the calls of one model.
+    """What calls learned, kept source by source between the calls of one model.
 
     A call works on a copy and hands its increments back at its end, so calls in several threads
     neither wait for each other nor lose what the other learned. Greedy and sampled texts accept
-    differently and are kept apart; beyond `capacity` combinations the longest unused is dropped.
+    differently and are kept apart; beyond `capacity` sources the longest unused is dropped.
     """
 
-    def __init__(self, capacity: int = 32) -> None:
+    def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[object, ...], np.ndarray] = OrderedDict()
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
     def lease(self, sources: Sequence[Drafter], do_sample: bool) -> Calibration:
         """A calibration for one call, starting from what earlier calls learned."""
         with self._lock:
-            kept = self._kept.get(_key(sources, do_sample))
-            kept = None if kept is None else _at_most(kept, KEPT_WEIGHT)
-        return Calibration(sources, kept=kept)
+            found = [self._kept.get(key) for key in _keys(sources, do_sample)]
+        counts = [
+            np.zeros((2, source.num_buckets)) if kept is None else _at_most(kept[0], KEPT_WEIGHT)
+            for source, kept in zip(sources, found, strict=True)
+        ]
+        return Calibration(sources, kept=np.hstack([np.empty((2, 0)), *counts]))
 
     def merge(self, calibration: Calibration, sources: Sequence[Drafter], do_sample: bool) -> None:
         """Add what a call learned; call it once, at the end."""
-        key = _key(sources, do_sample)
         with self._lock:
-            kept = self._kept.pop(key, None)
-            total = calibration.gained if kept is None else kept + calibration.gained
-            self._kept[key] = _at_most(total, MEMORY)
-            if len(self._kept) > self._capacity:
+            for index, key in enumerate(_keys(sources, do_sample)):
+                gained, prior = calibration.of_source(index)
+                kept = self._kept.pop(key, None)
+                total = gained if kept is None else kept[0] + gained
+                self._kept[key] = _at_most(total, MEMORY), prior
+            while len(self._kept) > self._capacity:
                 self._kept.popitem(last=False)
+
+    def table(self) -> list[LearnedRate]:
+        """Every class of proposals that was ever tested, the latest call's sources last."""
+        with self._lock:
+            kept = list(self._kept.items())
+        return [row for key, (counts, prior) in kept for row in _learned(key, counts, prior)]
+
+
+class _Key(NamedTuple):
+    """What one source's rates are kept under."""
+
+    do_sample: bool
+    name: str
+    kept_as: str
+    num_buckets: int
+
+
+_Kept = tuple[np.ndarray, np.ndarray]
+"""Accepted and tested, [2, buckets], and the source's own estimates, [buckets]."""
+
+
+def _keys(sources: Sequence[Drafter], do_sample: bool) -> list[_Key]:
+    named = zip(unique_names(sources), sources, strict=True)
+    return [_Key(do_sample, name, source.kept_as, source.num_buckets) for name, source in named]
+
+
+def _learned(key: _Key, counts: np.ndarray, prior: np.ndarray) -> list[LearnedRate]:
+    """The rows of one source."""
+    accepted, tested = counts
+    rates = (accepted + PRIOR_WEIGHT * prior) / (tested + PRIOR_WEIGHT)
+    return [
+        LearnedRate(key.name, key.do_sample, bucket, float(rates[bucket]), float(tested[bucket]))
+        for bucket in np.flatnonzero(tested).tolist()
+    ]
 
 
 def unique_names(sources: Sequence[Drafter]) -> list[str]:
@@ -126,22 +175,6 @@ def unique_names(sources: Sequence[Drafter]) -> list[str]:
     return names
 
 
-def _key(sources: Sequence[Drafter], do_sample: bool) -> tuple[object, ...]:
-    return (do_sample, *((source.name, source.num_buckets) for source in sources))
-
-
 def _at_most(counts: np.ndarray, weight: float) -> np.ndarray:
     """Counts [2, buckets] with the same rates and at most `weight` tests each."""
     return counts * np.minimum(1.0, weight / np.maximum(counts[1], 1.0))
-
-
-def _table(
-    names: Sequence[str], starts: np.ndarray, rates: np.ndarray, tested: np.ndarray
-) -> list[RateRow]:
-    rows = []
-    for index, name in enumerate(names):
-        for flat in range(int(starts[index]), int(starts[index + 1])):
-            if tested[flat] > 0:
-                bucket = flat - int(starts[index])
-                rows.append(RateRow(name, bucket, float(rates[flat]), float(tested[flat])))
-    return rows

@@ -26,6 +26,7 @@ class Drafter(ABC):
     """
 
     name: ClassVar[str] = "custom"
+    sees_all: ClassVar[bool] = True  # whether it needs steps, too, around which it is not asked
     rates: (
         np.ndarray
     )  # [num_buckets] float32: learned acceptance rates, kept up to date from outside
@@ -34,6 +35,11 @@ class Drafter(ABC):
     def num_buckets(self) -> int:
         """Classes of proposals that this drafter tells apart; `Evidence.bucket` counts below it."""
         return 1
+
+    @property
+    def kept_as(self) -> str:
+        """What learned rates are kept under between calls, beside the name: the class."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def prior(self) -> np.ndarray:
         """Acceptance rate of each bucket before anything was learned, [num_buckets] float32."""

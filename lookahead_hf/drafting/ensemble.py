@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -43,6 +44,11 @@ class Ensemble(Drafter):
     """Merges the trees of its sources by learned acceptance rates.
 
     A source that raises is dropped for the rest of the call, with one warning; the others go on.
+
+    Attributes:
+        asked: Which sources `propose` asks, all unless somebody decides otherwise.
+        next_asked: Which of them the next step may ask; what neither step asks needs to see a step
+            only if its class says so.
     """
 
     name = "ensemble"
@@ -69,8 +75,11 @@ class Ensemble(Drafter):
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
         self._working = [True] * len(self._sources)
+        self.asked = self.next_asked = self._working
         self._merged: DraftTree | None = None
         self._counts = np.zeros((3, len(self._sources)), np.int64)
+        self._settled = self._counts[2].tolist()
+        self._seconds = [0.0] * len(self._sources)
 
     @property
     def source_counts(self) -> dict[str, SourceCounts]:
@@ -83,10 +92,19 @@ class Ensemble(Drafter):
         """Whether any source is left to draft."""
         return any(self._working)
 
+    def settle(self) -> tuple[list[float], list[int]]:
+        """Seconds that each source took, and accepted nodes that only it proposed, since then."""
+        seconds, self._seconds = self._seconds, [0.0] * len(self._sources)
+        exclusive = self._counts[2].tolist()
+        before, self._settled = self._settled, exclusive
+        return seconds, [now - then for now, then in zip(exclusive, before, strict=True)]
+
     def begin(self, rows: Rows) -> None:
         self._working = [True] * len(self._sources)
+        self.asked = self.next_asked = [True] * len(self._sources)
         for index, source in enumerate(self._sources):
             self._guarded(index, lambda source=source: source.begin(rows))  # type: ignore[misc]
+        self.settle()
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         proposals = [self._proposal(index, rows, max_nodes) for index in range(len(self._sources))]
@@ -102,7 +120,7 @@ class Ensemble(Drafter):
         return self._merged
 
     def prepare(self, logits: torch.Tensor, copy: HostCopy | None = None) -> None:
-        for index, source in enumerate(self._sources):
+        for index, source in self._seeing():
             self._guarded(index, lambda source=source: source.prepare(logits))  # type: ignore[misc]
             if copy is not None:
                 self._guarded(index, lambda source=source: source.bring(copy))  # type: ignore[misc]
@@ -113,20 +131,32 @@ class Ensemble(Drafter):
             self._calibration.update(self._merged, verdict.of_text)
             self._merged = None
         if draft.evidence is not None:
+            of_text = verdict.of_text
             functions().count_sources(
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
                 of_text.path_offsets, of_text.path, self._counts,
             )  # fmt: skip
-        for index, source in enumerate(self._sources):
+        for index, source in self._seeing():
             self._guarded(index, lambda s=source: s.observe(rows, draft, verdict, logits))  # type: ignore[misc]
 
     def end(self, rows: Rows) -> None:
         for index, source in enumerate(self._sources):
             self._guarded(index, lambda source=source: source.end(rows), always=True)  # type: ignore[misc]
 
+    def _seeing(self) -> list[tuple[int, Drafter]]:
+        """The sources that have to see this step."""
+        asked = zip(self._sources, self.asked, self.next_asked, strict=True)
+        return [
+            (index, source)
+            for index, (source, now, soon) in enumerate(asked)
+            if now or soon or source.sees_all
+        ]
+
     def _proposal(self, index: int, rows: Rows, max_nodes: int) -> DraftTree:
         source = self._sources[index]
-        tree = self._guarded(index, lambda: source.propose(rows, max_nodes))
+        tree = None
+        if self.asked[index]:
+            tree = self._guarded(index, lambda: source.propose(rows, max_nodes))
         return DraftTree.empty(rows.num_rows) if tree is None else tree
 
     def _guarded(
@@ -134,8 +164,8 @@ class Ensemble(Drafter):
     ) -> _Result | None:
         """Run a source's method; None where the source is out or raises."""
         if not (self._working[index] or always):
-            of_text = verdict.of_text
             return None
+        start = perf_counter()
         try:
             return call()
         except Exception as error:
@@ -147,7 +177,9 @@ class Ensemble(Drafter):
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            return None
+        finally:
+            self._seconds[index] += perf_counter() - start
+        return None
 
     def _max_depth(self, rows: Rows) -> np.ndarray:
         """Deepest useful node per row: the bonus token comes after it, finished rows need none."""

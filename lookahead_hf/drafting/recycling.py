@@ -62,6 +62,7 @@ class RecyclingDrafter(Drafter):
     """
 
     name: ClassVar[str] = "recycling"
+    sees_all: ClassVar[bool] = False  # to look for the best logits would be dear
 
     def __init__(
         self, *, top_k: int = 12, num_next: int = 48, capacity: int = 16_384, keep: bool = False

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.drafting import loans
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.costs import CostModel
@@ -22,6 +23,7 @@ from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
 from lookahead_hf.drafting.prompt_logits import seed
 from lookahead_hf.drafting.recycling import RecyclingDrafter
 from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.drafting.roster import Roster
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
@@ -115,7 +117,7 @@ class DraftSession:
         """
         self._memory = memory_of(model)
         self._do_sample = do_sample
-        self._sources = sources
+        self._sources = sources = loans.take(self, sources)
         self._calibration = self._memory.rates.lease(sources, do_sample)
         self._ensemble = Ensemble(
             sources,
@@ -131,6 +133,7 @@ class DraftSession:
             cost_setting(model) + (" one shape" if config.draft_invariant else ""),
             lambda: target.mode,
         )
+        self._roster = Roster(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
         self._prompt, self._max_new_tokens = target.prompt, max_new_tokens
         self._seconds = 0.0
@@ -162,17 +165,22 @@ class DraftSession:
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, nothing where none is."""
-        start = time.perf_counter()
         if not self._begun:
             self.begin(rows)
-        draft = self._guarded(lambda: self._propose(rows)) if self._begun else None
-        self._seconds = time.perf_counter() - start
+        self._seconds = 0.0
+        draft = self._timed(lambda: self._propose(rows)) if self._begun else None
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
     def _propose(self, rows: Rows) -> DraftTree | None:
         wanted = self._budget.wanted()
-        if not wanted:
-            return None
+        self._roster.begin_step(wanted > 0)
+        self._ensemble.asked = self._roster.asked
+        draft = self._drafted(rows, wanted) if wanted else None
+        soon = self._budget.asks_next
+        self._ensemble.next_asked = [soon and each for each in self._roster.next_asked]
+        return draft
+
+    def _drafted(self, rows: Rows, wanted: int) -> DraftTree:
         if self._chain:
             tree = likeliest_chain(self._ensemble.propose(rows, CHAIN_OF), wanted)
         else:
@@ -183,7 +191,7 @@ class DraftSession:
         """A step was launched: index what was learned before, and start to look at its logits."""
         if self._begun:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
-            self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy))
+            self._timed(lambda: self._ensemble.prepare(outputs.logits, copy))
 
     def observe(
         self,
@@ -195,26 +203,32 @@ class DraftSession:
     ) -> None:
         """Learn from a step that took `step_seconds` beside the drafting."""
         if self._begun:
-            self._guarded(lambda: self._observe(rows, draft, verdict, logits, step_seconds))
+            self._timed(lambda: self._ensemble.observe(rows, draft, verdict, logits))
+            self._guarded(lambda: self._account(draft, verdict, step_seconds))
 
-    def _observe(
-        self,
-        rows: Rows,
-        draft: DraftTree,
-        verdict: Verdict,
-        logits: torch.Tensor,
-        step_seconds: float,
-    ) -> None:
-        start = time.perf_counter()
-        self._ensemble.observe(rows, draft, verdict, logits)
-        self._seconds += time.perf_counter() - start
-        self._budget.observe(draft, verdict, step_seconds, self._seconds)
+    def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float) -> None:
+        """Learn what the step cost and brought."""
+        seconds, alone = self._ensemble.settle()
+        others = max(0.0, self._seconds - sum(seconds))
+        num_tokens = len(verdict.of_text.token_ids)
+        self._roster.observe(seconds, alone, others, num_tokens, step_seconds)
+        self._budget.observe(draft, verdict, step_seconds, self._roster.seconds)
 
     def end(self, rows: Rows) -> None:
         """Hand what was learned to the model's later calls."""
-        if self._begun:
-            self._ensemble.end(rows)  # also after a failure: sources have things to give back
-            self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
+        try:
+            if self._begun:
+                self._ensemble.end(rows)  # also after a failure: sources have things to give back
+                self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
+        finally:
+            loans.give_back(self._sources)
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        """As `_guarded`, counted as time of the step's drafting."""
+        start = perf_counter()
+        result = self._guarded(call)
+        self._seconds += perf_counter() - start
+        return result
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         """Run a part of drafting; where it raises, the call goes on without drafts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.drafting import compiled, reference
+from lookahead_hf.drafting.adapted import Adapted
 from lookahead_hf.drafting.calibration import (
     KEPT_WEIGHT,
     MEMORY,
@@ -18,6 +20,7 @@ from lookahead_hf.drafting.calibration import (
     KeptRates,
 )
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.tree import merge
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Evidence, Verdict
 
@@ -117,29 +120,140 @@ def test_rates_follow_a_text_that_changes() -> None:
     assert source.rates[0] < 0.2
 
 
-def test_table_lists_what_was_tested() -> None:
-    calibration = Calibration([Source(), Other()])
-    tree = draft([([1], [-1])], [[(1, 2)]])
-    calibration.update(tree, verdict(([0], [1, 2])))
-    (row,) = calibration.table()
-    assert (row.source, row.bucket, row.tested) == ("other", 2, 1.0)
+CHANCES = np.array([0.9, 0.6, 0.35, 0.1, 0.02])
+"""How often proposals of each bucket are right."""
+
+LEVELS = len(CHANCES)
+
+
+class Rated(Source):
+    """A bucket for each of these chances, of which it knows nothing beforehand."""
+
+    num_buckets = LEVELS
+
+    def prior(self) -> np.ndarray:
+        return np.full(LEVELS, 0.5, np.float32)
+
+
+class OtherRated(Rated):
+    name = "other"
+
+
+def chain(buckets: Sequence[int]) -> DraftTree:
+    """A chain of the tokens 0, 1, ... by one source."""
+    count = len(buckets)
+    return draft([([*range(count)], [*range(-1, count - 1)])], [[(0, each)] for each in buckets])
+
+
+def play(calibration: Calibration, tree: DraftTree, right: np.ndarray) -> None:
+    """One step: the text is the chain 0, 1, ... as far as each of its tokens is right."""
+    length = int(np.argmin([*right, False]))
+    calibration.update(tree, verdict(([], [*range(length), 99])))
+
+
+def assert_near(rates: np.ndarray, chances: np.ndarray) -> None:
+    """Within four standard deviations of what a memory of `MEMORY` tests and the prior leave."""
+    noise = 4 * np.sqrt(chances * (1 - chances) / (2 * MEMORY))
+    prior = PRIOR_WEIGHT / (PRIOR_WEIGHT + MEMORY) * abs(0.5 - chances)
+    assert (abs(rates - chances) < noise + prior).all(), (rates, chances)
+
+
+def test_rates_converge_to_what_they_are() -> None:
+    calibration, rng = Calibration([Rated()]), np.random.default_rng(0)
+    # Buckets that come later in a chain are tested where the earlier ones were right.
+    for _ in range(5000):
+        order = rng.permutation(LEVELS)
+        play(calibration, chain(order.tolist()), rng.random(LEVELS) < CHANCES[order])
+    assert (calibration.gained[1] > 3 * MEMORY).all()
+    assert_near(calibration.rates, CHANCES)
+
+
+def test_rates_converge_where_sources_share_nodes() -> None:
+    """The other source has its buckets the other way round, and chains of another length."""
+    calibration, rng = Calibration([Rated(), OtherRated()]), np.random.default_rng(1)
+    shared = 0
+    for _ in range(8000):
+        order = rng.permutation(LEVELS)
+        lengths = rng.integers(0, LEVELS + 1, 2)
+        own, other = order[: lengths[0]], LEVELS - 1 - order[: lengths[1]]
+        tree = merge([chain(own.tolist()), chain(other.tolist())], calibration, 16)
+        assert tree.num_nodes == lengths.max() and tree.evidence is not None
+        shared += len(tree.evidence.source) - tree.num_nodes
+        play(calibration, tree, rng.random(LEVELS) < CHANCES[order])
+    assert shared > 8000
+    assert (calibration.gained[1] > 3 * MEMORY).all()
+    assert_near(calibration.rates[:LEVELS], CHANCES)
+    assert_near(calibration.rates[LEVELS:], CHANCES[::-1])
+
+
+def test_a_shared_node_is_promised_what_both_rates_say() -> None:
+    calibration = Calibration([Rated(), OtherRated()])
+    calibration.rates[:] = [*CHANCES, *CHANCES[::-1]]
+    tree = merge([chain([2, 1]), chain([2])], calibration, 4)
+    first = 1 - (1 - CHANCES[2]) ** 2
+    assert tree.score.tolist() == pytest.approx([first, first * CHANCES[1]])
+
+
+def test_the_model_sees_its_rates_as_a_table() -> None:
+    kept, sources = KeptRates(), [Source(), Other()]
+    calibration = kept.lease(sources, do_sample=True)
+    calibration.update(draft([([1], [-1])], [[(1, 2)]]), verdict(([0], [1, 2])))
+    assert kept.table() == []
+    kept.merge(calibration, sources, do_sample=True)
+    (row,) = kept.table()
+    assert (row.source, row.sampled, row.bucket, row.tested) == ("other", True, 2, 1.0)
     assert row.rate == pytest.approx((1 + 0.5 * PRIOR_WEIGHT) / (1 + PRIOR_WEIGHT))
+    assert row.rate == pytest.approx(kept.lease(sources, do_sample=True).rates[5])
+
+
+def learn(kept: KeptRates, *sources: Drafter, times: int = 1000) -> None:
+    """A call in which the first bucket of every source is always right."""
+    calibration = kept.lease(sources, do_sample=False)
+    tree = draft([([1], [-1])], [[(index, 0) for index in range(len(sources))]])
+    for _ in range(times):
+        calibration.update(tree, verdict(([0], [1, 2])))
+    kept.merge(calibration, sources, do_sample=False)
 
 
 def test_calls_inherit_rates_but_can_outweigh_them() -> None:
-    kept = KeptRates()
-    source = Source()
-    tree = draft([([1], [-1])], [[(0, 0)]])
-    first = kept.lease([source], do_sample=False)
-    for _ in range(1000):
-        first.update(tree, verdict(([0], [1, 2])))
-    kept.merge(first, [source], do_sample=False)
+    kept, source = KeptRates(), Source()
+    learn(kept, source)
     second = kept.lease([source], do_sample=False)
     assert second.rates[0] > 0.8
     assert second.counts[1, 0] == pytest.approx(KEPT_WEIGHT)
     assert second.gained.sum() == 0
     assert kept.lease([source], do_sample=True).rates[0] == 0.5
-    assert kept.lease([source, Other()], do_sample=False).rates[0] == 0.5
+
+
+def test_a_source_keeps_its_rates_whatever_drafts_beside_it() -> None:
+    kept = KeptRates()
+    learn(kept, Source())
+    for sources in ([Source(), Other()], [Other(), Source()]):
+        calibration = kept.lease(sources, do_sample=False)
+        rates = dict(zip(calibration.names, calibration.rates.reshape(2, 3), strict=True))
+        assert rates["scripted"][0] > 0.8 and rates["other"].tolist() == [0.5, 0.5, 0.5]
+    learn(kept, Other(), Source())
+    assert kept.lease([Other()], do_sample=False).rates[0] > 0.8
+
+
+def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
+    class Namesake(Source):
+        """Another one of the same name."""
+
+    class Wider(Source):
+        num_buckets = 4
+
+        def prior(self) -> np.ndarray:
+            return np.full(4, 0.5, np.float32)
+
+    kept = KeptRates()
+    learn(kept, Source())
+    assert kept.lease([Namesake()], do_sample=False).rates[0] == 0.5
+    assert kept.lease([Wider()], do_sample=False).rates[0] == 0.5
+    first, second = Adapted(Source()), Adapted(Namesake())
+    assert first.kept_as != second.kept_as
+    learn(kept, first, second)
+    assert kept.lease([Adapted(Source())], do_sample=False).rates[0] > 0.8
 
 
 def test_parallel_calls_lose_nothing() -> None:
@@ -163,15 +277,19 @@ def test_parallel_calls_lose_nothing() -> None:
 
 def test_kept_rates_are_bounded() -> None:
     kept = KeptRates(capacity=2)
-    tree = draft([([1], [-1])], [[(0, 0)]])
-    combinations: list[list[Drafter]] = [[Source()], [Other()], [Source(), Other()]]
-    for sources in combinations:
-        calibration = kept.lease(sources, do_sample=False)
-        calibration.update(tree, verdict(([0], [1, 2])))
-        kept.merge(calibration, sources, do_sample=False)
-    assert [kept.lease(s, do_sample=False).counts.sum() > 0 for s in combinations] == [
-        False, True, True,
-    ]  # fmt: skip
+    learn(kept, Source())
+    learn(kept, Other())
+    learn(kept, Source())  # used again, so that the other one is the longest unused
+    learn(kept, Rated())
+    assert [row.source for row in kept.table()] == ["scripted", "scripted"]
+    assert kept.lease([Other()], do_sample=False).rates[0] == 0.5
+    assert kept.lease([Source()], do_sample=False).rates[0] > 0.8
+    assert len(learned_by(kept, [Source(), Other(), Rated()])) == 2
+
+
+def learned_by(kept: KeptRates, sources: list[Drafter]) -> list[str]:
+    """The sources of which something is kept."""
+    return [s.name for s in sources if kept.lease([s], do_sample=False).counts.any()]
 
 
 @st.composite

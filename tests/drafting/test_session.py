@@ -1,0 +1,239 @@
+"""Drafting during a call, with sources that take scripted time from a scripted clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.drafting import ensemble, session
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.recycling import RecyclingDrafter
+from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.rows import Rows
+from lookahead_hf.steps import ROOT, DraftTree, Verdict
+
+VOCAB = 1000
+
+
+class Clock:
+    """Time that passes where somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(ensemble, "perf_counter", clock)
+    monkeypatch.setattr(session, "perf_counter", clock)
+    yield clock
+
+
+class Model:
+    """What a session wants of a model: a place to be remembered under."""
+
+    device, dtype = "cpu", "float32"
+
+
+class Foreseeing(Drafter):
+    """Takes its time and knows the next tokens as often as it is told."""
+
+    def __init__(
+        self,
+        name: str,
+        text: list[int],
+        clock: Clock,
+        seconds: float,
+        right: Callable[[int], int],  # tokens that it foresees, by place in the text
+        sees_all: bool = True,
+    ) -> None:
+        self.name, self.sees_all = name, sees_all  # type: ignore[misc]
+        self.text, self.clock, self.seconds, self.right = text, clock, seconds, right
+        self.asked: list[int] = []
+        self.seen: list[int] = []
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        self.clock.now += self.seconds
+        at = int(rows.num_emitted[0])
+        self.asked.append(at)
+        known = self.text[at : at + self.right(at)]
+        return DraftTree.from_chains([[[*known, VOCAB - 1]]])
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: Any) -> None:
+        self.seen.append(int(rows.num_emitted[0] - verdict.num_emitted[0]))
+
+
+def session_of(
+    rows: Rows, *sources: Drafter, model: Any = None, budget: str | int = "auto"
+) -> DraftSession:
+    target: Any = SimpleNamespace(
+        mode="", most_nodes=None, prompt=SimpleNamespace(drop=lambda: None, num_columns=0)
+    )
+    return DraftSession(
+        model or Model(),
+        SpeculativeConfig(budget=budget),
+        rows,
+        list(sources),
+        do_sample=False,
+        vocab_size=VOCAB,
+        max_new_tokens=100_000,
+        target=target,
+    )
+
+
+def text_of(length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, VOCAB - 1, length).tolist()
+
+
+def decode(text: list[int], clock: Clock, *sources: Drafter, budget: str | int = "auto") -> float:
+    """Write the whole text, a step costing 20 ms and a bit for every node; the seconds it took."""
+    rows = Rows(np.zeros((1, 4), np.int64))
+    rows.emit(0, text[0])
+    drafts, start = session_of(rows, *sources, budget=budget), clock.now
+    drafts.begin(rows)
+    while (at := int(rows.num_emitted[0])) < len(text) - 1:
+        draft = drafts.propose(rows)
+        drafts.prepare(SimpleNamespace(logits=None))
+        verdict = decided(draft, text[at:])
+        for token in verdict.token_ids.tolist():
+            rows.emit(0, token)
+        seconds = 0.02 * (1 + 0.005 * draft.max_nodes)
+        clock.now += seconds
+        drafts.observe(rows, draft, verdict, None, seconds)  # type: ignore[arg-type]
+    drafts.end(rows)
+    return clock.now - start
+
+
+def decided(draft: DraftTree, rest: list[int]) -> Verdict:
+    """The verdict on a draft of a text that goes on like this."""
+    path: list[int] = []
+    for token in rest[:-1]:
+        above = path[-1] if path else ROOT
+        child = np.flatnonzero((draft.parents == above) & (draft.token_ids == token))
+        if not len(child):
+            break
+        path.append(int(child[0]))
+    tokens = rest[: len(path) + 1]
+    live = np.ones(1, bool)
+    return Verdict(
+        np.array([0, len(tokens)]), np.array(tokens), np.array([0, len(path)]),
+        np.array(path, np.int32), live, ~live,
+    )  # fmt: skip
+
+
+def cheap(text: list[int], clock: Clock) -> Foreseeing:
+    """As n-grams in a text that copies: two tokens in every second step."""
+    return Foreseeing("cheap", text, clock, 1e-4, lambda at: 2 * (at % 2))
+
+
+def test_a_slow_source_that_is_of_no_use_is_left_and_the_others_go_on(clock: Clock) -> None:
+    text = text_of(1500)
+    alone = decode(text, clock, cheap(text, clock))
+    good, slow = cheap(text, clock), Foreseeing("slow", text, clock, 0.02, lambda at: 0)
+    both = decode(text, clock, good, slow)
+    assert both < 1.05 * alone
+    assert len(good.asked) > 600 and len(slow.asked) < 20
+    rests = np.diff(slow.asked)
+    assert rests[-1] > 100 > rests[0], "it is tried again, ever more seldom"
+
+
+def test_a_slow_source_that_repeats_the_others_is_left_too(clock: Clock) -> None:
+    text = text_of(1500)
+    good = cheap(text, clock)
+    slow = Foreseeing("slow", text, clock, 0.02, good.right)
+    alone = decode(text, clock, cheap(text, clock))
+    assert decode(text, clock, good, slow) < 1.05 * alone
+    assert len(slow.asked) < 20
+
+
+def test_a_slow_source_that_brings_more_is_asked_as_soon_as_it_does(clock: Clock) -> None:
+    text = text_of(3000)
+    good = cheap(text, clock)
+    slow = Foreseeing("slow", text, clock, 0.02, lambda at: 8 if at > 1200 else 0)
+    both = decode(text, clock, good, slow)
+    assert both < 0.85 * decode(text, clock, cheap(text, clock))
+    late = [at for at in slow.asked if at > 2000]
+    assert len(late) > 80, "nine tokens in a step"
+
+
+def test_a_fixed_budget_asks_everybody_in_every_step(clock: Clock) -> None:
+    text = text_of(400)
+    good, slow = cheap(text, clock), Foreseeing("slow", text, clock, 0.2, lambda at: 0)
+    decode(text, clock, good, slow, budget=8)
+    assert slow.asked == good.asked
+
+
+def test_who_is_not_asked_is_shown_what_it_needs(clock: Clock) -> None:
+    text = text_of(1500)
+    good = cheap(text, clock)
+    seeing = Foreseeing("seeing", text, clock, 0.02, lambda at: 0)
+    passing = Foreseeing("passing", text, clock, 0.02, lambda at: 0, sees_all=False)
+    decode(text, clock, good, seeing, passing)
+    assert seeing.seen == good.seen
+    assert len(passing.seen) < 40 < len(good.seen)
+    steps = good.seen
+    for at in passing.asked[1:]:  # the step before and its own, and no others
+        assert steps[steps.index(at) - 1] in passing.seen and at in passing.seen
+    assert len(passing.seen) <= 2 * len(passing.asked)
+
+
+def test_nothing_is_looked_for_while_all_of_drafting_rests(clock: Clock) -> None:
+    text = text_of(400)
+    passing = Foreseeing("passing", text, clock, 0.01, lambda at: 0, sees_all=False)
+    seconds = decode(text, clock, passing)
+    assert len(passing.seen) <= 2 * len(passing.asked) < 40
+    assert seconds < 1.05 * 0.02 * len(text)
+
+
+def test_an_object_serves_one_call_at_a_time() -> None:
+    shared = RecyclingDrafter(keep=True)
+    many, one = (Rows(np.ones((count, 4), np.int64)) for count in (64, 1))
+    for rows in (many, one):
+        for row in range(rows.num_rows):
+            rows.emit(row, 1)
+    first = session_of(many, shared, budget=16)
+    first.begin(many)
+    with pytest.warns(RuntimeWarning, match="'recycling' drafts for another call.*own, or the na"):
+        second = session_of(one, shared, budget=16)
+    second.begin(one)
+    assert second.propose(one).num_nodes == 0
+    assert first.propose(many).num_rows == 64
+    second.end(one)
+    with pytest.warns(RuntimeWarning, match="drafts for another call"):
+        session_of(one, shared)  # the end of a call that had none of it leaves it where it is
+    first.end(many)
+    assert list(session_of(one, shared).source_counts) == ["recycling"]
+
+
+def test_an_object_of_a_call_that_never_began_is_free_again() -> None:
+    shared, rows = RecyclingDrafter(), Rows(np.ones((1, 4), np.int64))
+    session_of(rows, shared)
+    assert list(session_of(rows, shared).source_counts) == ["recycling"]
+
+
+def test_threads_that_share_an_object_draft_with_it_one_at_a_time() -> None:
+    shared, rows = RecyclingDrafter(), Rows(np.ones((1, 4), np.int64))
+    sessions: list[DraftSession] = []
+    ready = threading.Barrier(8)
+
+    def call() -> None:
+        ready.wait()
+        sessions.append(session_of(rows, shared))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    with pytest.warns(RuntimeWarning, match="drafts for another call"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(len(each.source_counts) for each in sessions) == [0] * 7 + [1]
