@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Request:
         tokenizer: The caller's `tokenizer=`.
         assistant_model: The caller's `assistant_model=`.
         assistant_tokenizer: The caller's `assistant_tokenizer=`.
+        assistant_settings: What the caller asks of assistants, by generation setting.
         synced_gpus: As `generate` computes it.
         prediction: The caller's guess of every row's text, token ids.
         encoder_inputs: What an encoder was given, [texts, ...].
@@ -50,6 +51,7 @@ class Request:
     tokenizer: Any = None
     assistant_model: Any = None
     assistant_tokenizer: Any = None
+    assistant_settings: Mapping[str, Any] = field(default_factory=dict)
     synced_gpus: bool = False
     prediction: Sequence[np.ndarray] | None = None
     encoder_inputs: torch.Tensor | None = None
@@ -209,6 +211,7 @@ class Call:
             draws=self._draws,
             pool=request.config.pool,
             learn=request.config.learn,
+            settings=request.assistant_settings,
         )
 
     def prefill(self) -> torch.Tensor:

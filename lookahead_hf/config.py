@@ -67,7 +67,7 @@ class SpeculativeConfig:
             holds must not show in another's speed.
         on_fallback: What to do where a call cannot be speculated: "warn" (once per model and
             reason), "error" or "silent".
-        options: Options of single drafters, `{drafter name: {option: value}}`.
+        options: Options of drafters that are given by name, `{drafter name: {option: value}}`.
     """
 
     drafters: tuple[Any, ...] | None = None
@@ -102,8 +102,20 @@ class SpeculativeConfig:
         _check_pool(self.pool)
         _check_flag("learn", self.learn)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)
-        known = {*BUILT_IN_DRAFTERS, *map(drafter_name, self.drafters or ())}
-        object.__setattr__(self, "options", _checked_options(self.options, known))
+        named = self._names()
+        if self.learn and "pool" not in named:
+            raise ValueError(
+                "learn=True adds what is generated to a pool, but this configuration drafts from "
+                'none: give pool= too, or name the drafter "pool"'
+            )
+        object.__setattr__(self, "options", _checked_options(self.options, named))
+
+    def _names(self) -> set[str]:
+        """Drafters that a call may make by their names."""
+        given = DEFAULT_DRAFTERS if self.drafters is None else self.drafters
+        named = {drafter for drafter in given if isinstance(drafter, str)}
+        # These two come with arguments of the call.
+        return named | {"prediction", "assistant"} | ({"pool"} if self.pool is not None else set())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for a generation config or a file.
@@ -248,19 +260,25 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not known; known: {', '.join(allowed)}")
 
 
-def _checked_options(options: Any, known: set[str]) -> dict[str, dict[str, Any]]:
+def _checked_options(options: Any, named: set[str]) -> dict[str, dict[str, Any]]:
     """A private copy of the options; the drafters themselves check what is in them."""
     if not isinstance(options, Mapping):
         raise ValueError(f"options must be a dict {{drafter name: dict}}, not {options!r}")
     for name, values in options.items():
-        if name not in known:
-            raise ValueError(
-                f"options names {name!r}, but there is no such drafter; known: "
-                f"{', '.join(sorted(known))}"
-            )
+        if name not in named:
+            raise ValueError(f"options names {name!r}, but {_why_not(name)}")
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise ValueError(f"options[{name!r}] must be a dict with names as keys, not {values!r}")
     return {name: dict(values) for name, values in options.items()}
+
+
+def _why_not(name: Any) -> str:
+    if name in BUILT_IN_DRAFTERS:
+        return f"this configuration does not draft with it: name it in drafters=(..., {name!r})"
+    return (
+        f"no drafter has options by that name: known are {', '.join(BUILT_IN_DRAFTERS)}; an object "
+        "gets its own where it is made"
+    )
 
 
 def _as_json(value: Any, where: str) -> Any:

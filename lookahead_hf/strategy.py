@@ -18,6 +18,13 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.target import admission
 
+ASSISTANT_SETTINGS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+)
+"""Generation settings of transformers that say how an assistant is to draft."""
+
 _decided: ContextVar[bool] = ContextVar("lookahead_hf_decided", default=False)
 """Whether this is inside a call for which was decided already: a model whose `generate` calls
 `generate` again, our own fallback. What a caller's processor calls while we decode is not."""
@@ -108,6 +115,7 @@ def _request(model: Any, arguments: Arguments, config: SpeculativeConfig) -> Req
         tokenizer=given.get("tokenizer"),
         assistant_model=given.get("assistant_model"),
         assistant_tokenizer=given.get("assistant_tokenizer"),
+        assistant_settings={name: arguments.setting(name) for name in ASSISTANT_SETTINGS},
         synced_gpus=arguments.synced_gpus(),
         prediction=prediction,
     )

@@ -42,8 +42,14 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
         ({"draft_invariant": 1}, "True or False"),
         ({"draft_invariant": True, "verification": "rejection"}, 'needs verification="exact"'),
         ({"on_fallback": "raise"}, "known: warn, error, silent"),
+        ({"learn": True}, "give pool= too"),
+        ({"learn": True, "drafters": ("ngram",)}, "give pool= too"),
         ({"options": ["ngram"]}, "must be a dict"),
-        ({"options": {"ngrams": {}}}, "no such drafter"),
+        ({"options": {"ngrams": {}}}, "no drafter has options by that name"),
+        ({"options": {"lookahead": {}}}, "does not draft with it"),
+        ({"options": {"pool": {}}}, "does not draft with it"),
+        ({"options": {"recycling": {}}, "drafters": ("ngram",)}, "does not draft with it"),
+        ({"options": {"mine": {}}, "drafters": (OBJECT,)}, "an object gets its own where"),
         ({"options": {"ngram": 3}}, "must be a dict with names"),
         ({"options": {"ngram": {3: 4}}}, "must be a dict with names"),
     ],
@@ -58,8 +64,10 @@ def test_values_that_are_allowed() -> None:
         drafters=["ngram", OBJECT],  # type: ignore[arg-type]
         max_draft_nodes=1,
         budget=0,
-        options={"mine": {"depth": 3}, "prediction": {}},
+        options={"ngram": {"depth": 3}, "prediction": {}, "assistant": {}},
     )
+    SpeculativeConfig(drafters=("pool",), learn=True, options={"pool": {}})
+    SpeculativeConfig(pool="texts.pool", learn=True, options={"pool": {}})
     assert config.drafters == ("ngram", OBJECT)
     assert [drafter_name(drafter) for drafter in config.drafters] == ["ngram", "mine"]
     assert SpeculativeConfig(budget=64).budget == 64

@@ -19,6 +19,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.config import (
     BUILT_IN_DRAFTERS,
+    DEFAULT_DRAFTERS,
     MOST_DRAFT_NODES,
     ON_FALLBACK,
     PRESETS,
@@ -80,7 +81,7 @@ def are_drafters(value: Any) -> bool:
 
 def are_options(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        is_text(name, BUILT_IN_DRAFTERS)
+        is_text(name, (*DEFAULT_DRAFTERS, "prediction", "assistant"))
         and isinstance(options, Mapping)
         and all(type(key) is str for key in options)
         for name, options in value.items()
@@ -97,7 +98,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "recorded_steps": lambda value: type(value) is bool or is_text(value, ("auto",)),
     "packed_weights": lambda value: type(value) is bool or is_text(value, ("auto",)),
     "pool": lambda value: value is None or isinstance(value, (str, os.PathLike)),
-    "learn": lambda value: type(value) is bool,
+    "learn": lambda value: value is False,  # without a pool there is nothing to learn
     "on_fallback": lambda value: is_text(value, ON_FALLBACK),
     "options": are_options,
 }
@@ -110,12 +111,12 @@ OPTIONS: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("recycling", "top_k"): lambda value: is_int(value, 1, MAX_TOP_K),
     ("recycling", "num_next"): lambda value: is_int(value, 1, MAX_TOP_K),
     ("recycling", "capacity"): lambda value: is_int(value, 1, 2**24),
-    ("recycling", "keep"): lambda value: type(value) is bool,
+    ("recycling", "keep"): lambda value: value is False,
     ("lookahead", "window"): lambda value: is_int(value, 1, 64),
     ("lookahead", "ngram_size"): lambda value: is_int(value, 2, 64),
     ("lookahead", "num_ngrams"): lambda value: is_int(value, 1, 64),
-    ("assistant", "num_draft"): lambda value: is_int(value, 1, 64),
-    ("assistant", "top_k"): lambda value: is_int(value, 1, 64),
+    ("assistant", "num_draft"): lambda value: value is None or is_int(value, 1, 64),
+    ("assistant", "top_k"): lambda value: value is None or is_int(value, 1, 64),
     ("assistant", "beam"): lambda value: is_int(value, 1, 64),
     ("assistant", "min_reach"): lambda value: type(value) in (int, float) and 0 <= value < 1,
 }

@@ -7,8 +7,10 @@ cost the assistant nothing, and going on from several of them makes the tree of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +21,7 @@ from lookahead_hf.config import check_int
 from lookahead_hf.drafting.assistant_growth import DEPTH_CLASSES, Branches, Growth, tree_of
 from lookahead_hf.drafting.assistant_model import AssistantModel, EncoderInputs
 from lookahead_hf.drafting.assistant_picks import TENTHS, Drawn, Likeliest
-from lookahead_hf.drafting.assistant_tokens import Bridge, SameTokens, differ
+from lookahead_hf.drafting.assistant_tokens import Bridge, SameTokens, check_sizes, differ
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.processes import spread
 from lookahead_hf.rows import Rows
@@ -27,6 +29,13 @@ from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention, counting
 
 DRAWN_PRIOR = 0.6
+
+NUM_DRAFT, TOP_K = 8, 3
+
+MOST_DRAFTED = 64
+
+NOT_SERVED = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
+"""Settings of generation configs that decide what is decided here by learned acceptance."""
 
 
 class AssistantDrafter(Drafter):
@@ -45,13 +54,14 @@ class AssistantDrafter(Drafter):
         target_tokenizer: Any = None,
         assistant_tokenizer: Any = None,
         encoder_inputs: EncoderInputs | None = None,
-        num_draft: int = 8,
-        top_k: int = 3,
+        num_draft: int | None = None,
+        top_k: int | None = None,
         beam: int = 1,
         min_reach: float = 0.1,
         probs: bool = False,
         processors: Sequence[Any] = (),
         vocab_size: int | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Draft with a model.
 
@@ -61,8 +71,10 @@ class AssistantDrafter(Drafter):
             target_tokenizer: The target's tokenizer, where the assistant's vocabulary is another.
             assistant_tokenizer: The assistant's tokenizer then.
             encoder_inputs: What the target's encoder was given in each row, and its mask.
-            num_draft: Most tokens to write ahead.
-            top_k: Tokens to propose at each place, the likeliest first.
+            num_draft: Most tokens to write ahead; None is `num_assistant_tokens` of the call or of
+                the assistant's generation config, up to 64, and else 8.
+            top_k: Tokens to propose at each place, the likeliest first; None is 3, or 1 for an
+                assistant of another vocabulary.
             beam: Places to go on from at each depth; 1 goes on from the likeliest alone.
             min_reach: Stop where a path is accepted less often than that.
             probs: Draw the drafts from the assistant's distribution and hand that over with them,
@@ -70,19 +82,32 @@ class AssistantDrafter(Drafter):
             processors: Logits processors of the call; those that look at the scores alone shape the
                 distribution that `probs` draws from.
             vocab_size: Token ids of the target; the assistant's further ones are never drafted.
+            settings: What the call asks of assistants, by the names of generation configs.
 
         Raises:
-            ValueError: An option is out of its range, or the model is none.
+            ValueError: An option is out of its range, the model is none, or its vocabulary cannot
+                be the target's and the tokenizers are missing.
         """
+        _check_model(model)
+        num_draft = _num_draft(model, settings or {}) if num_draft is None else num_draft
+        bridges = differ(target_tokenizer, assistant_tokenizer)
+        if top_k is None:
+            top_k = 1 if bridges else TOP_K
         for option, value in (("num_draft", num_draft), ("top_k", top_k), ("beam", beam)):
-            check_int(f"assistant: {option}", value, 1, 64)
+            check_int(f"assistant: {option}", value, 1, MOST_DRAFTED)
         if type(min_reach) not in (int, float) or not 0.0 <= min_reach < 1.0:
             raise ValueError(f"assistant: min_reach is {min_reach!r}, but must lie in [0, 1)")
-        _check_model(model)
         self._tokenizers = None
-        if differ(target_tokenizer, assistant_tokenizer):
+        if bridges:
+            if top_k > 1 or beam > 1:
+                raise ValueError(
+                    f"assistant: top_k={top_k} and beam={beam} ask for trees, but an assistant of "
+                    "another vocabulary drafts chains: leave them out"
+                )
             self._tokenizers = target_tokenizer, assistant_tokenizer
-            top_k, beam, probs, vocab_size = 1, 1, False, None
+            probs, vocab_size = False, None
+        elif vocab_size is not None and assistant_tokenizer is None:
+            check_sizes(vocab_size, int(compat.text_config(model).vocab_size))
         self._picks = (
             Drawn(top_k, vocab_size, processors) if probs else Likeliest(top_k, vocab_size)
         )
@@ -100,6 +125,12 @@ class AssistantDrafter(Drafter):
     def prior(self) -> np.ndarray:
         of_tenths = 0.02 + 0.9 * (np.arange(TENTHS) + 0.5) / TENTHS
         return np.tile([*of_tenths, DRAWN_PRIOR], DEPTH_CLASSES).astype(np.float32)
+
+    @property
+    def kept_as(self) -> str:
+        """An assistant's rates are its own: by its path, or for want of one as this object."""
+        model = self._assistant
+        return f"{type(model).__name__} {getattr(model, 'name_or_path', '') or id(model)}"
 
     def begin(self, rows: Rows) -> None:
         config = compat.text_config(self._assistant)
@@ -190,3 +221,27 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"assistant_model must be a model of transformers, not {model!r}")
     if spread.is_spread(model):
         raise ValueError("an assistant must be whole in the process that drafts, not spread")
+
+
+def _num_draft(model: Any, settings: Mapping[str, Any]) -> int:
+    """Tokens to write ahead, as generation configs say, with a word on what they say in vain."""
+    stored = vars(getattr(model, "generation_config", None) or SimpleNamespace())
+
+    def setting(name: str) -> Any:
+        value = settings.get(name)
+        return stored.get(name) if value is None else value
+
+    for name in NOT_SERVED:
+        if setting(name) not in (None, "constant"):
+            warnings.warn(
+                f"{name}={setting(name)!r} is not used: how far the assistant writes ahead is "
+                "decided by how often its drafts are accepted. To bound it, give "
+                '`num_assistant_tokens`, or options={"assistant": {"min_reach": ...}}',
+                UserWarning,
+                stacklevel=3,
+            )
+    asked = setting("num_assistant_tokens")
+    if asked is None:
+        return NUM_DRAFT
+    check_int("num_assistant_tokens", asked, 1, 2**31)
+    return min(asked, MOST_DRAFTED)

@@ -16,6 +16,10 @@ REACH = 4
 HELD_BACK = 8
 """Tokens after which a text that does not end in a whole character is taken as it is."""
 
+PADDED = 0.02
+"""Part of a vocabulary by which two models of one tokenizer may differ; it is under 0.5 % where
+they pad it differently, and more than that between two versions of a tokenizer."""
+
 BROKEN = "\ufffd"
 """What the bytes of an unfinished character decode to."""
 
@@ -127,7 +131,16 @@ class Bridge:
 
 
 def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
-    """Whether two tokenizers, if both are given, mean different tokens by the same ids."""
+    """Whether two tokenizers, if both are given, mean different tokens by the same ids.
+
+    Raises:
+        ValueError: Only the assistant's is given, which says nothing by itself.
+    """
+    if assistant_tokenizer is not None and target_tokenizer is None:
+        raise ValueError(
+            "assistant_tokenizer= needs tokenizer= beside it, the target's: drafts are carried "
+            "from the one vocabulary to the other as text (leave both out where they are the same)"
+        )
     if target_tokenizer is None or assistant_tokenizer is None:
         return False
     if target_tokenizer is assistant_tokenizer:
@@ -135,6 +148,22 @@ def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
     if len(target_tokenizer) != len(assistant_tokenizer):
         return True
     return target_tokenizer.get_vocab() != assistant_tokenizer.get_vocab()
+
+
+def check_sizes(target_size: int, assistant_size: int) -> None:
+    """Refuse an assistant without tokenizers whose vocabulary cannot be the target's.
+
+    Sizes of one vocabulary differ by what the models pad it to, and by tokens for images.
+
+    Raises:
+        ValueError: They differ by more.
+    """
+    if abs(target_size - assistant_size) > PADDED * max(target_size, assistant_size):
+        raise ValueError(
+            f"the assistant has {assistant_size} token ids, the model {target_size}: they have "
+            "different tokenizers. Pass both in the call, tokenizer= of the model and "
+            "assistant_tokenizer=, and drafts are carried over as text"
+        )
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:

@@ -42,6 +42,7 @@ class Resources:
         pool: The pool of n-grams that "pool" draws from, or its path; None: the model's own.
         own_pool: The pool that is kept with the model, made when it is first asked for.
         learn: Whether generated texts are added to the pool.
+        settings: What the call asks of assistants, by the names of generation configs.
     """
 
     predictions: Sequence[np.ndarray] | None = None
@@ -54,6 +55,7 @@ class Resources:
     pool: Any = None
     own_pool: Callable[[], Any] | None = None
     learn: bool = False
+    settings: Mapping[str, Any] | None = None
 
 
 def build(
@@ -143,6 +145,7 @@ def _make_assistant(options: Mapping[str, Mapping[str, Any]], resources: Resourc
         "vocab_size": resources.vocab_size,
         "processors": resources.processors,
         "probs": resources.draws,
+        "settings": resources.settings,
     }
     return _make("assistant", options, resources.assistant, **given)
 
@@ -174,6 +177,12 @@ def _make(
     given = dict(options.get(name, {}))
     if clash := given.keys() & own.keys():
         raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
+    if given.get("keep") is True:
+        raise ValueError(
+            f"options of the drafter {name!r} cannot set keep=True: by its name every call makes a "
+            "drafter of its own, which ends with it. Give an object that lives longer, as "
+            "drafters=(RecyclingDrafter(keep=True),)"
+        )
     try:
         return make(*arguments, **own, **given)
     except TypeError as error:

@@ -15,7 +15,7 @@ from lookahead_hf.drafting.assistant_model import AssistantModel
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree
-from tests.models import VOCAB, prompt, tiny
+from tests.models import VOCAB, characters, prompt, tiny
 
 TEXTS = [prompt(length=30, seed=row)[0].tolist() for row in range(3)]
 LENGTHS = [5, 9, 2]
@@ -193,7 +193,8 @@ def test_no_random_number_is_drawn() -> None:
 def test_ids_that_only_one_of_the_two_knows_are_not_drafted_and_not_read() -> None:
     model = tiny("llama")
     rows = rows_of([[*TEXTS[0], VOCAB + 50, 7], TEXTS[1]])
-    tree = begun(model, rows, vocab_size=40, top_k=5).propose(rows, 64)
+    same = dict.fromkeys(("target_tokenizer", "assistant_tokenizer"), characters())
+    tree = begun(model, rows, vocab_size=40, top_k=5, **same).propose(rows, 64)
     assert tree.num_nodes and tree.token_ids.max() < 40
     best = logits_after(model, [*TEXTS[0], 0, 7])[:40].topk(5).indices
     assert sorted(tree.token_ids[:5].tolist()) == sorted(best.tolist())
@@ -240,3 +241,65 @@ def test_the_assistant_is_left_as_it_was() -> None:
 def test_options_out_of_range_are_named(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"assistant: {option} "):
         AssistantDrafter(tiny("llama"), **{option: value})
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB - 2, VOCAB, VOCAB + 2])
+def test_a_vocabulary_that_is_padded_otherwise_is_the_same(vocab_size: int) -> None:
+    AssistantDrafter(tiny("llama"), vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB // 2, VOCAB + 10])
+def test_another_vocabulary_needs_both_tokenizers(vocab_size: int) -> None:
+    model, own = tiny("llama"), characters()
+    says = f"assistant has {VOCAB} token ids, the model {vocab_size}.*tokenizer=.*assistant_token"
+    for tokenizer in (None, own):  # that of the model is there for other things, too
+        with pytest.raises(ValueError, match=says):
+            AssistantDrafter(model, vocab_size=vocab_size, target_tokenizer=tokenizer)
+    both = {"target_tokenizer": own, "assistant_tokenizer": characters(pad_token="<pad>")}
+    AssistantDrafter(model, vocab_size=vocab_size, **both)
+    with pytest.raises(ValueError, match="assistant_tokenizer= needs tokenizer="):
+        AssistantDrafter(model, vocab_size=VOCAB, assistant_tokenizer=own)
+
+
+@pytest.mark.parametrize("option", [{"top_k": 2}, {"beam": 2}])
+def test_trees_in_another_vocabulary_are_refused(option: dict[str, int]) -> None:
+    both = {
+        "target_tokenizer": characters(),
+        "assistant_tokenizer": characters(pad_token="<pad>"),
+    }
+    AssistantDrafter(tiny("llama"), **both)
+    with pytest.raises(ValueError, match="another vocabulary drafts chains"):
+        AssistantDrafter(tiny("llama"), **both, **option)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_call", "of_assistant", "depth"),
+    [
+        ({}, None, None, 8),
+        ({}, None, 3, 3),
+        ({}, 2, 3, 2),
+        ({"num_draft": 5}, 2, 3, 5),
+        ({}, None, 200, 64),
+    ],
+)
+def test_generation_settings_say_how_far_to_write(
+    options: dict[str, int], of_call: int | None, of_assistant: int | None, depth: int
+) -> None:
+    model, rows = tiny("llama"), rows_of([TEXTS[0]])
+    model.generation_config.num_assistant_tokens = of_assistant
+    settings = {"num_assistant_tokens": of_call}
+    drafter = AssistantDrafter(model, min_reach=0.0, settings=settings, **options)
+    drafter.begin(rows)
+    assert drafter.propose(rows, 256).depth.max() == depth
+
+
+def test_generation_settings_that_are_not_served_are_named() -> None:
+    model = tiny("llama")
+    with pytest.warns(UserWarning, match="assistant_confidence_threshold=0.7 is not used.*min_rea"):
+        AssistantDrafter(model, settings={"assistant_confidence_threshold": 0.7})
+    model.generation_config.num_assistant_tokens_schedule = "heuristic"
+    with pytest.warns(UserWarning, match="num_assistant_tokens_schedule='heuristic' is not used"):
+        AssistantDrafter(model)
+    with pytest.raises(ValueError, match="num_assistant_tokens is 0"):
+        model.generation_config.num_assistant_tokens_schedule = "constant"
+        AssistantDrafter(model, settings={"num_assistant_tokens": 0})
