@@ -154,7 +154,11 @@ def main(argv: list[str] | None = None) -> None:
     load = functools.cache(lambda: common.load(arguments.model, "float32", arguments.device))
     texts = read_texts(arguments, load)
     target = OnModel(load()[0]) if arguments.on_model else RECORDED
-    ours = [Ours(size, arguments.new_tokens) for size in arguments.nodes]
+    ours = [
+        Ours(size, arguments.new_tokens, keep=keep)
+        for keep in (False, True)
+        for size in arguments.nodes
+    ]
     lines = []
     for contender in [*peers(), *ours]:
         print(f"replaying {contender.name}", file=sys.stderr)

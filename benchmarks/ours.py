@@ -39,7 +39,11 @@ class Ours(Contender):
     recycles = True
 
     def __init__(
-        self, num_nodes: int, new_tokens: int, drafters: Sequence[str] | None = None
+        self,
+        num_nodes: int,
+        new_tokens: int,
+        drafters: Sequence[str] | None = None,
+        keep: bool = False,
     ) -> None:
         """Draft `num_nodes` in every step.
 
@@ -47,10 +51,12 @@ class Ours(Contender):
             num_nodes: As `SpeculativeConfig(budget=...)`.
             new_tokens: `max_new_tokens` of the calls.
             drafters: As `SpeculativeConfig(drafters=...)`.
+            keep: Whether the memory of logits outlives a text, as `RecyclingDrafter(keep=True)`.
         """
-        self.name = f"ours, {num_nodes} nodes"
+        self.name = f"ours, {num_nodes} nodes" + (", memory kept" if keep else "")
         self.settings = ", ".join(drafters or ("ngram", "recycling"))
         self._num_nodes, self._new_tokens, self._drafters = num_nodes, new_tokens, drafters
+        self._kept = RecordedRecycling(keep=True) if keep else None
         self._rates = KeptRates()
         self.tested: np.ndarray | None = None  # [2, buckets]: accepted and tested, over all texts
 
@@ -96,6 +102,6 @@ class Ours(Contender):
         sources = build(self._drafters, {})
         for place, source in enumerate(sources):
             if isinstance(source, RecyclingDrafter):
-                sources[place] = recycling = RecordedRecycling()
+                sources[place] = recycling = self._kept or RecordedRecycling()
                 return sources, recycling
         return sources, None

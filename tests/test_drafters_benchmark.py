@@ -98,6 +98,8 @@ def test_all_drafters_are_compared_and_texts_are_kept(
     assert by_name["all", "ours, 8 nodes"]["texts"] == len(families) - 1
     assert by_name["all", "ours, 8 nodes"]["tokens_per_step"] > 1.0
     assert 0 < by_name["all", "ours, 4 nodes"]["nodes_per_step"] <= 4
+    kept = by_name["all", "ours, 8 nodes, memory kept"]
+    assert kept["tokens_per_step"] > 1.0
     assert "ours, 4 nodes, beside the best other" in capsys.readouterr().out
 
     def refuse(*_: object) -> None:
