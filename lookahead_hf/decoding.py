@@ -55,10 +55,10 @@ def decode(
         stack.enter_context(attention.left_to_kernel(call.by_kernel))
         stack.enter_context(counting.laid_under(model))
         stack.enter_context(call)
-        logits = call.prefill()
+        logits = call.prefill(stack)
         call.processes.step()
         stack.enter_context(engine.sampling(rows, logits))
-        call.emit(engine.first(rows, logits))
+        engine.first(rows, logits)
         with phase("draft"):
             call.begin_drafts()
         while rows.live.any():
@@ -71,13 +71,11 @@ def decode(
                 outputs = target.forward(inputs)
             with phase("draft"):
                 drafts.prepare(outputs)
-            with phase("verify"):
-                verdict = engine.verify(rows, draft, outputs)
+            verdict = call.verify(draft, outputs)
             call.observe(verdict, outputs)
             with phase("commit"):
                 num_moved = target.commit(verdict)
             call.record.observe(draft, verdict, num_moved)
-            call.emit(verdict)
             with phase("draft"):
                 drafts.observe(rows, draft, verdict, outputs.logits, call.record.step_seconds)
         return call.output()

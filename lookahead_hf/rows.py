@@ -130,6 +130,12 @@ class Rows:
         """Tokens of each row's text so far, without pads that follow it, [rows] int64."""
         return np.where(self.finished, self._text, self.num_emitted)
 
+    @property
+    def num_columns(self) -> int:
+        """Generated columns that plain would hold by now: those which the slowest row has."""
+        going = self.num_emitted[self.live]
+        return int(going.min() if len(going) else self.num_emitted.max(initial=0))
+
     def copied(self) -> Rows:
         """The same texts in memory of their own: what is written there is written nowhere else."""
         rows = copy.copy(self)

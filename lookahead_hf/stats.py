@@ -228,6 +228,10 @@ class StatsRecorder:
         finally:
             self._milliseconds[name] += (time.perf_counter() - start) * 1e3
 
+    def leave_out(self, name: str, seconds: float) -> None:
+        """Take off a phase what was spent in it on something else."""
+        self._milliseconds[name] -= seconds * 1e3
+
     def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
         """Count a step.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -12,10 +13,18 @@ class ColumnStream:
     """Turns rows that advance by different counts into plain's columns, one `put` per column.
 
     A column goes out as soon as every row has a token for it; a finished row gives pads.
+
+    Attributes:
+        is_heard: Whether there is a streamer.
+        num_begun: Columns that were put, the one included at which the streamer may have raised.
+        num_shown: Columns that the streamer has taken.
+        seconds: What the streamer has taken for them.
     """
 
     def __init__(self, streamer: Any | None, num_rows: int, pad_token_id: int | None) -> None:
         self._streamer = streamer
+        self.is_heard = streamer is not None
+        self.num_begun, self.num_shown, self.seconds = 0, 0, 0.0
         self._pad = pad_token_id
         self._waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
         self._finished = [False] * num_rows
@@ -25,16 +34,11 @@ class ColumnStream:
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
 
-    def push(self, row: int, token: int) -> None:
-        """Give the next token of a row."""
+    def push(self, row: int, token: int, is_last: bool = False) -> None:
+        """Give the next token of a row, or its last."""
         if self._streamer is not None:
             self._waiting[row].append(token)
-            self._flush()
-
-    def finish_row(self, row: int) -> None:
-        """Say that a row has given its last token."""
-        if self._streamer is not None:
-            self._finished[row] = True
+            self._finished[row] = is_last
             self._flush()
 
     def end(self) -> None:
@@ -50,4 +54,8 @@ class ColumnStream:
             tokens or done for tokens, done in zip(self._waiting, self._finished, strict=True)
         ):
             column = [tokens.popleft() if tokens else self._pad for tokens in self._waiting]
+            start = time.perf_counter()
+            self.num_begun += 1
             self._streamer.put(torch.tensor(column))
+            self.num_shown += 1
+            self.seconds += time.perf_counter() - start

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,15 +14,25 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead_hf
+from tests.device import on_device
 from tests.models import prompt
 from tests.random_calls import smallest
-from tests.scripted import RandomTrees, Scripted, continuations, right, scripted
+from tests.scripted import (
+    RandomTrees,
+    Scripted,
+    continuations,
+    right,
+    scripted,
+    second_child_right,
+)
 
 LENGTH = 16
 SETTINGS: dict[str, Any] = {"max_new_tokens": LENGTH, "pad_token_id": 0, "top_k": 0}
@@ -66,15 +77,15 @@ class Criterion(StoppingCriteria):
 
 
 class Streamer(BaseStreamer):
-    """Ticks with every token, and notes where the default generator stands by then."""
+    """Ticks with every column, and keeps it."""
 
     def __init__(self, bomb: Callable[[], None] = lambda: None) -> None:
         self.bomb = bomb
-        self.states: list[torch.Tensor] = []
+        self.columns: list[Any] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.states.append(torch.get_rng_state())
-        if len(self.states) > 1:  # the first is the prompt
+        self.columns.append(value.tolist())
+        if len(self.columns) > 1:  # the first is the prompt
             self.bomb()
 
     def end(self) -> None: ...
@@ -109,45 +120,72 @@ def traces(model: Any) -> tuple[Any, ...]:
     return model.config.to_dict(), model.config._attn_implementation, hooks, names
 
 
-def index_of(state: torch.Tensor, states: list[torch.Tensor]) -> int:
-    """After how many tokens the generator stood so."""
-    return next(index for index, known in enumerate(states) if torch.equal(known, state))
+@dataclass
+class Left:
+    """What a call that raised has left behind."""
+
+    cache: Any
+    generator: torch.Tensor
+    columns: list[Any]
 
 
-def failed(
-    model: Any, call: dict[str, Any], where: str, error: BaseException, at: int, **ours: Any
-) -> tuple[DynamicCache, torch.Tensor]:
-    """The cache and the generator after a call on a cache of the caller's that raised."""
-    cache = DynamicCache(config=model.config)
-    torch.manual_seed(3)
-    with planted(model, where, Bomb(error, at)) as given, pytest.raises(type(error)) as raised:
-        model.generate(**call, **given, past_key_values=cache, **ours)
-    assert raised.value is error
-    return cache, torch.get_rng_state()
-
-
-@pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("where", ERRORS)
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_call_that_raises(where: str, at: int, rows: int, do_sample: bool) -> None:
-    model, error = smallest("llama"), ERRORS[where]()
-    call = {"input_ids": prompt(rows), "do_sample": do_sample, **SETTINGS}
+def broken_off(
+    model: Any, call: dict[str, Any], where: str, at: int, is_static: bool = False, **ours: Any
+) -> Left:
+    """Let something raise in a call on a cache of the caller's, the `at`-th time that it can."""
+    error = ERRORS[where]()
+    cache = StaticCache(model.config, 64) if is_static else DynamicCache(config=model.config)
     streamer = Streamer()
     torch.manual_seed(3)
-    plain = model.generate(**call, streamer=streamer)
+    with planted(model, where, Bomb(error, at)) as given, pytest.raises(type(error)) as raised:
+        model.generate(**{"streamer": streamer, **call, **given, **ours}, past_key_values=cache)
+    assert raised.value is error
+    streamer = given.get("streamer", streamer)
+    return Left(cache, torch.get_rng_state(), streamer.columns)
+
+
+def assert_same(ours: Left, plain: Left) -> None:
+    """The caches hold the same columns, the generators stand alike, the same was shown."""
+    assert ours.columns == plain.columns
+    assert torch.equal(ours.generator, plain.generator)
+    pairs = list(zip(ours.cache.layers, plain.cache.layers, strict=True))
+    for mine, theirs in pairs:
+        assert int(mine.get_seq_length()) == int(theirs.get_seq_length())
+        if theirs.keys is None:  # the prompt was not run
+            assert mine.keys is None
+            continue
+        # The oldest column of a full ring is never seen again: the next token takes its place.
+        ring = isinstance(theirs, StaticSlidingWindowLayer)
+        first = int(ring and theirs.get_seq_length() >= theirs.max_cache_len)
+        for states, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert torch.allclose(states[:, :, first:], expected[:, :, first:], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("do_sample", "script"),
+    [
+        pytest.param(False, right(3), id="greedy, chains"),
+        pytest.param(True, second_child_right, id="sampled, trees"),
+    ],
+)
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer", "forward"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "llama, static", "gemma3, static"])
+def test_a_call_that_raises(kind: str, do_sample: bool, rows: int, where: str, script: Any) -> None:
+    """At every token of two steps: the cache, the generator and the model as plain leaves them."""
+    name, _, is_static = kind.partition(", ")
+    model, call = smallest(name), {"do_sample": do_sample, **SETTINGS, "input_ids": prompt(rows)}
+    torch.manual_seed(3)
+    plain = model.generate(**call)
     found = traces(model)
-    plain_cache, plain_state = failed(model, call, where, error, at)
-    config = scripted(continuations(plain, 12), right(3))
-    with lookahead_hf.enabled(model):
-        cache, state = failed(model, call, where, error, at, speculative=config)
-    assert traces(model) == found
-    drawn, plain_drawn = (index_of(each, streamer.states) for each in (state, plain_state))
-    if where in ("processor", "criterion") or at == 1:
-        assert drawn == plain_drawn
-    else:  # behind all tokens that were decided: a step decides several before any is shown
-        assert drawn >= plain_drawn
-    assert_usable(model, cache, plain_cache, plain)
+    config = scripted(continuations(plain, 12), script)
+    for at in (1, 3, 4) if where == "forward" else (1, 5, 6):
+        with lookahead_hf.enabled(model):
+            ours = broken_off(model, call, where, at, bool(is_static), speculative=config)
+        assert traces(model) == found
+        if where == "forward":  # as plain's forward behind the same token
+            at = max(1, len(ours.columns))
+        assert_same(ours, broken_off(model, call, where, at, bool(is_static)))
     torch.manual_seed(3)
     with lookahead_hf.enabled(model):
         assert torch.equal(model.generate(**call, speculative=config), plain)
@@ -156,19 +194,69 @@ def test_a_call_that_raises(where: str, at: int, rows: int, do_sample: bool) -> 
     assert torch.equal(model.generate(**call), plain)
 
 
-def assert_usable(model: Any, cache: Any, plain_cache: Any, text: torch.Tensor) -> None:
-    """The cache holds the text up to some token, the prompt at least, and goes on from there."""
-    held = cache.get_seq_length()
-    assert held >= min(12, plain_cache.get_seq_length())
-    if len({layer.get_seq_length() for layer in cache.layers}) > 1:
-        # The prompt's own forward stopped between two layers, where plain's call left it too.
-        pairs = zip(cache.layers, plain_cache.layers, strict=True)
-        assert all(a.get_seq_length() == b.get_seq_length() for a, b in pairs)
-        return
-    ids = text[:, : max(12, held + 1)]
-    call = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
-    expected = model.generate(ids, **call)
-    assert torch.equal(model.generate(ids, past_key_values=cache, **call), expected)
+@pytest.mark.parametrize("engine", ["walk", "device"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_streamer_that_raises_where_rows_are_apart(
+    do_sample: bool, name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows at steps of their own, of which some have ended: all go back to the shown column."""
+    model, ids = smallest(name), prompt(3)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    call = {"input_ids": ids, "attention_mask": mask, "do_sample": do_sample, **SETTINGS}
+    torch.manual_seed(3)
+    plain = model.generate(**call)
+    call["eos_token_id"] = [int(plain[0, 15]), int(plain[1, 20])]
+    torch.manual_seed(3)
+    plain = model.generate(**call)
+    assert (plain[:, 21:] == 0).all(1).any()
+    with lookahead_hf.enabled(model), ExitStack() as stack:
+        if engine == "device":
+            stack.enter_context(on_device(monkeypatch))
+        for at in range(1, plain.shape[1] - 11):
+            config = scripted(continuations(plain, 12), RandomTrees(at))
+            ours = broken_off(model, call, "streamer", at, speculative=config)
+            assert_same(ours, broken_off(model, call, "streamer", at, speculative=False))
+        model.generate(**call, speculative=config)
+    assert accepted(model) > 0
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.engine == engine
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_stop_button(name: str, rows: int) -> None:
+    """What the caller was shown, on the cache that came back, goes on as plain's text does."""
+    model = smallest(name)
+    call = {"input_ids": prompt(rows), "do_sample": False, **SETTINGS}
+    plain = model.generate(**call)
+    config = scripted(continuations(plain, 12), right(6))
+    for at in (1, 3, 6):
+        with lookahead_hf.enabled(model):
+            left = broken_off(model, call, "streamer", at, speculative=config)
+        shown = torch.tensor(left.columns[1:]).T
+        question = torch.cat([prompt(rows), shown, prompt(rows, 3, seed=9)], 1)
+        rest = {"input_ids": question, "do_sample": False, **SETTINGS}
+        expected = model.generate(**rest)
+        assert torch.equal(model.generate(**rest, past_key_values=left.cache), expected)
+
+
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_that_raises(rows: int, at: int) -> None:
+    """Plain leaves layers of two lengths behind; ours hold the same columns again."""
+    model = smallest("llama")
+    call = {"input_ids": prompt(rows), "do_sample": False, **SETTINGS}
+    plain = model.generate(**call)
+    config = scripted(continuations(plain, 12), right(3))
+    with lookahead_hf.enabled(model):
+        left = broken_off(model, call, "layer", at, speculative=config)
+    lengths = {layer.get_seq_length() for layer in left.cache.layers}
+    if at == 1:  # the prompt's own forward
+        assert lengths == {0, 12}
+    else:
+        assert lengths == {12 + len(left.columns) - 2}
 
 
 def accepted(model: Any) -> int:
@@ -190,13 +278,15 @@ def test_an_interrupt_while_drafting_is_the_callers() -> None:
     call = {"input_ids": prompt(), "do_sample": True, **SETTINGS}
     config = lookahead_hf.SpeculativeConfig((Interrupted([[]], right(1)),), budget=8)
     found = traces(model)
-    streamer = Streamer()
     torch.manual_seed(3)
-    plain = model.generate(**call, streamer=streamer)
+    plain = model.generate(**call)
+    torch.manual_seed(3)
+    model.generate(**{**call, "max_new_tokens": 1})
+    drawn_once = torch.get_rng_state()
     torch.manual_seed(3)
     with lookahead_hf.enabled(model), pytest.raises(KeyboardInterrupt):
         model.generate(**call, speculative=config)
-    assert index_of(torch.get_rng_state(), streamer.states) == 1
+    assert torch.equal(torch.get_rng_state(), drawn_once)
     assert traces(model) == found
     torch.manual_seed(3)
     assert torch.equal(model.generate(**call), plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -51,6 +52,53 @@ def stats_of(model: Any) -> lookahead_hf.SpeculativeStats:
     assert stats is not None
     assert stats.fallback_reason is None
     return stats
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_model_is_set_up_for_decoding_as_plain_sets_it_up(
+    model: Any, breaks_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the prompt and the last step; experts run otherwise there on accelerators."""
+    happened: list[str] = []
+
+    @contextmanager
+    def set_up(self: Any) -> Iterator[None]:
+        happened.append("set up")
+        try:
+            yield
+        finally:
+            happened.append("as before")
+
+    def forward(*_: Any) -> None:
+        happened.append("forward")
+        if breaks_off and len(happened) == 4:
+            raise KeyboardInterrupt
+
+    truth = plain_text(model, {"input_ids": prompt()})
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", set_up)
+    handle = model.register_forward_pre_hook(forward)
+    if not breaks_off:
+        assert plain_text(model, {"input_ids": prompt()}) == truth
+        assert happened == ["forward", "set up", *["forward"] * 23, "as before"]
+        happened.clear()
+    call = {"input_ids": prompt(), **GREEDY, "speculative": scripted(truth, right(5))}
+    if breaks_off:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**call)
+    else:
+        assert continuations(model.generate(**call), 12) == truth
+    handle.remove()
+    assert happened == ["forward", "set up", *["forward"] * (2 if breaks_off else 4), "as before"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_narrow_token_ids_become_wide_as_in_plain(model: Any, rows: int) -> None:
+    call = {"input_ids": prompt(rows).int(), **GREEDY}
+    plain = model.generate(**call)
+    ours = model.generate(**call, speculative=scripted(continuations(plain, 12), right(4)))
+    assert ours.dtype == plain.dtype == torch.int64
+    assert torch.equal(ours, plain)
+    assert stats_of(model).num_accepted > 0
 
 
 def test_all_right_takes_the_fewest_steps(model: Any) -> None:

@@ -15,10 +15,11 @@ ROOT = Path(lookahead_hf.__file__).parent
 
 LEVELS = (
     {"config", "compat", "rows", "steps", "fallback", "records", "activations"},
-    {"stats", "streaming", "ngram_pool", "kernels"},
+    {"stats", "streaming", "ngram_pool", "kernels", "prompts"},
     {"logits", "cache", "processes"},
     {"target"},
     {"drafting", "verification"},
+    {"ending"},
     {"call"},
     {"decoding"},
     {"arguments"},

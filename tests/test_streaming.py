@@ -31,12 +31,11 @@ def test_columns_go_out_in_order_once_every_row_has_them():
     stream.push(0, 20)
     stream.push(2, 30)
     assert seen.puts[1:] == [[20, 10, 30]]
-    stream.finish_row(0)
+    stream.push(0, 21, is_last=True)
     assert seen.puts[2:] == []
-    stream.push(2, 31)
-    assert seen.puts[2:] == [[0, 11, 31]]
-    stream.finish_row(2)
-    assert seen.puts[3:] == [[0, 12, 0]]
+    stream.push(2, 31, is_last=True)
+    assert seen.puts[2:] == [[21, 11, 31], [0, 12, 0]]
+    assert stream.num_begun == stream.num_shown == 3
     assert seen.ended == 0
 
 
@@ -61,8 +60,7 @@ def test_one_row_streams_every_token_at_once():
 def test_without_a_streamer_nothing_is_kept():
     stream = ColumnStream(None, 2, pad_token_id=0)
     stream.prompt(torch.zeros(2, 2, dtype=torch.long))
-    stream.push(0, 1)
-    stream.finish_row(1)
+    stream.push(0, 1, is_last=True)
     stream.end()
     assert not any(stream._waiting)
 
@@ -75,3 +73,4 @@ def test_an_exception_of_the_streamer_escapes():
     stream = ColumnStream(Broken(), 1, pad_token_id=0)
     with pytest.raises(KeyError):
         stream.push(0, 1)
+    assert (stream.num_begun, stream.num_shown) == (1, 0)

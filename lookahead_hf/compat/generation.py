@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 from transformers.generation import utils as generation_utils
 
 
@@ -13,6 +15,17 @@ def prefill(
 ) -> Any:
     """Run the prompt through the model exactly as plain `generate` does."""
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+
+
+def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
+    """What `generate` changes about a model for its decoding loop, behind the prompt."""
+    context: AbstractContextManager[Any] = model._optimize_model_for_decode()
+    return context
+
+
+def has_own_generate(model: Any) -> bool:
+    """Whether the model's class brings a `generate` of its own."""
+    return bool(type(model).generate is not GenerationMixin.generate)
 
 
 def is_stateful(model: Any) -> bool:

@@ -64,9 +64,13 @@ _SHARES_TEXTS = version.parse(transformers.__version__) >= version.parse("5.23")
 class RowProcessors:
     """One call's logits processors, for rows that advance by different counts.
 
-    A batch of one row calls the list itself where it holds anything unknown. In a larger batch each
-    row has processors of its own: the given ones where a row's result depends on that row alone,
-    else copies bound to what the batch holds for the row.
+    A batch of one row calls the list itself where it holds anything unknown: a class of somebody
+    else's, or one that asks a function of the caller's. In a larger batch each row has processors
+    of its own: the given ones where a row's result depends on that row alone, else copies bound to
+    what the batch holds for the row.
+
+    Attributes:
+        num_rows: Rows of the batch.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class RowProcessors:
     ) -> None:
         """`prompt_columns`: columns of the prompt that the processors were made for."""
         self._processors = processors
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._unknown = _first_unknown(processors, num_rows)
         self._bound: list[list[Processor]] = []  # per row, made when the device is known
 
@@ -103,7 +107,7 @@ class RowProcessors:
         for processor in self._processors:
             if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 return type(processor).__name__
-        return self._unknown if self._num_rows > 1 else None
+        return self._unknown if self.num_rows > 1 else None
 
     def __call__(
         self,
@@ -115,21 +119,55 @@ class RowProcessors:
         if self._unknown is not None:
             return self._processors(ids, scores)
         if not self._bound:
-            self._bound = [self._chain(r, scores.device) for r in range(self._num_rows)]
+            self._bound = [self._chain(r, scores.device) for r in range(self.num_rows)]
         for processor in self._bound[row]:
             scores = processor(ids, scores)
         return scores
 
+    def of_rows(
+        self,
+        rows: list[int],
+        ids: Callable[[int], torch.Tensor],
+        scores: torch.Tensor,  # [rows that are asked, vocab] float32
+    ) -> torch.Tensor:
+        """The same for some rows in as few calls as can be, where all classes are known.
+
+        Args:
+            rows: The rows that are asked.
+            ids: Makes a row's prefix, [1, columns].
+            scores: Theirs.
+        """
+        assert self._unknown is None
+        for index, processor in enumerate(self._processors):
+            if type(processor) in SCORES_ONLY:
+                scores = self._in_full(processor, scores)
+            else:
+                each = zip(rows, scores.split(1), strict=True)
+                scores = torch.cat([self._each[row][index](ids(row), own) for row, own in each])
+        return scores
+
+    def _in_full(self, processor: Processor, scores: torch.Tensor) -> torch.Tensor:
+        """Call on as many rows as plain's batch has: accelerators choose by it how to reduce."""
+        missing = self.num_rows - len(scores)
+        filled = torch.cat([scores, scores[:1].expand(missing, -1)]) if missing else scores
+        no_ids = torch.empty(self.num_rows, 0, dtype=torch.long, device=scores.device)
+        return processor(no_ids, filled)[: len(scores)]
+
+    @functools.cached_property
+    def _each(self) -> list[list[Processor]]:
+        """Every processor as each row of the batch meets it."""
+        each_row = range(self.num_rows)
+        return [[_bind(p, row, self.num_rows) for p in self._processors] for row in each_row]
+
     def _chain(self, row: int, device: torch.device) -> list[Processor]:
-        """The row's processors, the fastest that round as plain's batch does on this device."""
-        on_cpu = device.type == "cpu"
-        shaped = _SUM_OVER_VOCAB if on_cpu else SCORES_ONLY
-        copies = min(self._num_rows, 2) if on_cpu else self._num_rows
-        chain = [
-            functools.partial(_in_shape, p, copies) if type(p) in shaped and copies > 1 else p
-            for p in (_bind(p, row, self._num_rows) for p in self._processors)
-        ]
-        return fuse(chain) if on_cpu else chain
+        """The row's processors; on a CPU the fastest that round as in plain's batch."""
+        chain = self._each[row]
+        if device.type != "cpu":
+            return chain
+        if self.num_rows > 1:
+            shaped = _SUM_OVER_VOCAB
+            chain = [functools.partial(_as_in_batch, p) if type(p) in shaped else p for p in chain]
+        return fuse(chain)
 
 
 def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | None:
@@ -150,12 +188,9 @@ def _bind(processor: Any, row: int, num_rows: int) -> Processor:
     return processor if binder is None else binder[1](processor, row, num_rows)
 
 
-def _in_shape(processor: Any, copies: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Call a scores-only processor on so many rows that it rounds as in plain's batch.
-
-    Accelerators choose by the shape how to reduce; a CPU only tells one row from several.
-    """
-    return processor(ids, scores.repeat(copies, 1))[:1]
+def _as_in_batch(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Call a scores-only processor so that a CPU, which tells one row from several, rounds so."""
+    return processor(ids, scores.repeat(2, 1))[:1]
 
 
 def _repetition_serves(processor: Any, num_rows: int) -> bool:
@@ -194,22 +229,12 @@ def _bind_encoder_ngrams(processor: Any, row: int, num_rows: int) -> Processor:
     return bound
 
 
-def _prefix_constraint_serves(processor: Any, num_rows: int) -> bool:
-    return processor._num_beams == 1
-
-
-def _bind_prefix_constraint(processor: Any, row: int, num_rows: int) -> Processor:
-    allowed = processor._prefix_allowed_tokens_fn
-    return hf.PrefixConstrainedLogitsProcessor(lambda _, prefix: allowed(row, prefix), 1)
-
-
 _BINDERS: dict[type, tuple[Callable[[Any, int], bool], Callable[[Any, int, int], Processor]]] = {
     hf.EncoderNoRepeatNGramLogitsProcessor: (_encoder_ngrams_serve, _bind_encoder_ngrams),
     hf.EncoderRepetitionPenaltyLogitsProcessor: (
         _encoder_repetition_serves,
         _bind_encoder_repetition,
     ),
-    hf.PrefixConstrainedLogitsProcessor: (_prefix_constraint_serves, _bind_prefix_constraint),
     hf.RepetitionPenaltyLogitsProcessor: (_repetition_serves, _bind_repetition),
 }
 """What the batch holds per row: whether that fits the rows, and the copy for one row."""

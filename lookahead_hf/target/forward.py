@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +94,11 @@ class Target:
         self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
 
     def prefill(
-        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+        self,
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        before_steps: Callable[[], object] = lambda: None,
     ) -> Any:
         """Run the prompt as plain `generate` does and take its cache over.
 
@@ -101,12 +106,14 @@ class Target:
             input_ids: Prompt tokens, [rows, columns].
             generation_config: As prepared by `generate`.
             model_kwargs: As prepared by `generate`.
+            before_steps: Called behind the forward, before anything is made ready for the steps.
 
         Returns:
             The forward's outputs.
         """
         with self.prompt.captured():
             outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
+        before_steps()
         mask = model_kwargs.get(self._names.mask)
         attended = None
         if mask is not None:
@@ -235,7 +242,7 @@ class Target:
         assert self.cache is not None
         if self._names.positions is not None:
             return None
-        (kind,) = self._kinds
+        kind = self._kinds[0]  # of several only where the slots' columns are not asked for
         columns = self._columns(self.cache.slots.groups[kind.name], depths, ahead)
         query, key = (torch.from_numpy(each).to(self._next_position.device) for each in columns)
         return query, key
@@ -330,11 +337,15 @@ class Target:
         """The call is over, or has failed; the cache is handed back after that."""
 
     @property
-    def num_fed(self) -> int:
-        """Tokens behind the prompt that every row keeps in the cache."""
+    def fed(self) -> np.ndarray:
+        """Tokens behind the prompt that each row keeps in the cache, [rows]."""
         assert self.cache is not None
-        prompt = self.cache.num_columns - self.cache.pads
-        return int((self.cache.slots.lengths - prompt).min())
+        return self.cache.slots.lengths - (self.cache.num_columns - self.cache.pads)
+
+    @property
+    def num_fed(self) -> int:
+        """The same of all rows."""
+        return int(self.fed.min())
 
     def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> Any:
         """Put further tokens of every row into the cache, in one forward; `keep` keeps them.

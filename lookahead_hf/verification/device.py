@@ -12,7 +12,8 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.target.device import DeviceOutputs, Scores
 from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.walk import Rules, Walk
+from lookahead_hf.verification.walk import Rules
+from lookahead_hf.verification.waves import Waves
 
 KNOWN = frozenset(
     {
@@ -39,10 +40,10 @@ def admits(processors: Any) -> bool:
     return type(processors) is hf.LogitsProcessorList and all(type(p) in KNOWN for p in processors)
 
 
-class Device(Walk):
+class Device(Waves):
     """Reads the accepted paths off the device and says where the texts end.
 
-    The first token, which has no step of its own, is chosen as the walk does.
+    The first token, which has no step of its own, is chosen as in a wave.
     """
 
     name = "device"
@@ -51,6 +52,7 @@ class Device(Walk):
         """`processors`: such as `admits` admits."""
         super().__init__(rules)
         self._processors = processors
+        self._decided: Verdict | None = None
 
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """What the tokens of a step are chosen by: logits of all nodes, [rows, width, vocab]."""
@@ -82,7 +84,7 @@ class Device(Walk):
         self.rules.stopping.warn_rows(columns + kept, lambda row: self._ids(rows, row))
         rows.end_rows(ended)
         on_path = np.maximum(kept - 1, 0)
-        return Verdict(
+        self._decided = verdict = Verdict(
             _offsets(kept),
             tokens[np.arange(tokens.shape[1]) < kept[:, None]],
             _offsets(on_path),
@@ -90,6 +92,21 @@ class Device(Walk):
             live,
             rows.finished.copy(),
         )
+        if self.rules.stream.is_heard:
+            self._stream(verdict)
+        self._decided = None
+        return verdict
+
+    def _stream(self, verdict: Verdict) -> None:
+        for row in np.flatnonzero(verdict.num_emitted).tolist():
+            *tokens, last = verdict.emitted(row).tolist()
+            for token in tokens:
+                self.rules.stream.push(row, token)
+            self.rules.stream.push(row, last, bool(verdict.finished[row]))
+
+    @property
+    def so_far(self) -> Verdict | None:
+        return self._decided
 
     def _refuse_what_is_not_finite(
         self, finite: np.ndarray, path: np.ndarray, accepted: np.ndarray, live: np.ndarray

@@ -13,8 +13,9 @@ from lookahead_hf.processes.together import Alone
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.target.device import Scores, Scoring
-from lookahead_hf.verification import device
+from lookahead_hf.verification import device, waves
 from lookahead_hf.verification.generators import same_as_multinomial
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
@@ -22,10 +23,17 @@ from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.told import ToldLockstep, ToldWalk
 from lookahead_hf.verification.walk import Rules, Walk
+from lookahead_hf.verification.waves import Waves
 
 
 class Engine:
-    """Verifies a call: row by row where its rules can be asked so, else in lockstep."""
+    """Verifies a call: row by row where its rules can be asked so, else in lockstep.
+
+    Attributes:
+        broken_off: What stands of the step in which the call broke off, None if in none.
+    """
+
+    broken_off: Verdict | None = None
 
     def __init__(
         self,
@@ -35,6 +43,7 @@ class Engine:
         input_ids: torch.Tensor,  # [rows, columns]
         pad: int | None,
         records: Records,
+        stream: ColumnStream,
         verification: str = "exact",
         on_device: bool = False,
         processes: Alone | None = None,
@@ -50,7 +59,8 @@ class Engine:
         self._processors = RowProcessors(logits_processor, num_rows, columns)
         self._stopping = RowStopping(stopping_criteria, num_rows)
         self._do_sample = bool(generation_config.do_sample)
-        self._device, self._pad, self._records = input_ids.device, pad, records
+        self._device, self._pad = input_ids.device, pad
+        self._records, self._stream = records, stream
         self._decider: Walk | Lockstep | None = None
         # Unknown classes may draw random numbers themselves: then every draw keeps plain's order.
         known = self._processors.all_known and self._stopping.all_known
@@ -91,23 +101,33 @@ class Engine:
                 try:
                     yield
                 finally:
-                    noise.finish(int(rows.num_emitted.max()))
+                    noise.finish(self.num_decided(rows))
+
+    def num_decided(self, rows: Rows) -> int:
+        """Columns that plain would have chosen by now, the one included that is being shown."""
+        return self._stream.num_begun if self._stream.is_heard else rows.num_columns
+
+    def num_shown(self, rows: Rows) -> int:
+        """Columns of these that the streamer has taken, all where there is none."""
+        return self._stream.num_shown if self._stream.is_heard else rows.num_columns
 
     def _walk(self, noise: Noise | NoiseInOrder | None) -> Walk:
         if self.name == device.Device.name:
             return device.Device(self._rules(noise), self._given[0])
         if self._together.told is not None:
             return ToldWalk(self._rules(noise), self._together.told)
-        return Walk(self._rules(noise))
+        kind = Waves if waves.pays(self._device, self._processors.num_rows) else Walk
+        return kind(self._rules(noise))
 
     def _in_lockstep(self) -> Lockstep:
-        given = (*self._given, self._do_sample, self._pad, self._device, self._records)
+        given = *self._given, self._do_sample, self._pad, self._device, self._records, self._stream
         if self._together.told is not None:
             return ToldLockstep(*given, told=self._together.told)
         return Lockstep(*given)
 
     def _rules(self, noise: Noise | NoiseInOrder | None) -> Rules:
-        return Rules(self._processors, self._stopping, noise, self._records, self._device)
+        asked = self._processors, self._stopping
+        return Rules(*asked, noise, self._records, self._device, self._stream)
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
         """Add to a draft what verification needs beside it."""
@@ -130,9 +150,14 @@ class Engine:
             draft: What was fed behind the last tokens.
             outputs: What the target's forward returned.
         """
-        if isinstance(self._decider, device.Device):
-            return self._decider.read(rows, draft, outputs)
-        return self._verified(rows, draft, outputs.logits)
+        assert self._decider is not None
+        try:
+            if isinstance(self._decider, device.Device):
+                return self._decider.read(rows, draft, outputs)
+            return self._verified(rows, draft, outputs.logits)
+        except BaseException:
+            self.broken_off = self._decider.so_far
+            raise
 
     def _verified(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         assert self._decider is not None

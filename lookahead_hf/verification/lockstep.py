@@ -10,6 +10,7 @@ import torch
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Verdict
+from lookahead_hf.streaming import ColumnStream
 
 
 class Lockstep:
@@ -18,6 +19,9 @@ class Lockstep:
     The walk goes on while every row has a child that was drafted. A finished row is fed pads, as in
     plain, and drafts them, so that it keeps nobody from going on. Without an eos criterion plain
     writes on in rows that have ended until all have: so long they count as live here.
+
+    Attributes:
+        so_far: What stands of a step that broke off; None outside of steps.
     """
 
     name = "lockstep"
@@ -30,10 +34,13 @@ class Lockstep:
         pad: int | None,
         device: torch.device,
         records: Records,
+        stream: ColumnStream,
     ) -> None:
         """Take over a call's processors and criteria as `generate` prepared them."""
         self._processors, self._criteria = processors, criteria
         self._do_sample, self._device, self._records = do_sample, device, records
+        self._stream = stream
+        self._paths: list[np.ndarray] | None = None  # of the step in progress, [rows] each
         self._pad = pad if any(hasattr(c, "eos_token_id") for c in criteria) else None
         self._ended = np.zeros(1, bool)  # [rows] from the first step on
 
@@ -48,7 +55,7 @@ class Lockstep:
         took_part, before = rows.live, rows.num_text
         tokens: list[np.ndarray] = []
         nodes = np.full(rows.num_rows, ROOT)
-        paths: list[np.ndarray] = []
+        self._paths = paths = list[np.ndarray]()
         every = torch.arange(rows.num_rows, device=logits.device)
         while True:
             at = torch.from_numpy(nodes + 1).to(logits.device)
@@ -62,15 +69,16 @@ class Lockstep:
                 break
             nodes = np.array(children)
             paths.append(nodes)
-        return Verdict(
-            np.arange(rows.num_rows + 1) * len(tokens),
-            np.stack(tokens, 1).reshape(-1),
-            np.arange(rows.num_rows + 1) * len(paths),
-            np.array(paths, np.int32).reshape(len(paths), rows.num_rows).T.reshape(-1),
-            took_part,
-            rows.finished.copy(),
-            rows.num_text - before,
-        )
+        self._paths = None
+        return _verdict(tokens, paths, took_part, rows.finished.copy(), rows.num_text - before)
+
+    @property
+    def so_far(self) -> Verdict | None:
+        if self._paths is None:
+            return None
+        # As if the tokens after the paths were chosen: the cache holds what they would follow.
+        chosen = [np.zeros(len(self._ended), np.int64)] * (1 + len(self._paths))
+        return _verdict(chosen, self._paths, ~self._ended, self._ended)
 
     def _step(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
         """One decoding step of plain's: the tokens of all rows, [rows]."""
@@ -88,6 +96,8 @@ class Lockstep:
         if self._pad is not None or self._ended.all():
             for row in np.flatnonzero(self._ended & rows.live).tolist():
                 rows.end(row)
+        for row, token in enumerate(tokens.tolist()):
+            self._stream.push(row, token)
         return tokens
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
@@ -108,6 +118,25 @@ class Lockstep:
         """The batch as plain holds it, [rows, columns]."""
         ids = np.stack([rows.ids(row) for row in range(rows.num_rows)])
         return torch.from_numpy(ids).to(self._device)
+
+
+def _verdict(
+    tokens: list[np.ndarray],  # [rows] of each decoding step
+    paths: list[np.ndarray],  # [rows] of each decoding step but the last
+    live: np.ndarray,  # [rows] bool
+    finished: np.ndarray,  # [rows] bool
+    num_text: np.ndarray | None = None,  # [rows]
+) -> Verdict:
+    steps = np.arange(len(live) + 1)
+    return Verdict(
+        steps * len(tokens),
+        np.stack(tokens, 1).reshape(-1),
+        steps * len(paths),
+        np.array(paths, np.int32).reshape(len(paths), len(live)).T.reshape(-1),
+        live,
+        finished,
+        num_text,
+    )
 
 
 def _child(draft: DraftTree, row: int, node: int, token: int) -> int:

@@ -96,6 +96,24 @@ class Noise:
             torch.multinomial(probs, 1, generator=torch.Generator(self._device))  # raises for plain
         return token
 
+    def pick_each(self, probs: torch.Tensor, rows: list[int], steps: np.ndarray) -> list[int]:
+        """The tokens that plain picks for some rows, each at its own step, in one copy to the host.
+
+        Args:
+            probs: Probabilities of each row's next token, [rows that are asked, vocab].
+            rows: These rows.
+            steps: As in `pick`, [rows that are asked].
+
+        Raises:
+            RuntimeError: What torch says about probabilities that are not finite.
+        """
+        noise = [self.block(step)[row] for row, step in zip(rows, steps.tolist(), strict=True)]
+        best = (probs / torch.stack(noise)).max(-1)
+        ratios, tokens = torch.stack([best.values.double(), best.indices.double()]).tolist()
+        if not all(map(math.isfinite, ratios)):
+            torch.multinomial(torch.tensor([float("nan")]), 1)  # raises for plain
+        return [int(token) for token in tokens]
+
     def pick_rows(self, probs: torch.Tensor, step: int) -> torch.Tensor:
         """The tokens that plain picks for all rows at one step: [rows, vocab] -> [rows]."""
         return (probs / self.block(step)).argmax(-1)

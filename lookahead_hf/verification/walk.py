@@ -12,6 +12,7 @@ from lookahead_hf.logits.walkers import RowProcessors
 from lookahead_hf.records import Records
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import ROOT, DraftTree, Verdict
+from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
 from lookahead_hf.verification.stopping import RowStopping
 
@@ -29,6 +30,7 @@ class Rules:
         noise: The noise that plain sampling draws; None chooses the likeliest token.
         records: What the caller asked to see of each choice.
         device: Where processors and criteria expect their tensors.
+        stream: Gets every token once the criteria were asked about it, as plain's streamer does.
     """
 
     processors: RowProcessors
@@ -36,15 +38,22 @@ class Rules:
     noise: Noise | NoiseInOrder | None
     records: Records
     device: torch.device
+    stream: ColumnStream = ColumnStream(None, 0, None)  # which nobody hears
 
 
 class Walk:
-    """Verifies node by node: processors and criteria see what plain `generate` shows them."""
+    """Verifies node by node: processors and criteria see what plain `generate` shows them.
+
+    Attributes:
+        so_far: What stands of a step that broke off; None outside of steps.
+    """
 
     name = "walk"
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
+        self._live = np.zeros(0, bool)
+        self._paths: list[list[int]] | None = None  # of the step in progress
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         """Decide one step and emit its tokens.
@@ -55,19 +64,26 @@ class Walk:
             logits: The target's, [rows, 1 + most nodes, vocab].
         """
         live = rows.live
-        choices = self._choices(logits)
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
+        self._live, self._paths = live, paths
+        choices = self._choices(logits)
         for row in np.flatnonzero(live).tolist():
-            tokens[row], paths[row] = self._walk_row(rows, row, draft, logits, choices)
-        return Verdict(
-            _offsets(tokens),
-            np.array([t for row in tokens for t in row], np.int64),
-            _offsets(paths),
-            np.array([n for row in paths for n in row], np.int32),
-            live,
-            rows.finished.copy(),
-        )
+            decide = self._decider(rows, row, draft, logits, choices)
+            self._walk_row(rows, row, decide, tokens[row], paths[row])
+        self._paths = None
+        return verdict_of(tokens, paths, live, rows.finished.copy())
+
+    @property
+    def so_far(self) -> Verdict | None:
+        if self._paths is None:
+            return None
+        # As if the token after every path were chosen: the cache holds what it would follow.
+        chosen = [
+            [0] * (1 + len(path)) if is_live else []
+            for path, is_live in zip(self._paths, self._live, strict=True)
+        ]
+        return verdict_of(chosen, self._paths, self._live, ~self._live)
 
     def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
         """Every node's likeliest token where nothing alters the logits, [rows, nodes].
@@ -75,33 +91,34 @@ class Walk:
         On an accelerator that is one launch and one copy; on a CPU only the nodes that the walk
         reaches are worth a pass over the vocabulary.
         """
+        free = self._choices_are_free and logits.device.type != "cpu"
+        return logits.argmax(-1).cpu().numpy() if free else None
+
+    @property
+    def _choices_are_free(self) -> bool:
+        """Whether the likeliest token is chosen, and nobody asked by what."""
         rules = self.rules
-        altered = rules.noise is not None or not rules.processors.empty or rules.records.chooses
-        return None if altered or logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
+        return rules.noise is None and rules.processors.empty and not rules.records.chooses
 
     def _walk_row(
-        self,
-        rows: Rows,
-        row: int,
-        draft: DraftTree,
-        logits: torch.Tensor,
-        choices: np.ndarray | None,
-    ) -> tuple[list[int], list[int]]:
-        decide = self._decider(rows, row, draft, logits, choices)
-        tokens: list[int] = []
-        path: list[int] = []
-        node = ROOT
+        self, rows: Rows, row: int, decide: Decide, tokens: list[int], path: list[int]
+    ) -> None:
+        """Append what a row emits to `tokens`, and the nodes that it walks down to `path`."""
         while True:
-            token, child = decide(node)
-            rows.emit(row, token)
+            token, child = decide(path[-1] if path else ROOT)
             tokens.append(token)
-            if self._stops(rows, row, token):
-                rows.end(row)
-                return tokens, path
-            if child is None:
-                return tokens, path
-            node = child
-            path.append(node)
+            if self._emit(rows, row, token) or child is None:
+                return
+            path.append(child)
+
+    def _emit(self, rows: Rows, row: int, token: int) -> bool:
+        """Append a token to a row, let it be seen, and say whether the text ends with it."""
+        rows.emit(row, token)
+        stops = self._stops(rows, row, token)
+        if stops:
+            rows.end(row)
+        self.rules.stream.push(row, token, stops)
+        return stops
 
     def _decider(
         self,
@@ -112,8 +129,6 @@ class Walk:
         choices: np.ndarray | None,
     ) -> Decide:
         """What chooses the token after a node of the row, and finds the child that holds it."""
-        nodes = draft.row(row)
-        parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
 
         def decide(node: int) -> tuple[int, int | None]:
             token = (
@@ -121,15 +136,14 @@ class Walk:
                 if choices is None
                 else int(choices[row, node + 1])
             )
-            child = np.flatnonzero((parents == node) & (drafted == token))
-            return token, int(child[0]) if len(child) else None
+            return token, child_of(draft, row, node, token)
 
         return decide
 
     def _choose(self, rows: Rows, row: int, logits: torch.Tensor) -> int:
         """The token that plain `generate` would choose after these logits, [vocab]."""
         rules = self.rules
-        if rules.processors.empty and rules.noise is None and not rules.records.chooses:
+        if self._choices_are_free:
             return _argmax(logits)
         scores = self.score(rows, row, logits)
         if rules.noise is None:
@@ -153,6 +167,27 @@ class Walk:
     def _ids(self, rows: Rows, row: int) -> torch.Tensor:
         """The row's own prefix as plain holds it, [1, columns]."""
         return torch.from_numpy(rows.ids(row))[None].to(self.rules.device)
+
+
+def child_of(draft: DraftTree, row: int, node: int, token: int) -> int | None:
+    """The drafted child of a row's node that holds the token, None where there is none."""
+    nodes = draft.row(row)
+    found = np.flatnonzero((draft.parents[nodes] == node) & (draft.token_ids[nodes] == token))
+    return int(found[0]) if len(found) else None
+
+
+def verdict_of(
+    tokens: list[list[int]], paths: list[list[int]], live: np.ndarray, finished: np.ndarray
+) -> Verdict:
+    """The verdict on a step from each row's tokens and accepted nodes."""
+    return Verdict(
+        _offsets(tokens),
+        np.array([token for row in tokens for token in row], np.int64),
+        _offsets(paths),
+        np.array([node for row in paths for node in row], np.int32),
+        live,
+        finished,
+    )
 
 
 def _offsets(rows: list[list[int]]) -> np.ndarray:

@@ -22,10 +22,6 @@ GENERATOR = torch.Generator().manual_seed(11)
 ENCODER_IDS = torch.randint(0, 40, (ROWS, 9), generator=GENERATOR)
 
 
-def allowed(row: int, prefix: torch.Tensor) -> list[int]:
-    return [row, int(prefix[-1]), len(prefix), 500 + row]
-
-
 MAKERS: dict[str, Callable[[], Any]] = {
     "temperature": lambda: hf.TemperatureLogitsWarper(0.7),
     "top_k": lambda: hf.TopKLogitsWarper(50),
@@ -60,7 +56,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "encoder_ngram": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS),
     "encoder_ngram_shared": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS[:2]),
-    "prefix_allowed": lambda: hf.PrefixConstrainedLogitsProcessor(allowed, 1),
     "watermark": lambda: hf.WatermarkLogitsProcessor(VOCAB, "cpu"),
     "watermark_selfhash": lambda: hf.WatermarkLogitsProcessor(
         VOCAB, "cpu", seeding_scheme="selfhash", context_width=3
@@ -158,7 +153,8 @@ class OwnTopK(hf.TopKLogitsWarper):
 
 
 def test_an_unknown_class_is_served_alone_and_named_in_a_batch():
-    for unknown in (Counting(), OwnTopK(5)):
+    callers = hf.PrefixConstrainedLogitsProcessor(lambda row, prefix: [row], 1)
+    for unknown in (Counting(), OwnTopK(5), callers):
         processors = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(0.5), unknown])
         assert RowProcessors(processors, 2, COLUMNS).unserved() == type(unknown).__name__
         assert RowProcessors(processors, 1, COLUMNS).unserved() is None
@@ -175,7 +171,6 @@ def test_what_does_not_fit_the_rows_of_the_batch_is_named():
         hf.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3])),
         hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, ENCODER_IDS[:3]),
         hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS[:3]),
-        hf.PrefixConstrainedLogitsProcessor(allowed, 2),
     ]
     for processor in unfit:
         ours = RowProcessors(hf.LogitsProcessorList([processor]), ROWS, COLUMNS)

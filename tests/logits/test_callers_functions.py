@@ -1,0 +1,52 @@
+"""Functions of the caller's that processors ask are called as plain calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from tests.models import VOCAB, prompt
+from tests.random_calls import smallest
+from tests.scripted import continuations, scripted, second_child_right
+
+
+class Budgeted:
+    """Allows what depends on how often it was asked, and for which row; draws in between."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def __call__(self, row: int, ids: torch.Tensor) -> list[int]:
+        self.asked.append((row, ids.tolist()))
+        if self.draws:
+            torch.rand(())
+        first = len(self.asked) % 7
+        return list(range(3 + first, VOCAB, 2 + row))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_function_that_says_what_is_allowed(name: str, rows: int, do_sample: bool) -> None:
+    """It may keep count over all rows, or draw: in a batch they take every step together."""
+    model = smallest(name)
+    call: dict[str, Any] = {"input_ids": prompt(rows), "max_new_tokens": 16, "pad_token_id": 0}
+    call |= {"do_sample": do_sample, "top_k": 0, "eos_token_id": [11, 12]}
+    asked = Budgeted(do_sample), Budgeted(do_sample)
+    torch.manual_seed(4)
+    plain = model.generate(**call, prefix_allowed_tokens_fn=asked[0])
+    after = torch.get_rng_state()
+    config = scripted(continuations(plain, 12), second_child_right)
+    torch.manual_seed(4)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**call, prefix_allowed_tokens_fn=asked[1], speculative=config)
+    assert torch.equal(ours, plain)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert asked[1].asked == asked[0].asked
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert stats.engine == ("walk" if rows == 1 else "lockstep")
