@@ -15,6 +15,7 @@ from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriter
 from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.repositories import hands_on
 
 OURS = ("speculative", "prediction")
 """Arguments that transformers does not know."""
@@ -79,8 +80,9 @@ class Arguments:
 
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
-        if isinstance(self._original, functools.partial):
-            raise Unserved(FallbackReason.OWN_GENERATE, "loaded from its repository")
+        if isinstance(self._original, functools.partial) and not hands_on(self._original.func):
+            detail = "its repository's, which does not leave decoding to transformers"
+            raise Unserved(FallbackReason.OWN_GENERATE, detail)
         parameters = _signature(self._original).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_any and "custom_generate" not in parameters:

@@ -53,6 +53,14 @@ def repository_generate(model: Any, **kwargs: Any) -> Any:
     return type(model).generate(model, **kwargs)
 
 
+def repository_loop(model: Any, inputs: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> Any:
+    """What a repository binds that decodes by itself."""
+    for _ in range(max_new_tokens):
+        logits = model(inputs, **kwargs).logits
+        inputs = torch.cat([inputs, logits[:, -1:].argmax(-1)], 1)
+    return inputs
+
+
 def test_without_hook_the_argument_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="speculative"):
         run(model, speculative=True)
@@ -99,18 +107,21 @@ def test_what_is_bound_is_wrapped_and_put_back(
     expected = model.generate(inputs=ids, max_new_tokens=6)
     lookahead_hf.enable(model)
     assert torch.equal(model.generate(inputs=ids, max_new_tokens=6), expected)
-    if kind == "method":
-        run(model, speculative=True)
-        assert len(decoding.calls) == 1
+    found = model.generate(inputs=ids, max_new_tokens=6, speculative=True)
+    assert torch.equal(found, expected)
+    assert len(decoding.calls) == 1
     lookahead_hf.disable(model)
     assert vars(model)["generate"] is bound
 
 
-def test_a_repositorys_own_generate_runs_plainly(model: Any, decoding: PlainDecoding) -> None:
-    vars(model)["generate"] = functools.partial(repository_generate, model=model)
+def test_a_repositorys_own_loop_runs_plainly(model: Any, decoding: PlainDecoding) -> None:
+    vars(model)["generate"] = functools.partial(repository_loop, model=model)
+    ids = prompt()
+    expected = model.generate(inputs=ids, max_new_tokens=4)
     lookahead_hf.enable(model)
-    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="own_generate"):
-        model.generate(inputs=prompt(), max_new_tokens=4, speculative=True)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="repository.*own_generate"):
+        found = model.generate(inputs=ids, max_new_tokens=4, speculative=True)
+    assert torch.equal(found, expected)
     assert not decoding.calls
 
 

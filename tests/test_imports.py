@@ -14,7 +14,7 @@ import lookahead_hf
 ROOT = Path(lookahead_hf.__file__).parent
 
 LEVELS = (
-    {"config", "compat", "rows", "steps", "fallback", "records", "activations"},
+    {"config", "compat", "rows", "steps", "fallback", "records", "activations", "repositories"},
     {"stats", "streaming", "ngram_pool", "kernels", "prompts"},
     {"logits", "cache", "processes"},
     {"target"},
@@ -32,7 +32,7 @@ LEVELS = (
 NARROW = {
     "stats": {"steps"},
     "streaming": {"steps"},
-    "arguments": {"compat", "config", "fallback"},
+    "arguments": {"compat", "config", "fallback", "repositories"},
     "ngram_pool": set(),
     "kernels": set(),
     "": set(),

@@ -122,6 +122,53 @@ def test_a_model_loaded_from_such_a_repository(
     assert vars(loaded)["generate"] is found
 
 
+HANDS_ON = """
+from transformers import GenerationMixin
+
+def generate(model, penalty=1.3, **kwargs):
+    return GenerationMixin.generate(model, repetition_penalty=penalty, **kwargs)
+"""
+LOOP = """
+import torch
+
+def generate(model, inputs, attention_mask=None, max_new_tokens=4, do_sample=False, **kwargs):
+    for _ in range(max_new_tokens):
+        logits = model(inputs, **kwargs).logits
+        inputs = torch.cat([inputs, logits[:, -1:].argmax(-1)], 1)
+    return inputs
+"""
+
+
+def loaded_with(source: str, model: Any, folder: Path) -> Any:
+    """The model, loaded from a folder that brings its own `generate`."""
+    model.save_pretrained(folder)
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(source)
+    return LlamaForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_a_repository_that_ends_in_generate(
+    model: Any, tmp_path: Path, expected: list[list[int]], modules_cache: None
+) -> None:
+    loaded = loaded_with(HANDS_ON, model, tmp_path / "mine")
+    own = generate(loaded)
+    assert own != expected
+    lookahead_hf.enable(loaded)
+    assert generate(loaded, speculative=BUDGET) == own
+    assert_speculated(loaded)
+    assert generate(loaded, penalty=1.0, speculative=BUDGET) == expected
+    assert_speculated(loaded)
+
+
+def test_a_repository_with_a_loop_of_its_own(
+    model: Any, tmp_path: Path, expected: list[list[int]], modules_cache: None
+) -> None:
+    loaded = loaded_with(LOOP, model, tmp_path / "mine")
+    lookahead_hf.enable(loaded)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="repository.*own_generate"):
+        assert generate(loaded, speculative=BUDGET) == expected
+
+
 def compiled_forward(model: Any) -> Any:
     model.forward = torch.compile(model.forward, backend="eager")
     return model
