@@ -1,7 +1,40 @@
-"""Importing this module enables speculation for every model of the process."""
+"""Importing this module enables speculation for every model of the process.
+
+A program that imports nothing of ours is run as `python -m lookahead_hf.auto PROGRAM [argument
+...]`, where PROGRAM is a command that a package installs, a module, or a file that ends in .py.
+"""
 
 from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
 
 from lookahead_hf.hook import enable_everywhere
 
 enable_everywhere()
+
+
+def run_program(words: Sequence[str]) -> None:
+    """Run a program in this process, whose models all take `speculative=`.
+
+    Args:
+        words: Its name and its arguments.
+    """
+    if not words:
+        raise SystemExit("usage: python -m lookahead_hf.auto PROGRAM [argument ...]")
+    name = words[0]
+    sys.argv = list(words)
+    if name.endswith(".py"):
+        sys.path.insert(0, str(Path(name).resolve().parent))
+        runpy.run_path(name, run_name="__main__")
+        return
+    for command in entry_points(group="console_scripts", name=name):
+        raise SystemExit(command.load()())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    run_program(sys.argv[1:])

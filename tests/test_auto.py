@@ -1,0 +1,51 @@
+"""Programs that import nothing of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = """
+import sys
+from transformers import GenerationMixin
+import beside
+print(__name__, sys.argv[1:], GenerationMixin.generate.__module__, beside.FOUND)
+print("lookahead_hf.hook" in sys.modules and GenerationMixin.generate is
+      sys.modules["lookahead_hf.hook"]._everywhere)
+"""
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lookahead_hf.auto", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    (tmp_path / "program.py").write_text(SOURCE)
+    (tmp_path / "beside.py").write_text("FOUND = True")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["program.py", "program"])
+def test_a_file_and_a_module(folder: Path, name: str) -> None:
+    done = run(folder, name, "--gen_kwargs", "speculative=True")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("__main__ ['--gen_kwargs', 'speculative=True']")
+    assert first.endswith("True") and second == "True"
+
+
+def test_a_command(folder: Path) -> None:
+    done = run(folder, "pytest", "--version")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pytest ")
+
+
+def test_no_program(folder: Path) -> None:
+    done = run(folder)
+    assert done.returncode == 1 and "usage" in done.stderr
