@@ -52,7 +52,7 @@ class AdoptedCache:
         self.slots = SlotCache(num_rows)
         self.columns, lengths = _token_columns(attended, self.num_columns, num_rows)
         self.slots.lengths[:] = lengths
-        self.slots.starts = lengths.copy() if returned else None
+        self.slots.extent.starts = lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
         self._aside: Aside | None = None
         if returned and attended is not None and self.columns is not None:
@@ -73,10 +73,10 @@ class AdoptedCache:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             if held.read(layer) is not None:
                 found[name].add(held.window(layer))
-        whole = SlotGroup(self.slots)
+        whole = SlotGroup(self.slots.extent)
         for name, windows in found.items():
             window = windows.pop() if trims and len(windows) == 1 else None
-            group = whole if window is None else SlotGroup(self.slots, window)
+            group = whole if window is None else SlotGroup(self.slots.extent, window)
             if window is not None:
                 group.dropped = np.maximum(self.slots.lengths - window, 0)
             self.slots.groups[name] = group
@@ -168,8 +168,8 @@ class AdoptedCache:
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
         most = held.most_columns(layer)
         first = 0 if most is None else max(0, num_columns - most)
-        keys = self._to_columns(ours.k_store, ours.group, first, num_columns)
-        values = self._to_columns(ours.v_store, ours.group, first, num_columns)
+        keys = self._to_columns(ours.stores.k_store, ours.group, first, num_columns)
+        values = self._to_columns(ours.stores.v_store, ours.group, first, num_columns)
         if self._aside is not None:
             self._aside.put_back(layer, (keys, values), first)
         held.fill(layer, (keys, values), num_columns)

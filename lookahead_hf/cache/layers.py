@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead_hf.cache.stores import Extent, Stores
 from lookahead_hf.compat import Cache, DynamicLayer, EmptyLayer
 from lookahead_hf.kernels import PathTable
 
@@ -54,25 +55,19 @@ class SlotLayer(DynamicLayer):
     contiguous memory.
     """
 
-    def __init__(self, group: SlotGroup, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take over stores of `[rows, slots, kv_heads, head_dim]`; head sizes may differ."""
+    def __init__(self, group: SlotGroup, stores: Stores) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.stores = group, stores
+        keys = stores.k_store
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.k_store, self.v_store = keys, values
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` slots; one after the other, so that one copy is held twice."""
-        self.k_store = _grown(self.k_store, capacity)
-        self.v_store = _grown(self.v_store, capacity)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the block's K and V, [rows, kv_heads, width, head_dim]; show all visible slots."""
-        block = self.group.block
+        block, keys, values = self.group.block, self.stores.k_store, self.stores.v_store
         assert block is not None
-        for store, states in ((self.k_store, key_states), (self.v_store, value_states)):
+        for store, states in ((keys, key_states), (values, value_states)):
             if block.start is not None:
                 store[:, block.start : block.start + block.width].copy_(states.transpose(1, 2))
             else:
@@ -80,23 +75,14 @@ class SlotLayer(DynamicLayer):
                 slots = self.group.flat_slots_on(store.device)
                 flat.index_copy_(0, slots, states.transpose(1, 2).reshape(-1, *store.shape[2:]))
         seen = slice(0, block.visible)
-        return self.k_store[:, seen].transpose(1, 2), self.v_store[:, seen].transpose(1, 2)
+        return keys[:, seen].transpose(1, 2), values[:, seen].transpose(1, 2)
 
     def get_seq_length(self) -> int:
-        return self.group.owner.longest
+        return self.group.extent.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         block = self.group.block
         return (self.group.longest + query_length if block is None else block.visible), 0
-
-
-def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The same slots with room for `capacity`; the rest is zero, since masked NaN would spread."""
-    if store.shape[1] >= capacity:
-        return store
-    grown = store.new_zeros(store.shape[0], capacity, *store.shape[2:])
-    grown[:, : store.shape[1]].copy_(store)
-    return grown
 
 
 class SlotGroup:
@@ -106,17 +92,18 @@ class SlotGroup:
     used up, what nobody sees any more is dropped, and the rest moves to the front.
 
     Attributes:
-        layers: The layers that hold something.
+        extent: How far the rows of the cache are.
+        layers: K and V of the layers that hold something.
         window: Tokens before its own that a token may see, None for all.
         dropped: Tokens of each row that stood before its first slot, [rows] int64.
         capacity: Slots that every layer has room for.
         block: Where the forward in progress writes.
     """
 
-    def __init__(self, owner: SlotCache, window: int | None = None) -> None:
-        self.owner, self.window = owner, window
-        self.layers: list[SlotLayer] = []
-        self.dropped = np.zeros_like(owner.lengths)
+    def __init__(self, extent: Extent, window: int | None = None) -> None:
+        self.extent, self.window = extent, window
+        self.layers: list[Stores] = []
+        self.dropped = np.zeros_like(extent.lengths)
         self.capacity = 0
         self.block: Block | None = None
         self._shift: Shift | None = None
@@ -126,7 +113,7 @@ class SlotGroup:
     @property
     def lengths(self) -> np.ndarray:
         """Slots of each row that are in use, [rows] int64."""
-        return self.owner.lengths - self.dropped
+        return self.extent.lengths - self.dropped
 
     @property
     def longest(self) -> int:
@@ -167,10 +154,10 @@ class SlotGroup:
 
     def grow(self, capacity: int) -> None:
         """Give every layer exactly this room."""
+        self._path_table = None  # which would hold all K and V until the last layer has grown
         for layer in self.layers:
             layer.grow(capacity)
         self.capacity = capacity
-        self._path_table = None
 
     def move_to(
         self, stores: list[tuple[torch.Tensor, torch.Tensor]], capacity: int, table: PathTable
@@ -190,12 +177,12 @@ class SlotGroup:
     def place(self, width: int) -> None:
         """Put the next `width` tokens of every row behind its length."""
         if self.window is not None and self.longest + width > self.capacity:
-            self._drop(np.minimum(self.lengths, self.window + self.owner.lead))
+            self._drop(np.minimum(self.lengths, self.window + self.extent.lead))
         lengths = self.lengths
         self.reserve(int(lengths.max()) + width, width)
-        visible = max(int(lengths.max()) + width, self.owner.shown or 0)
+        visible = max(int(lengths.max()) + width, self.extent.shown or 0)
         # Where shapes are fixed, compiled code has no number of the host's in it either.
-        if self.owner.shown is None and bool((lengths == lengths[0]).all()):
+        if self.extent.shown is None and bool((lengths == lengths[0]).all()):
             self.block = Block(int(lengths[0]), None, width, visible)
             return
         rows = np.arange(len(lengths))[:, None] * self.capacity
@@ -250,32 +237,33 @@ class SlotCache(Cache):
     """A cache of `SlotLayer`s with one length per row.
 
     Attributes:
-        lengths: Tokens of each row that are kept, [rows] int64.
+        extent: How far the rows are.
         groups: The layers by the mask that they take, by its name; several names may share one.
-        shown: Slots that the attention sees in every forward, None for those that are in use.
-        starts: Lengths after the prompt, [rows], where a row must not drop what the slowest one
-            still sees, because all of them may be handed back as they were there; None else.
     """
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(layers=[])
-        self.lengths = np.zeros(num_rows, np.int64)
+        self.extent = Extent(np.zeros(num_rows, np.int64))
         self.groups: dict[str, SlotGroup] = {}
-        self.shown: int | None = None
-        self.starts: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row that are kept, [rows] int64."""
+        return self.extent.lengths
+
+    @lengths.setter
+    def lengths(self, lengths: np.ndarray) -> None:
+        self.extent.lengths = lengths
 
     @property
     def longest(self) -> int:
         """Length of the longest row."""
-        return int(self.lengths.max())
+        return self.extent.longest
 
     @property
-    def lead(self) -> np.ndarray | int:
-        """Tokens that each row keeps beyond its window, [rows] int64."""
-        if self.starts is None:
-            return 0
-        fed = self.lengths - self.starts
-        return fed - int(fed.min())
+    def shown(self) -> int | None:
+        """Slots that the attention sees in every forward, None for those that are in use."""
+        return self.extent.shown
 
     def each_group(self) -> list[SlotGroup]:
         """Every group once."""
@@ -283,10 +271,10 @@ class SlotCache(Cache):
 
     def add(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a layer of the group of that name, from stores `[rows, slots, heads, dim]`."""
-        layer = SlotLayer(self.groups[name], keys, values)
-        layer.group.layers.append(layer)
-        layer.group.capacity = keys.shape[1]
-        self.layers.append(layer)
+        group, stores = self.groups[name], Stores(keys, values)
+        group.layers.append(stores)
+        group.capacity = keys.shape[1]
+        self.layers.append(SlotLayer(group, stores))
 
     def add_empty(self) -> None:
         """A layer that shares the K and V of another one holds nothing."""
@@ -297,7 +285,7 @@ class SlotCache(Cache):
         for group in self.each_group():
             if slots > group.capacity:
                 group.grow(slots)
-        self.shown = slots
+        self.extent.shown = slots
 
     @contextmanager
     def rehearsal(self, width: int) -> Iterator[None]:
@@ -308,10 +296,10 @@ class SlotCache(Cache):
         """
         groups = self.each_group()
         layers = [layer for group in groups for layer in group.layers]
-        saved = [(each, dict(vars(each))) for each in (self, *groups, *layers)]
+        saved = [(each, dict(vars(each))) for each in (self.extent, *groups, *layers)]
         try:
             self.lengths = np.full_like(self.lengths, REHEARSED_LENGTH)
-            self.shown, room = None, REHEARSED_LENGTH + width
+            self.extent.shown, room = None, REHEARSED_LENGTH + width
             for group in groups:
                 group.dropped = np.zeros_like(self.lengths)
                 group.capacity, group._slots_by_device = room, {}

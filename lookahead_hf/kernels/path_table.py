@@ -19,20 +19,25 @@ class PathTable:
 
     Attributes:
         tensors: The tensors, each with one token's values in one piece of memory.
-        by_device: One table per device, this one itself if there is only one.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
         devices = list(dict.fromkeys(tensor.device for tensor in self.tensors))
-        self.by_device: list[PathTable] = (
-            [self]
-            if len(devices) == 1
-            else [
+        self._parts: list[PathTable] | None = None
+        if len(devices) != 1:
+            self._parts = [
                 PathTable([tensor for tensor in self.tensors if tensor.device == device])
                 for device in devices
             ]
-        )
+
+    @property
+    def by_device(self) -> list[PathTable]:
+        """One table per device, this one itself if there is only one.
+
+        It does not keep itself: a circle would hold the tensors until Python looks for one.
+        """
+        return [self] if self._parts is None else self._parts
 
     @property
     def device(self) -> torch.device:

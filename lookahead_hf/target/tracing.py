@@ -98,18 +98,21 @@ class _Watch(TorchDispatchMode):
     The sizes of what `nonzero` finds are numbers like those of any tensor, but another time there
     are others. Numbers drawn for a trace would be missing where plain draws them, and what counts
     forwards in a buffer would count it.
+
+    Attributes:
+        is_watching: False while what is done is noted as a whole.
     """
 
-    def __init__(self, constant: Iterable[torch.Tensor], is_watching: Callable[[], bool]) -> None:
+    def __init__(self, constant: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._is_watching = is_watching
+        self.is_watching = True
         self._constant = {tensor.untyped_storage().data_ptr() for tensor in constant} - {0}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_watching():
+        if self.is_watching:
             if torch.Tag.dynamic_output_shape in func.tags and not _has_only_places(func, args):
                 raise Untraceable(f"sizes depend on values: {func}")
             if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
@@ -151,8 +154,7 @@ class Tracer(TorchFunctionMode):
         self._names = {id(value): Ref(name) for name, value in inputs.items()}
         self._alive: list[Any] = []  # an id is a name only as long as its object lives
         self._operations: list[Operation] = []
-        self._is_noting = True
-        self._watch = _Watch(constant, lambda: self._is_noting)
+        self._watch = _Watch(constant)
 
     def __enter__(self) -> Tracer:
         super().__enter__()
@@ -182,18 +184,18 @@ class Tracer(TorchFunctionMode):
 
     @contextmanager
     def _pausing(self) -> Iterator[None]:
-        before, self._is_noting = self._is_noting, False
+        before, self._watch.is_watching = self._watch.is_watching, False
         try:
             yield
         finally:
-            self._is_noting = before
+            self._watch.is_watching = before
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if self._is_noting:
+        if self._watch.is_watching:
             self._note_torch(function, args, kwargs, result)
         return result
 

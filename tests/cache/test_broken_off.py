@@ -39,7 +39,7 @@ class Bomb(TorchDispatchMode):
 def filled(lengths: list[int], num_layers: int = 3) -> SlotCache:
     """A cache with a window of seven in which token t of a row is the number t, in every layer."""
     cache = SlotCache(len(lengths))
-    cache.groups["only"] = group = SlotGroup(cache, 7)
+    cache.groups["only"] = group = SlotGroup(cache.extent, 7)
     slots = torch.arange(40.0)[None, :, None, None].expand(len(lengths), -1, 1, 2)
     for _ in range(num_layers):
         cache.add("only", slots.clone(), slots.clone())

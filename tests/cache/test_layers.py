@@ -21,7 +21,7 @@ from tests.test_lossless import padded
 def cache_of(window: int | None, lengths: list[int]) -> SlotCache:
     """A cache of one layer in which token t of a row is the number t."""
     cache = SlotCache(len(lengths))
-    cache.groups["only"] = SlotGroup(cache, window)
+    cache.groups["only"] = SlotGroup(cache.extent, window)
     store = torch.zeros(len(lengths), 4, 1, 2)
     cache.add("only", store, store.clone())
     for token in range(max(lengths)):
@@ -76,7 +76,7 @@ def test_a_rehearsal_leaves_everything_as_it_was(window: int | None, lengths: li
 
 def test_a_row_that_may_be_handed_back_keeps_what_the_slowest_sees() -> None:
     cache = cache_of(7, [10, 10])
-    cache.starts = cache.lengths.copy()
+    cache.extent.starts = cache.lengths.copy()
     for token in range(10, 60):
         feed(cache, [token, token], [True, token < 20])
     (group,) = cache.each_group()
@@ -107,7 +107,7 @@ def test_memory_stays_near_plains_from_2048_tokens_on(name: str) -> None:
     for length in range(2048, 4000, 9):
         adopted.slots.lengths[:] = length
         adopted.slots.place(17)
-        stores = [s for la in adopted.slots.layers for s in (la.k_store, la.v_store)]
+        stores = [s for la in adopted.slots.layers for s in (la.stores.k_store, la.stores.v_store)]
         ours = sum(store.numel() * store.element_size() for store in stores)
         windows = [getattr(layer, "sliding_window", None) for layer in plain.layers]
         columns = [length if w is None else w - 1 for w in windows]

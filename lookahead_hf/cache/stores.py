@@ -1,0 +1,63 @@
+"""What the parts of our cache have in common: how far the rows are, and a layer's K and V.
+
+A cache knows its layers and groups, and both know these; nothing knows the cache. So K and V are
+freed with the last who uses them, without waiting for Python to look for circles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(eq=False)
+class Extent:
+    """How much of every row is kept and shown.
+
+    Attributes:
+        lengths: Tokens of each row that are kept, [rows] int64.
+        shown: Slots that the attention sees in every forward, None for those that are in use.
+        starts: Lengths after the prompt, [rows], where a row must not drop what the slowest one
+            still sees, because all of them may be handed back as they were there; None else.
+    """
+
+    lengths: np.ndarray
+    shown: int | None = None
+    starts: np.ndarray | None = None
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return int(self.lengths.max())
+
+    @property
+    def lead(self) -> np.ndarray | int:
+        """Tokens that each row keeps beyond its window, [rows] int64."""
+        if self.starts is None:
+            return 0
+        fed = self.lengths - self.starts
+        return fed - int(fed.min())
+
+
+@dataclass(eq=False)
+class Stores:
+    """K and V of a layer, [rows, slots, kv_heads, head_dim] each; head sizes may differ."""
+
+    k_store: torch.Tensor
+    v_store: torch.Tensor
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots; one after the other, so that one copy is held twice."""
+        self.k_store = _grown(self.k_store, capacity)
+        self.v_store = _grown(self.v_store, capacity)
+
+
+def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
+    """The same slots with room for `capacity`; the rest is zero, since masked NaN would spread."""
+    if store.shape[1] >= capacity:
+        return store
+    grown = store.new_zeros(store.shape[0], capacity, *store.shape[2:])
+    grown[:, : store.shape[1]].copy_(store)
+    return grown

@@ -1,0 +1,202 @@
+"""K and V of a call are freed when it ends, whether or not Python looks for circles."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf.cache.layers import SlotCache
+from lookahead_hf.kernels import PathTable
+from lookahead_hf.target import graphs
+from tests.cache.test_layers import Cancelled, CancelsLate, cache_of
+from tests.device import on_device, taped
+from tests.models import prompt, tiny
+from tests.scripted import RandomTrees, continuations, scripted
+from tests.test_lossless import padded
+
+GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 100}
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Only reference counts free anything."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that can be reached from Python, or that nobody has looked for."""
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class Watcher:
+    """A streamer that notes how much there is while a text is written."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.count = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.count += 1
+        if self.count % 50 == 0:
+            self.most = max(self.most, live_bytes())
+
+    def end(self) -> None:
+        """Nothing to end."""
+
+
+def caches() -> list[Any]:
+    return [each for each in gc.get_objects() if type(each) in (SlotCache, PathTable)]
+
+
+def drafting(model: Any, inputs: dict[str, Any], **fields: Any) -> Any:
+    truths = continuations(model.generate(**inputs, **GREEDY), inputs["input_ids"].shape[1])
+    return replace(scripted(truths, RandomTrees()), **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("llama", {"recorded_steps": False}), ("gemma3", {"draft_invariant": True}), ("gemma3", {})],
+)
+def test_a_call_leaves_nothing_behind(name: str, fields: dict[str, Any]) -> None:
+    model = lookahead_hf.enable(tiny(name))
+    inputs = padded("left", 2, 16)
+    config = drafting(model, inputs, **fields)
+    model.generate(**inputs, **GREEDY, speculative=config)  # what stays with the model
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    peaks, left = [], []
+    with uncollected():
+        for _ in range(3):
+            watcher = Watcher()
+            model.generate(**inputs, **GREEDY, speculative=config, streamer=watcher)
+            peaks.append(watcher.most)
+            left.append(live_bytes())
+            assert caches() == []
+    assert min(peaks) > left[0]
+    assert max(peaks) < 1.2 * peaks[0]  # the drafts differ
+    assert left == left[:1] * 3
+
+
+def test_a_call_that_records_leaves_no_rehearsal_behind() -> None:
+    model, inputs = lookahead_hf.enable(tiny("llama")), padded("left", 2, 16)
+    config = drafting(model, inputs, recorded_steps=True, packed_weights=False)
+    with uncollected():
+        before = live_bytes()
+        model.generate(**inputs, **GREEDY, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.graphs == "recorded"
+        assert live_bytes() == before
+
+
+def test_an_output_keeps_no_more_than_its_cache() -> None:
+    model, inputs = lookahead_hf.enable(tiny("llama")), padded("left", 2, 16)
+    config = drafting(model, inputs)
+    call = {**GREEDY, "return_dict_in_generate": True}
+    with uncollected():
+        output = model.generate(**inputs, **call, speculative=config)
+        assert caches() == []
+        gone = weakref.ref(output.past_key_values)
+        del output
+        assert gone() is None
+
+
+def test_a_call_that_was_broken_off_leaves_nothing_behind() -> None:
+    model, inputs = lookahead_hf.enable(tiny("gemma3")), padded("left", 2, 16)
+    config = drafting(model, inputs)
+
+    def broken_off() -> None:
+        try:
+            model.generate(**inputs, **GREEDY, speculative=config, streamer=CancelsLate(30))
+        except Cancelled:
+            return
+        raise AssertionError("it went on to the end")
+
+    broken_off()
+    with uncollected():
+        before = live_bytes()
+        broken_off()
+        assert caches() == []
+        assert live_bytes() == before
+
+
+def test_steps_on_the_device_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = lookahead_hf.enable(tiny("llama")), padded("left", 2, 16)
+    config = drafting(model, inputs, cuda_graphs=False)
+    with on_device(monkeypatch):
+        model.generate(**inputs, **GREEDY, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.engine == "device" and stats.num_moved > 0
+        with uncollected():
+            watchers = [Watcher(), Watcher()]
+            for watcher in watchers:
+                model.generate(**inputs, **GREEDY, speculative=config, streamer=watcher)
+                assert caches() == []
+    assert watchers[1].most < 1.2 * watchers[0].most
+
+
+def test_graphs_that_are_freed_take_their_cache_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
+    model, inputs = lookahead_hf.enable(tiny("llama")), padded("left", 2, 16)
+    config = drafting(model, inputs, cuda_graphs=True)
+    with taped(monkeypatch), uncollected():
+        model.generate(**inputs, **GREEDY, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.graphs == "replayed"
+        assert len(caches()) == 1
+        lookahead_hf.disable(model)
+        assert caches() == []
+
+
+def test_a_cache_that_grows_holds_one_layer_twice() -> None:
+    """Also where compaction knew the layers as they were."""
+    cache = cache_of(None, [5, 5])
+    for _ in range(3):
+        cache.add("only", *(torch.zeros(2, 256, 64, 64) for _ in "kv"))
+    (group,) = cache.each_group()
+    assert group.path_table.host_rows
+    with uncollected():
+        grown = []
+        real = torch.Tensor.new_zeros
+
+        def watched(*args: Any) -> torch.Tensor:
+            grown.append(live_bytes())
+            return real(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "new_zeros", watched)
+            group.grow(512)
+        after = live_bytes()
+    assert max(grown) < after
+
+
+def test_a_table_does_not_keep_itself() -> None:
+    with uncollected():
+        table = PathTable([torch.zeros(1, 4, 2)])
+        assert table.by_device == [table]
+        gone = weakref.ref(table)
+        del table
+        assert gone() is None
+
+
+def test_prompts_of_any_length_leave_nothing_behind() -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    with uncollected():
+        for length in (8, 64, 200):
+            ids = prompt(length=length)
+            model.generate(ids, max_new_tokens=30, do_sample=False, speculative={"budget": 4})
+            assert caches() == []
