@@ -60,7 +60,9 @@ class SpeculativeConfig:
             blocks of tokens: "auto" once a model has run longer, where the copies take less than a
             quarter of the free memory; True or False at once or never. Only where they are faster
             and give the same bits; in float32, whose bits depend on the width of the block in any
-            case, the same numbers up to rounding.
+            case, the same numbers up to rounding. Weights that are written to between calls are
+            packed anew; in the middle of a call writing to them counts from the next step on,
+            unless it goes through `.data`, which counts from the next call on.
         pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
             the drafter. Without it "pool" fills an empty one that is kept with the model.
         learn: Whether generated texts are added to the pool. Not by default: what one user's text

@@ -58,7 +58,7 @@ class Target:
     Attributes:
         cache: The cache, after `prefill`.
         prompt: What the prefill left of the prompt, for drafting.
-        graphs: "replayed" where graphs run the steps, "recorded" or "packed" where a recording does
+        graphs: "replayed" where graphs ran the steps, "recorded" or "packed" where a recording did
             (`recorded`), else why not; None where none was asked for.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
@@ -295,12 +295,14 @@ class Target:
                 return self.model(**given, return_dict=True)
             assert self.cache is not None
             slots = self.cache.slots
-            return self._recorded.run(
+            outputs = self._recorded.run(
                 given,
                 slots.layers,
                 slots.longest + inputs.width,
                 lambda: self.model(**given, return_dict=True),
             )
+            self.graphs = self._recorded.state
+            return outputs
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.

@@ -31,6 +31,9 @@ ROUNDING = 2e-6
 """Most by which packed weights may differ in float32, relative to the greatest result. There the
 bits depend on the number of tokens in any case: blocks differ from single tokens by as much."""
 
+PIECES = (127, 31, 7)
+"""Words of a piece that a checksum adds up."""
+
 
 class PackedWeights:
     """Packed copies of a model's weights, on the CPU; layers of one input in one piece.
@@ -51,6 +54,8 @@ class PackedWeights:
                     self.linears[key_of(part)] = packed(part)
         self.same_bits = all(weight.dtype != torch.float32 for weight in self._weights)
         self._sums = self._summed()
+        self._counted = [weight for weight in self._weights if not weight.is_inference()]
+        self._versions = self._counts()
 
     def _is_worth(self, group: Group) -> bool:
         """Whether layers of such shapes gain by it together."""
@@ -59,24 +64,35 @@ class PackedWeights:
             self._gains[kind] = _gains(group)
         return self._gains[kind]
 
+    def is_written(self) -> bool:
+        """Whether weights were written to since, other than through `.data`: for every step."""
+        return self._counts() != self._versions
+
     def is_current(self) -> bool:
         """Whether the weights are still those that were packed, however they were written to."""
-        return self._sums == self._summed()
+        return not self.is_written() and self._sums == self._summed()
 
-    def _summed(self) -> list[tuple[int, int]]:
+    def _counts(self) -> list[int]:
+        """How often each weight was written to, as torch counts; it leaves `.data` out."""
+        return [weight._version for weight in self._counted]
+
+    def _summed(self) -> list[int]:
         return [_checksum(weight) for weight in self._weights]
 
 
-def _checksum(weight: torch.Tensor) -> tuple[int, int]:
-    """How often a weight was written to, which `.data` leaves out, and a hash of its bits.
+def _checksum(weight: torch.Tensor) -> int:
+    """A hash of a weight's bits: of sums over pieces that are cut without regard to its rows.
 
-    The hash is one of the rows' sums, as the widest numbers that a row divides into: the same rows
-    in another order are another weight.
+    As a piece is a prime number of words, pieces end elsewhere in every row: rows or columns in
+    another order are another weight. To read them takes longer than to add them up.
     """
-    bits = weight.detach()
-    wide = bits.shape[1] * bits.element_size() % 8 == 0
-    sums = bits.contiguous().view(torch.int64 if wide else torch.int16).sum(1)
-    return 0 if weight.is_inference() else weight._version, hash(sums.numpy().tobytes())
+    bits = weight.detach().contiguous().view(-1)
+    words = bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.int16)
+    rows = len(weight)
+    size = next((n for n in PIECES if n <= rows and len(words) % (n * rows)), 1)
+    whole = len(words) // size * size
+    sums, rest = words[:whole].view(-1, size).sum(1), words[whole:]
+    return hash((sums.numpy().tobytes(), rest.numpy().tobytes()))
 
 
 def fits(groups: Iterable[Group]) -> bool:

@@ -25,14 +25,8 @@ from lookahead_hf.target.arguments import Arguments, Shape
 from lookahead_hf.target.graphs import fingerprint
 from lookahead_hf.target.module_hooks import with_hooks
 from lookahead_hf.target.packing import PackedWeights
-from lookahead_hf.target.program import (
-    Group,
-    Program,
-    compiled,
-    generalized,
-    groups_of,
-    key_of,
-)
+from lookahead_hf.target.program import Group, Program, generalized, groups_of, key_of
+from lookahead_hf.target.recordings import Recordings
 from lookahead_hf.target.standing import Standing, refusal, settings
 from lookahead_hf.target.tracing import Trace, Tracer, Untraceable
 
@@ -59,6 +53,10 @@ MOST_BATCH_SIZES = 16
 CHECKS = 2
 """Steps of a kind that are run both ways before the trace is trusted with it."""
 
+MODES = "recorded", "packed"
+
+CHANGED = "the model was changed during the call"
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -68,42 +66,8 @@ class Wanted:
     packed: str | bool = "auto"
 
 
-class _Kept:
-    """What is kept of a model between calls."""
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-        self.lock = threading.Lock()
-        self.traces: dict[Shape, Trace] = {}
-        self.batch_sizes: set[int] = set()
-        self.programs: dict[tuple[Shape, PackedWeights | None], Program] = {}
-        self.num_checked: Counter[Any] = Counter()
-        self.refusal: str | None = None
-        self.packed: PackedWeights | None = None
-        self.packs = True
-
-    def program(self, shape: Shape, packed: PackedWeights | None) -> Program | None:
-        """The program for such arguments, written when it is first asked for."""
-        found = self.programs.get((shape, packed))
-        trace = self.traces.get(shape)
-        if found is None and trace is not None:
-            found = compiled(trace, None if packed is None else packed.linears)
-            self.programs[shape, packed] = found
-        return found
-
-    def refuse(self, reason: str) -> None:
-        """Run the model itself from now on."""
-        self.refusal = reason
-        self.traces, self.programs, self.packed, self.batch_sizes = {}, {}, None, set()
-
-    def unpack(self) -> None:
-        """Forget packed weights and what was written for them; they may be packed again."""
-        self.packed, self.packs = None, True
-        self.programs = {key: each for key, each in self.programs.items() if key[1] is None}
-
-
 _lock = threading.Lock()
-_kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Any, Recordings] = WeakKeyDictionary()
 _num_steps: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
 
 
@@ -120,9 +84,11 @@ class RecordedSteps:
     def __init__(self, model: Any, num_rows: int, wanted: Wanted) -> None:
         """Go on from what is kept of the model, if that is still true of it."""
         self._model, self._num_rows, self._wanted = model, num_rows, wanted
-        self._kept: _Kept | None = None
+        self._kept: Recordings | None = None
         self._standing: Standing | None = None
         self._refusal: str | None = None
+        self._is_written = False  # what was packed
+        self._ran = ""  # the mode of the latest step that was repeated, or why none is
         with _lock:
             self._num_steps = _num_steps.setdefault(model, Counter())
             is_known = model in _kept
@@ -140,7 +106,7 @@ class RecordedSteps:
             if found is not None and found.key != key:
                 self._num_steps.clear()  # two adapters in turn would be traced in every call
             if found is None or found.key != key:
-                found = _kept[self._model] = _Kept(key)
+                found = _kept[self._model] = Recordings(key)
         if found.packed is not None and not found.packed.is_current():
             with found.lock:
                 found.unpack()
@@ -154,22 +120,27 @@ class RecordedSteps:
 
     @property
     def _packed(self) -> PackedWeights | None:
-        kept = self._kept
-        return None if kept is None or self._wanted.packed is False else kept.packed
+        kept, asked = self._kept, self._wanted.packed
+        return None if kept is None or asked is False or self._is_written else kept.packed
+
+    @property
+    def _ready(self) -> str:
+        """The mode in which steps can be repeated, "" where they were not traced."""
+        if self._kept is None or self._num_rows not in self._kept.batch_sizes:
+            return ""
+        return MODES[0] if self._packed is None else MODES[1]
 
     @property
     def mode(self) -> str:
         """How steps are run now: "recorded", "packed", or "" where the model itself is run."""
-        if self._kept is None or self._num_rows not in self._kept.batch_sizes:
-            return ""
-        return "recorded" if self._packed is None else "packed"
+        return self._ready if not self._ran or self._ran in MODES else ""
 
     @property
     def state(self) -> str:
-        """The mode, or why the model itself is run."""
+        """How steps were run, as in `mode`, or why by the model itself."""
         kept = self._kept
         refused = self._refusal if kept is None else kept.refusal
-        return refused or self.mode or "too few steps to record"
+        return refused or self._ran or "too few steps to record"
 
     def prepare(
         self, rehearse: Callable[[int], dict[str, Any]], slots: SlotCache, at_once: bool = False
@@ -190,10 +161,11 @@ class RecordedSteps:
             return
         try:
             due = due and len(kept.batch_sizes) < MOST_BATCH_SIZES
-            if due and rows not in kept.batch_sizes:
+            # What a call has changed belongs to another key than the one it entered by.
+            if due and rows not in kept.batch_sizes and self._is_as_before():
                 self._trace_all(rehearse, slots)
             due = at_once or self._wanted.packed is True or steps.total() >= PACKED_AFTER
-            if kept.packs and due and kept.traces and self._wanted.packed is not False:
+            if due and kept.traces and kept.may_pack(self._wanted.packed):
                 self._pack()
         except Exception as error:  # whatever it is, the model itself still runs
             reason = str(error) if isinstance(error, Untraceable) else _first_line(error)
@@ -226,19 +198,22 @@ class RecordedSteps:
                 raise Untraceable("an argument of the forward is an object")
             tracer = Tracer(self._model, arguments.given)
             with attention.step(noting=tracer.opaque), _updates_noted(slots.layers, tracer), tracer:
-                logits = self._model.forward(**model_inputs, return_dict=True).logits
-        return arguments.shape, tracer.trace(logits)
+                outputs = self._model.forward(**model_inputs, return_dict=True)
+        assert self._kept is not None
+        self._kept.gives_more |= not set(outputs) <= {"logits", "past_key_values"}
+        return arguments.shape, tracer.trace(outputs.logits)
 
     def _pack(self) -> None:
         """Pack the weights, once and for all: what does not gain by it now never will."""
         kept = self._kept
         assert kept is not None
-        kept.packs = False
         groups: dict[Any, Group] = {}
         for trace in kept.traces.values():
             groups |= {key_of(group): group for group in groups_of(trace)}
         if self._wanted.packed is not True and not packing.fits(groups.values()):
+            kept.lacks_memory = True
             return
+        kept.packs = False
         try:
             weights = PackedWeights(groups.values())
         except (RuntimeError, MemoryError) as error:  # out of memory, which torch tells as both
@@ -266,21 +241,36 @@ class RecordedSteps:
             The model's outputs, of a repeated forward the logits alone.
         """
         self._num_steps[self._num_rows] += 1
-        arguments = Arguments.of(model_inputs, self._num_rows) if self.mode else None
-        if self._kept is None or arguments is None or not self._is_as_before():
+        kept = self._kept
+        if kept is None or not self._ready:
             return forward()
-        packed = self._packed
-        program = self._kept.program(arguments.shape, packed)
-        if program is None:
+        if self._packed is not None and self._packed.is_written():
+            self._is_written = True  # a later call packs them anew
+        arguments, packed = Arguments.of(model_inputs, self._num_rows), self._packed
+        program = None if arguments is None else kept.program(arguments.shape, packed)
+        reason = self._why_not(program)
+        if reason is None:
+            self._ran = self._ready
+        elif reason is CHANGED or not self._ran:
+            self._ran = reason
+        if reason is not None or arguments is None or program is None:
             return forward()
         alone = arguments.width if not 1 < arguments.width <= self._widest else 0
         kind = arguments.shape, packed is not None, alone, slots.bit_length()
         step: Callable[[], torch.Tensor | None]
         step = partial(self._repeated, program, arguments, layers)
-        if self._kept.num_checked[kind] < CHECKS:
+        if kept.num_checked[kind] < CHECKS:
             exact = packed is None or packed.same_bits
             step = partial(self._checked, kind, step, model_inputs, exact)
         return with_hooks(self._model, model_inputs, step)
+
+    def _why_not(self, program: Program | None) -> str | None:
+        """Why the model itself has to run a step; None if a program can."""
+        if not self._is_as_before():
+            return CHANGED
+        if self._kept is not None and self._kept.gives_more and self._model._forward_hooks:
+            return "hooks around the model are given more than logits"
+        return "such steps were not recorded" if program is None else None
 
     def _is_as_before(self) -> bool:
         """Whether the model is what it was when this call looked it over."""

@@ -184,6 +184,38 @@ def test_rows_in_another_order_are_noticed(always: None) -> None:
     assert not packed.is_current()
 
 
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_columns_in_another_order_are_noticed(always: None, size: int) -> None:
+    """As where the heads of an attention change places."""
+    needs_packing()
+    layers = weights()
+    packed = PackedWeights(layers)
+    weight = layers[0][0][0].data
+    first, second, rest = weight.clone().split([size, size, weight.shape[1] - 2 * size], 1)
+    weight.copy_(torch.cat([second, first, rest], 1))
+    assert not packed.is_written()
+    assert not packed.is_current()
+
+
+def test_writing_is_counted_in_every_step(always: None) -> None:
+    needs_packing()
+    layers = weights()
+    packed = PackedWeights(layers)
+    assert not packed.is_written()
+    layers[2][1][0].add_(0)
+    assert packed.is_written()
+
+
+@torch.inference_mode()
+def test_weights_that_are_not_counted_are_summed(always: None) -> None:
+    needs_packing()
+    layers = weights()
+    packed = PackedWeights(layers)
+    layers[0][0][0].mul_(-1.0)
+    assert not packed.is_written()
+    assert not packed.is_current()
+
+
 def test_plenty_of_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = weights()
     total = sum(weight.nbytes for group in layers for weight, _ in group)

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ def both(
     model: Any, ids: torch.Tensor, new: int = 24, packed: bool = False, **call: Any
 ) -> lookahead_hf.SpeculativeStats:
     """Run a call plainly and recorded; assert the same text, and speculation."""
+    lookahead_hf.enable(model)  # what is kept of it is freed where `enabled` ends
     call = {"input_ids": ids, "do_sample": False, "max_new_tokens": new, **call}
     fields = {"recorded_steps": True, "packed_weights": packed}
     return compared(model, lambda: dict(call), ids.shape[1], **fields).stats
@@ -85,12 +86,12 @@ def bits(
     model: Any, processors: LogitsProcessorList | None = None, **fields: Any
 ) -> tuple[list[int], str | None]:
     """A text in bfloat16 with the same trees in every call, and how its steps were run."""
+    lookahead_hf.enable(model)
     config = replace(scripted([list(range(3, 60))], RandomTrees(hit=1.0)), **fields)
-    with lookahead_hf.enabled(model):
-        output = model.generate(
-            prompt(), max_new_tokens=40, do_sample=False, output_logits=True,
-            return_dict_in_generate=True, speculative=config, logits_processor=processors,
-        )  # fmt: skip
+    output = model.generate(
+        prompt(), max_new_tokens=40, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, speculative=config, logits_processor=processors,
+    )  # fmt: skip
     assert output.speculative_stats.fallback_reason is None
     logits = torch.cat(output.logits).view(torch.int32).tolist()
     return [output.sequences.tolist(), logits], output.speculative_stats.graphs
@@ -135,14 +136,22 @@ def test_weights_written_to_between_calls_count(packs: None, through_data: bool)
     assert bits(model, recorded_steps=True, packed_weights=True) == (own, "packed")
 
 
-def test_little_memory_leaves_the_weights_alone(
+def test_little_memory_leaves_the_weights_alone_unless_packing_is_asked_for(
     packs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "free_memory", lambda: 1000)
+    looked: list[int] = []
+
+    def free_memory() -> int:
+        looked.append(1)
+        return 1000
+
+    monkeypatch.setattr(packing, "free_memory", free_memory)
     monkeypatch.setattr(recorded, "PACKED_AFTER", 0)
     model = tiny("llama").bfloat16()
     assert bits(model, recorded_steps=True)[1] == "recorded"
-    assert bits(model, recorded_steps=True, packed_weights=True)[1] == "recorded", "tried once"
+    assert bits(model, recorded_steps=True)[1] == "recorded"
+    assert len(looked) == 1
+    assert bits(model, recorded_steps=True, packed_weights=True)[1] == "packed"
 
 
 def test_weights_that_cannot_be_packed_leave_the_recording(
@@ -302,17 +311,43 @@ def in_doubles(model: Any) -> None:
     torch.set_default_dtype(torch.float64)
 
 
-@pytest.mark.parametrize("change", [scaled, capped, listed, in_doubles])
+def by_a_numpy_number(model: Any) -> None:
+    model.model.layers[1].mlp.scaling["default"] = np.float64(2.5)
+
+
+def in_an_object(model: Any) -> None:
+    model.model.layers[1].mlp.options.factor = -2.0  # of the same hash as -1.0
+
+
+def in_a_closure(model: Any) -> None:
+    model.model.layers[1].mlp.function = doubling(2.0)
+
+
+def doubling(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * factor
+
+
+@dataclass
+class Options:
+    factor: float = -1.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scaled, capped, listed, in_doubles, by_a_numpy_number, in_an_object, in_a_closure],
+)
 def test_settings_that_change_between_calls_count(change: Callable[[Any], None]) -> None:
     class Scaled(torch.nn.Module):
         """Keeps its factor as adapters do."""
 
         def __init__(self, inner: torch.nn.Module) -> None:
             super().__init__()
-            self.inner, self.scaling = inner, {"default": 1.0}
+            self.inner, self.scaling = inner, {"default": np.float64(1.5)}
+            self.options, self.function = Options(), doubling(1.0)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) * torch.tensor(self.scaling["default"] / 3.0)
+            x = self.function(self.inner(x)) * self.options.factor
+            return x * torch.tensor(self.scaling["default"] / 3.0)
 
     model = tiny("gemma3")
     model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp).eval()
@@ -332,10 +367,10 @@ class Once(LogitsProcessor):
     """Does something to the model in the middle of a call."""
 
     def __init__(self, change: Callable[[], Any]) -> None:
-        self.change, self.is_done = change, False
+        self.change, self.is_done, self.at = change, False, 30
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] >= 30 and not self.is_done:
+        if input_ids.shape[1] >= self.at and not self.is_done:
             self.is_done = True
             self.change()
         return scores
@@ -357,9 +392,85 @@ def test_changes_in_the_middle_of_a_call_count(change: Callable[[Any], None]) ->
         model = tiny("llama")
         before, _ = bits(model, recorded_steps=recorded_steps)
         once = LogitsProcessorList([Once(lambda model=model: change(model))])
-        outputs.append(bits(model, once, recorded_steps=recorded_steps)[0])
-        assert outputs[-1] != before
+        output, state = bits(model, once, recorded_steps=recorded_steps)
+        outputs.append(output)
+        assert output != before
     assert outputs[0] == outputs[1]
+    assert state == recorded.CHANGED
+
+
+def test_what_a_call_has_changed_is_not_traced_as_what_it_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorded, "TRACED_AFTER", 5)
+    model = tiny("llama")
+    own, _ = bits(model, recorded_steps=False)
+    attended = model.model.layers[1].self_attn
+    found = attended.scaling
+    both(model, prompt(3), 24)  # so that the next call looks the model over when it begins
+
+    def turned_up() -> None:
+        attended.scaling = 3.0 * found
+
+    early = Once(turned_up)
+    early.at = 14
+    assert bits(model, LogitsProcessorList([early]))[0] != own
+    attended.scaling = found
+    assert bits(model, recorded_steps=True) == (own, "recorded")
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_packed_weights_written_to_in_the_middle_of_a_call(packs: None, through_data: bool) -> None:
+    """Writing through `.data`, which torch does not count, is seen by the next call."""
+    model = tiny("llama").bfloat16()
+    weight = model.model.layers[1].mlp.down_proj.weight
+
+    @torch.no_grad()
+    def written() -> None:
+        (weight.data if through_data else weight).mul_(-1.0)
+
+    def call(**fields: Any) -> tuple[list[int], str | None]:
+        output = bits(model, LogitsProcessorList([Once(written)]), **fields)
+        written()
+        return output
+
+    before, _ = bits(model, recorded_steps=True, packed_weights=True)
+    own, _ = call(recorded_steps=False)
+    assert own != before
+    ours, state = call(recorded_steps=True, packed_weights=True)
+    assert (ours == own) is not through_data
+    assert state == ("packed" if through_data else "recorded")
+    written()
+    own, _ = bits(model, recorded_steps=False)
+    assert bits(model, recorded_steps=True, packed_weights=True) == (own, "packed")
+
+
+def test_hooks_around_the_model_see_hidden_states_where_they_are_configured() -> None:
+    model = tiny("llama")
+    model.config.output_hidden_states = True
+    seen: list[bool] = []
+    handle = model.register_forward_hook(
+        lambda module, args, out: seen.append(out.hidden_states is not None)
+    )
+    state = both(model, prompt(), 40).graphs
+    assert state == "hooks around the model are given more than logits"
+    assert all(seen)
+    handle.remove()
+    assert both(model, prompt(), 40).graphs == "recorded"
+
+
+def test_hidden_states_that_were_asked_for_once_leave_the_recording() -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    call = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    model.generate(prompt(), **call, output_hidden_states=True)
+    assert both(model, prompt(), 40).graphs == "recorded"
+
+
+def test_steps_that_were_not_recorded_are_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    both(model, prompt(), 40)
+    monkeypatch.setattr(Arguments, "of", lambda *_: None)
+    assert both(model, prompt(), 40).graphs == "such steps were not recorded"
 
 
 def test_new_embeddings_are_recorded_though_they_are_in_training_mode() -> None:
@@ -493,8 +604,8 @@ def test_two_threads_share_one_recording() -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        assert recorded._kept[model].refusal is None
     assert [found[index] for index in range(4)] == plain
-    assert recorded._kept[model].refusal is None
 
 
 def test_a_recording_does_not_keep_its_model_alive() -> None:
