@@ -88,15 +88,6 @@ def encodes(model: Any) -> bool:
     return bool(model.config.is_encoder_decoder or text_config(model) is not model.config)
 
 
-def captures_outputs(hook: Any) -> bool:
-    """Whether a module's hook is one of those that transformers leaves there for good.
-
-    It hangs them in once hidden states or attentions were asked for. In forwards that are not asked
-    for them they do nothing.
-    """
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
 def has_experts(model: nn.Module) -> bool:
     """Whether some layer sends every token to a few of its experts."""
     return any("Expert" in type(module).__name__ for module in model.modules())

@@ -200,7 +200,6 @@ class Target:
             return self._block(tokens, padding, _ahead(rows)).model_inputs
 
         self._recorded.prepare(rehearse, self.cache.slots, at_once)
-        self.graphs = self._recorded.state
 
     def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
         """`ahead`: tokens of every row that were fed since the prompt, [rows]."""
