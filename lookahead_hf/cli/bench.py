@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
+
 from lookahead_hf.cli import env
 from lookahead_hf.cli.demo_prompts import PROMPTS
-from lookahead_hf.cli.generate import add_generation_options, generation_arguments
-from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
+from lookahead_hf.cli.generate import generation_arguments, generation_options
+from lookahead_hf.cli.loading import encode_chat, open_model, use_threads, within_positions
 from lookahead_hf.cli.measuring import Batch, Run, measure, systems
-from lookahead_hf.cli.parsing import add_command, positive
+from lookahead_hf.cli.parsing import Arguments, command, positive
 from lookahead_hf.cli.screen import CommandError, Screen
 from lookahead_hf.cli.summary import Line, summarize
 
@@ -25,33 +26,7 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "bench",
-        run,
-        help="time plain, HF prompt lookup and speculative generation on your prompts",
-        about=(
-            "Generates every prompt by plain generate, by transformers' prompt lookup and "
-            "speculatively, and compares speeds and texts. Ctrl-C shows what there is."
-        ),
-        examples=_EXAMPLES,
-    )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="a prompt per line, or JSON records where the name ends in .jsonl (default: the two "
-        "prompts of the demo)",
-    )
-    parser.add_argument("--field", default="prompt", help="of each JSON record (default: prompt)")
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts only")
-    parser.add_argument("--rounds", type=positive, default=3, help="default: %(default)s")
-    add_generation_options(parser, new_tokens=128)
-
-
-def run(arguments: argparse.Namespace, screen: Screen) -> int:
+def run(arguments: Arguments, screen: Screen) -> int:
     """Measure, and show a table."""
     prompts = _read_prompts(arguments)
     use_threads(arguments.threads)
@@ -59,10 +34,14 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     batches, pad = _encode(model, tokenizer, prompts)
     shared = {**generation_arguments(arguments), "pad_token_id": pad}
     about = env.machine(model)
+    longest = max(batch.inputs["input_ids"].shape[1] for batch in batches)
     runs: list[Run] = []
     try:
         total = arguments.rounds * len(batches)
-        with screen.task("measuring (3 calls per prompt and round)", total, "prompts") as report:
+        with (
+            screen.task("measuring (3 calls per prompt and round)", total, "prompts") as report,
+            within_positions(model, longest, arguments.new_tokens),
+        ):
             measured = measure(model, batches, systems(), shared, arguments.rounds)
             for done, part in enumerate(measured, 1):
                 runs = part
@@ -77,7 +56,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     return 0
 
 
-def _read_prompts(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+def _read_prompts(arguments: Arguments) -> list[tuple[str, str]]:
     """Name and text of each prompt."""
     if arguments.prompts is None:
         named = list(PROMPTS.items())
@@ -141,3 +120,26 @@ def _show(lines: list[Line], about: dict[str, Any], screen: Screen) -> None:
         "the prefill; plain generate makes one token per step. In half precision texts can part "
         "where two tokens are nearly tied."
     )
+
+
+COMMAND = command(
+    "bench",
+    run,
+    help="time plain, HF prompt lookup and speculative generation on your prompts",
+    about="Generates every prompt by plain generate, by transformers' prompt lookup and "
+    "speculatively, and compares speeds and texts. Ctrl-C shows what there is.",
+    examples=_EXAMPLES,
+    params=[
+        click.Option(
+            ["--prompts"],
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="a prompt per line, or JSON records where the name ends in .jsonl (default: the "
+            "two prompts of the demo)",
+        ),
+        click.Option(["--field"], default="prompt", show_default=True, help="of each JSON record"),
+        click.Option(["--limit"], type=positive, metavar="N", help="the first N prompts only"),
+        click.Option(["--rounds"], type=positive, default=3, show_default=True),
+        *generation_options(new_tokens=128),
+    ],
+)

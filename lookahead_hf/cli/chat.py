@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-from lookahead_hf.cli.comparison import Stage, Timed, run_speculative
-from lookahead_hf.cli.generate import add_generation_options, as_data, generation_arguments
+import click
+
+from lookahead_hf.cli.comparison import Stage, Timed, run_plain, run_speculative
+from lookahead_hf.cli.generate import as_data, generation_arguments, generation_options
 from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
-from lookahead_hf.cli.parsing import add_command
+from lookahead_hf.cli.parsing import Arguments, command
 from lookahead_hf.cli.screen import Screen
+from lookahead_hf.config import DEFAULT_DRAFTERS
 
 _EXAMPLES = """\
 examples:
@@ -19,30 +23,20 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "chat",
-        run,
-        help="talk to a model; an empty line or Ctrl-D ends",
-        about=(
-            "A conversation, each answer generated speculatively and shown live. The model's cache "
-            "is kept from turn to turn, and drafts come from all that was said."
-        ),
-        examples=_EXAMPLES,
-    )
-    add_generation_options(parser)
-
-
 class Conversation:
-    """What was said, and the cache of it.
+    """What was said, the cache of it, and what drafts are made from.
 
-    The n-gram index of a turn covers its whole prompt, and that is the conversation.
+    The drafters last as long as the conversation: a turn adds its text to their index of n-grams,
+    and to what the model expected after each token.
+
+    Args:
+        stage: The model, and what belongs to it.
+        is_plain: Whether answers are generated without speculation.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, is_plain: bool = False) -> None:
         self._stage = stage
+        self._drafters = None if is_plain else _lasting_drafters()
         self._messages: list[dict[str, str]] = []
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
@@ -54,7 +48,11 @@ class Conversation:
         inputs = encode_chat(stage.model, stage.tokenizer, self._messages)
         prompt = inputs["input_ids"][0].tolist()
         known = self._keep_prefix(prompt)
-        timed = run_speculative(stage, {**inputs, "past_key_values": self._cache})
+        inputs["past_key_values"] = self._cache
+        if self._drafters is None:
+            timed = run_plain(stage, inputs)
+        else:
+            timed = run_speculative(stage, inputs, self._drafters)
         self._cached = [*prompt, *timed.ids][: self._cache.get_seq_length()]
         text = stage.tokenizer.decode(timed.ids, skip_special_tokens=True)
         self._messages.append({"role": "assistant", "content": text})
@@ -91,29 +89,63 @@ def _empty_cache(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
-def run(arguments: argparse.Namespace, screen: Screen) -> int:
+def _lasting_drafters() -> tuple[Any, ...]:
+    """The default drafters, of which nothing is forgotten between calls."""
+    from lookahead_hf.drafting.lasting import LastingNgramDrafter
+    from lookahead_hf.drafting.recycling import RecyclingDrafter
+    from lookahead_hf.ngram_pool import NumbaMissingError
+
+    try:
+        return LastingNgramDrafter(), RecyclingDrafter(keep=True)
+    except NumbaMissingError:
+        return DEFAULT_DRAFTERS  # whose names are warned of and left out
+
+
+def run(arguments: Arguments, screen: Screen) -> int:
     """Answer until the user ends the conversation."""
     import torch
 
     use_threads(arguments.threads)
     model, tokenizer = open_model(arguments.model, arguments.dtype, screen)
-    conversation = Conversation(Stage(model, tokenizer, generation_arguments(arguments), screen))
+    stage = Stage(model, tokenizer, generation_arguments(arguments), screen)
+    conversation = Conversation(stage, arguments.plain)
     torch.manual_seed(arguments.seed)
-    while said := _read_line(screen):
+    for said in _lines(screen):
         timed, known = conversation.answer(said)
-        assert timed.stats is not None
         screen.result({"prompt": said, "cached_tokens": known, **as_data(timed, tokenizer)})
-        screen.line(
-            f"{timed.tokens_per_second:.1f} tokens/s, {timed.stats.tokens_per_step:.2f} tokens per "
-            f"step, {known} tokens from the cache",
-            "dim",
-        )
+        screen.line(_summary(timed, known), "dim")
     return 0
 
 
-def _read_line(screen: Screen) -> str:
-    screen.write("\n> ", "bold")
-    try:
-        return input().strip()
-    except EOFError:
-        return ""
+def _summary(timed: Timed, known: int) -> str:
+    per_step = "" if timed.stats is None else f"{timed.stats.tokens_per_step:.2f} tokens per step, "
+    return f"{timed.tokens_per_second:.1f} tokens/s, {per_step}{known} tokens from the cache"
+
+
+def _lines(screen: Screen) -> Iterator[str]:
+    """What is said; an empty line ends it where people type, and is nothing in a file."""
+    while True:
+        screen.write("\n> ", "bold")
+        try:
+            line = input().strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+        elif sys.stdin.isatty():
+            return
+
+
+COMMAND = command(
+    "chat",
+    run,
+    help="talk to a model; an empty line or Ctrl-D ends",
+    about="A conversation, each answer generated speculatively and shown live. The model's cache "
+    "and what drafts are made from are kept from turn to turn. Lines of a file are turns too.",
+    examples=_EXAMPLES,
+    params=[
+        *generation_options(),
+        click.Option(["--plain"], is_flag=True, help="without speculation"),
+    ],
+    indent=None,
+)

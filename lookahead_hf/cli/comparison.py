@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lookahead_hf.cli.live_text import LiveText, StepRecorder
+from lookahead_hf.cli.loading import within_positions
 from lookahead_hf.cli.screen import CommandError, Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
 from lookahead_hf.fallback import SpeculationFallbackError
@@ -68,14 +70,21 @@ def run_plain(stage: Stage, inputs: dict[str, Any]) -> Timed:
     return _run(stage, inputs, LiveText(stage.tokenizer, stage.screen), speculative=False)
 
 
-def run_speculative(stage: Stage, inputs: dict[str, Any]) -> Timed:
+def run_speculative(
+    stage: Stage, inputs: dict[str, Any], drafters: Sequence[Any] = DEFAULT_DRAFTERS
+) -> Timed:
     """Generate one text speculatively and show it live, accepted tokens marked.
+
+    Args:
+        stage: The model, and what belongs to it.
+        inputs: Arguments of `generate` for this text.
+        drafters: As in a `SpeculativeConfig`.
 
     Raises:
         CommandError: This model cannot be speculated.
     """
     recorder = StepRecorder()
-    config = SpeculativeConfig(drafters=(*DEFAULT_DRAFTERS, recorder), on_fallback="error")
+    config = SpeculativeConfig(drafters=(*drafters, recorder), on_fallback="error")
     text = LiveText(stage.tokenizer, stage.screen, recorder)
     try:
         timed = _run(stage, inputs, text, config)
@@ -89,12 +98,14 @@ def run_speculative(stage: Stage, inputs: dict[str, Any]) -> Timed:
 def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, speculative: Any) -> Timed:
     import lookahead_hf
 
+    columns = inputs["input_ids"].shape[1]
     start = time.perf_counter()
-    output = stage.model.generate(
-        **inputs, **stage.generation, streamer=text, speculative=speculative
-    )
+    with within_positions(stage.model, columns, stage.generation["max_new_tokens"]):
+        output = stage.model.generate(
+            **inputs, **stage.generation, streamer=text, speculative=speculative
+        )
     seconds = time.perf_counter() - start
-    ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+    ids = output[0, columns:].tolist()
     return Timed(tuple(ids), seconds, lookahead_hf.last_stats(stage.model))
 
 

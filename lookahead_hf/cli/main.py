@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 
+import click
+
 from lookahead_hf.cli import bench, chat, demo, env, generate, pool
-from lookahead_hf.cli.screen import CommandError, JsonScreen, Screen, open_screen
+from lookahead_hf.cli.parsing import Group, examples_of
 
 _EPILOG = """\
 examples:
@@ -22,20 +22,15 @@ With --json, stdout holds the result as JSON (chat: one line per turn) and nothi
 exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 """
 
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `lookahead-hf` with all its commands."""
-    parser = argparse.ArgumentParser(
-        prog="lookahead-hf",
-        description="Speculative decoding for transformers: the same text, faster.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--no-colour", action="store_true", help="plain text on a terminal too")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, generate, chat, bench, pool, env):
-        command.add_parser(commands)
-    return parser
+COMMANDS = Group(
+    "lookahead-hf",
+    commands=[each.COMMAND for each in (demo, generate, chat, bench, pool, env)],
+    params=[click.Option(["--no-colour"], is_flag=True, help="plain text on a terminal too")],
+    help="Speculative decoding for transformers: the same text, faster.",
+    epilog=examples_of(_EPILOG),
+    no_args_is_help=False,
+)
+"""`lookahead-hf` with all its commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,19 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code.
+
+    Raises:
+        SystemExit: Help was asked for, with code 0, or the usage is wrong, with code 2.
     """
-    arguments = build_parser().parse_args(argv)
-    screen: Screen = open_screen(False if arguments.no_colour else None)
-    if arguments.json:
-        # Of a conversation, a program reads one turn after the other.
-        screen = JsonScreen(indent=None if arguments.command == "chat" else 2)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return int(arguments.run(arguments, screen))
-    except CommandError as error:
-        print(f"lookahead-hf: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        with COMMANDS.make_context("lookahead-hf", words) as context:
+            return int(COMMANDS.invoke(context))
+    except click.exceptions.Exit as end:
+        raise SystemExit(end.exit_code) from None
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None

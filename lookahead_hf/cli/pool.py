@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lookahead_hf.cli.parsing import add_command
+import click
+
+from lookahead_hf.cli.parsing import Arguments, Group, Run, command, examples_of
 from lookahead_hf.cli.screen import CommandError, Screen
 
 if TYPE_CHECKING:
@@ -38,57 +39,10 @@ Drafting from it:
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "pool",
-        help="build and look after files of n-grams to draft from",
-        description="Builds, shows, merges and checks pools: n-grams of texts to draft from.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add_build(actions)
-    info = _add_action(actions, "info", "print what a pool holds", _info)
-    info.add_argument("file", type=Path)
-    merge = _add_action(actions, "merge", "write several pools as one, in their order", _merge)
-    merge.add_argument("output", type=Path)
-    merge.add_argument("files", nargs="+", type=Path)
-    _add_max_tokens(merge, None, "default: room for all of them")
-    check = _add_action(actions, "check", "read all of a pool and compare its checksum", _check)
-    check.add_argument("file", type=Path)
-
-
-def _add_build(actions: Any) -> None:
-    build = _add_action(actions, "build", "tokenise texts into a new pool", _build)
-    build.add_argument(
-        "files", nargs="+", type=Path, help="text, or records where the name ends in .jsonl"
-    )
-    build.add_argument("--tokenizer", required=True, help="a folder or a name of the hub")
-    build.add_argument(
-        "--output", type=Path, default=Path("pool.safetensors"), help="default: %(default)s"
-    )
-    build.add_argument(
-        "--field", default="text", help="of each JSON record, dots lead inside (default: text)"
-    )
-    _add_max_tokens(build, DEFAULT_TOKENS, "beyond that the oldest leave (default: 10 million)")
-
-
-def _add_action(actions: Any, name: str, text: str, run: Callable[..., int]) -> Any:
-    about = f"{text[0].upper()}{text[1:]}."
-    return add_command(
-        actions, name, _with_messages(run), help=text, about=about, examples=_EXAMPLES
-    )
-
-
-def _add_max_tokens(parser: Any, default: int | None, text: str) -> None:
-    parser.add_argument("--max-tokens", type=int, default=default, metavar="N", help=text)
-
-
-def _with_messages(run: Callable[..., int]) -> Callable[..., int]:
+def _with_messages(run: Run) -> Run:
     """Let a file that is missing, damaged or of another tokenizer be one message."""
 
-    def guarded(arguments: argparse.Namespace, screen: Screen) -> int:
+    def guarded(arguments: Arguments, screen: Screen) -> int:
         try:
             return run(arguments, screen)
         except (ImportError, OSError, ValueError) as error:
@@ -97,7 +51,7 @@ def _with_messages(run: Callable[..., int]) -> Callable[..., int]:
     return guarded
 
 
-def _build(arguments: argparse.Namespace, screen: Screen) -> int:
+def _build(arguments: Arguments, screen: Screen) -> int:
     from lookahead_hf.drafting.pool import fingerprint
     from lookahead_hf.ngram_pool import NgramPool
 
@@ -202,13 +156,13 @@ def _decoded(file: Path, content: bytes) -> str:
         raise ValueError(f"{file} is no text in UTF-8 ({error})") from error
 
 
-def _info(arguments: argparse.Namespace, screen: Screen) -> int:
+def _info(arguments: Arguments, screen: Screen) -> int:
     from lookahead_hf.ngram_pool import NgramPool
 
     return _show(NgramPool.load(arguments.file), arguments.file, screen)
 
 
-def _merge(arguments: argparse.Namespace, screen: Screen) -> int:
+def _merge(arguments: Arguments, screen: Screen) -> int:
     from lookahead_hf.ngram_pool import NgramPool
 
     pools = [NgramPool.load(file) for file in arguments.files]
@@ -228,13 +182,13 @@ def _merge(arguments: argparse.Namespace, screen: Screen) -> int:
     return _save(merged, arguments, screen)
 
 
-def _save(pool: NgramPool, arguments: argparse.Namespace, screen: Screen) -> int:
+def _save(pool: NgramPool, arguments: Arguments, screen: Screen) -> int:
     with screen.task(f"writing {arguments.output}"):
         pool.save(arguments.output)
     return _show(pool, arguments.output, screen)
 
 
-def _check(arguments: argparse.Namespace, screen: Screen) -> int:
+def _check(arguments: Arguments, screen: Screen) -> int:
     from lookahead_hf.ngram_pool import store
 
     with screen.task(f"reading {arguments.file}"):
@@ -261,3 +215,63 @@ def _readable(info: PoolInfo) -> dict[str, str]:
         "vocabulary": "not said" if info.vocab_size is None else f"{info.vocab_size:,} tokens",
         "tokenizer": info.tokenizer_fingerprint or "not said",
     }
+
+
+_FILE = click.Path(path_type=Path)
+
+
+def _action(name: str, text: str, run: Run, *params: click.Parameter) -> click.Command:
+    about = f"{text[0].upper()}{text[1:]}."
+    return command(
+        name, _with_messages(run), help=text, about=about, examples=_EXAMPLES, params=params
+    )
+
+
+def _files() -> click.Parameter:
+    return click.Argument(["files"], nargs=-1, required=True, type=_FILE)
+
+
+def _max_tokens(default: int | None, text: str) -> click.Parameter:
+    return click.Option(["--max-tokens"], type=int, default=default, metavar="N", help=text)
+
+
+COMMAND = Group(
+    "pool",
+    short_help="build and look after files of n-grams to draft from",
+    help="Builds, shows, merges and checks pools: n-grams of texts to draft from.",
+    epilog=examples_of(_EXAMPLES),
+    subcommand_metavar="ACTION [ARGUMENTS]...",
+    no_args_is_help=False,
+    commands=[
+        _action(
+            "build",
+            "tokenise texts into a new pool; records where a name ends in .jsonl",
+            _build,
+            _files(),
+            click.Option(["--tokenizer"], required=True, help="a folder or a name of the hub"),
+            click.Option(["--output"], type=_FILE, default="pool.safetensors", show_default=True),
+            click.Option(
+                ["--field"],
+                default="text",
+                show_default=True,
+                help="of each JSON record, dots lead inside",
+            ),
+            _max_tokens(DEFAULT_TOKENS, "beyond that the oldest leave (default: 10 million)"),
+        ),
+        _action("info", "print what a pool holds", _info, click.Argument(["file"], type=_FILE)),
+        _action(
+            "merge",
+            "write several pools as one, in their order",
+            _merge,
+            click.Argument(["output"], type=_FILE),
+            _files(),
+            _max_tokens(None, "default: room for all of them"),
+        ),
+        _action(
+            "check",
+            "read all of a pool and compare its checksum",
+            _check,
+            click.Argument(["file"], type=_FILE),
+        ),
+    ],
+)

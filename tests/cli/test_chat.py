@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
+from lookahead_hf.ngram_pool import SuffixIndex
 from tests.cli.tiny_chat import DRAFTING, save_tiny_chat, stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
@@ -32,8 +35,21 @@ def stage(folder: str) -> Stage:
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Lines of a file, read by `input`."""
     left = iter(lines)
-    monkeypatch.setattr(builtins, "input", lambda: next(left))
+
+    def read() -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", read)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -74,6 +90,32 @@ def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
     assert timed.stats is not None and timed.stats.num_accepted > 0
 
 
+def test_what_drafts_are_made_from_lasts(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "SpeculativeConfig", partial(SpeculativeConfig, **DRAFTING))
+    conversation = Conversation(stage)
+    added: list[int] = []
+    extend = SuffixIndex.extend
+
+    def noting(self: SuffixIndex, token_ids: Any) -> None:
+        added.append(len(token_ids))
+        extend(self, token_ids)
+
+    monkeypatch.setattr(SuffixIndex, "extend", noting)
+    conversation.answer(TURNS[0])
+    ngram, recycling = conversation._drafters or ()
+    (index,) = ngram._indexes
+    memory = recycling._memory
+    assert memory is not None
+    added.clear()
+    timed, known = conversation.answer(TURNS[1])
+    assert ngram._indexes == [index] and recycling._memory is memory
+    # All but what both prompts begin with, and a border: the bytes that a random model writes are
+    # no text, and come back as others.
+    assert sum(added) <= len(conversation._cached) + 1 - known + 1
+    assert known > 10
+    assert timed.stats is not None and set(timed.stats.per_source) == {"ngram", "recycling"}
+
+
 def test_a_cache_that_cannot_be_shortened_is_made_anew(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,15 +135,26 @@ def test_a_cache_that_cannot_be_shortened_is_made_anew(
 def test_it_answers_until_an_empty_line(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say(monkeypatch, "abc", "abcd", "")
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    say(monkeypatch, "abc", "abcd", "", "never asked")
     assert main(["chat", "--model", folder, "--new-tokens", "16"]) == 0
     assert capsys.readouterr().out.count("tokens per step") == 2
+
+
+def test_plain_answers_say_nothing_of_steps(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "abc", "abcd")
+    assert main(["chat", "--model", folder, "--new-tokens", "8", "--plain", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["stats"] is None and second["cached_tokens"] > 4
 
 
 def test_json_has_a_line_per_turn(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say(monkeypatch, "abc", "abcd", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    say(monkeypatch, "", "abc", "  ", "abcd", "")
     assert main(["chat", "--model", folder, "--new-tokens", "16", "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["prompt"], first["cached_tokens"]) == ("abc", 0)
