@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from torch import nn
 from transformers import GenerationMixin
@@ -104,8 +105,12 @@ def enable(model: _Model) -> _Model:
 def disable(model: _Model) -> _Model:
     """Undo `enable`: `model.generate` is again exactly what it was.
 
+    What was kept of the model for later calls is freed: recorded steps, packed weights, captured
+    graphs with their K and V. That goes for any model that has generated speculatively, however it
+    came to that; where calls are still made, they begin anew.
+
     Args:
-        model: What was enabled; a model that is not stays as it is.
+        model: A model, enabled or not.
 
     Returns:
         The same object.
@@ -114,14 +119,23 @@ def disable(model: _Model) -> _Model:
     hook = vars(target).get("generate")
     if isinstance(hook, Hook):
         hook.remove()
-        graphs.release(target)
-        recorded.release(target)
+    _free(target)
     return model
+
+
+def _free(model: Any) -> None:
+    """Free what is kept of a model for later calls."""
+    graphs.release(model)
+    recorded.release(model)
 
 
 @contextmanager
 def enabled(model: _Model) -> Iterator[_Model]:
-    """Enable a model inside a `with` block; afterwards it is as it was found."""
+    """Enable a model inside a `with` block; afterwards it is as it was found.
+
+    What was kept of it for later calls is freed then, as by `disable`, unless it was enabled
+    before. Use `enable` where one call after the other is made.
+    """
     target = unwrap(model)
     found = vars(target).get("generate")
     enable(target)
@@ -129,10 +143,15 @@ def enabled(model: _Model) -> Iterator[_Model]:
         yield model
     finally:
         _put(target, found)
+        if not isinstance(found, Hook):
+            _free(target)
 
 
 _everywhere: Callable[..., Any] | None = None
 """What `enable_everywhere` put into `GenerationMixin`, None while it is off."""
+
+_reached: WeakSet[Any] = WeakSet()
+"""Models whose calls came by it."""
 
 
 def enable_everywhere() -> None:
@@ -144,12 +163,19 @@ def enable_everywhere() -> None:
 
 
 def disable_everywhere() -> None:
-    """Undo `enable_everywhere`; models that were enabled one by one stay enabled."""
+    """Undo `enable_everywhere`; models that were enabled one by one stay enabled.
+
+    What was kept of all others for later calls is freed, as by `disable`.
+    """
     global _everywhere
     hook, _everywhere = _everywhere, None
     # Where somebody else has wrapped ours since, it stays below theirs and only passes calls on.
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
+    while _reached:
+        model = _reached.pop()
+        if not isinstance(vars(model).get("generate"), Hook):
+            _free(model)
 
 
 def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,6 +183,7 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _everywhere is not generate:
             return original(self, *args, **kwargs)
+        _reached.add(self)
         return run(self, MethodType(original, self), args, kwargs)
 
     return generate
@@ -164,6 +191,9 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate speculatively without patching anything: `model.generate` with speculation on.
+
+    What is kept of the model for later calls (recorded steps, packed weights, captured graphs) is
+    freed with it, or by `disable(model)`.
 
     Args:
         model: As for `enable`.

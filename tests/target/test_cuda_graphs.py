@@ -27,8 +27,8 @@ def compare(model: Any, inputs: dict[str, torch.Tensor], **call: Any) -> str | N
     truth = continuations(plain, inputs["input_ids"].shape[1])
     config = replace(scripted(truth, RandomTrees()), cuda_graphs=True)
     torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **call, speculative=config)
+    lookahead_hf.enable(model)  # graphs are freed where `enabled` ends
+    ours = model.generate(**inputs, **call, speculative=config)
     assert ours.tolist() == plain.tolist()
     assert torch.equal(torch.cuda.get_rng_state(), after)
     stats = lookahead_hf.last_stats(model)

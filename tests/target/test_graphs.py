@@ -41,8 +41,8 @@ def compare(
     truth = continuations(plain, inputs["input_ids"].shape[1])
     config = replace(scripted(truth, RandomTrees()), **{"cuda_graphs": True, **(fields or {})})
     torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **call, speculative=config)
+    lookahead_hf.enable(model)  # graphs are freed where `enabled` ends
+    ours = model.generate(**inputs, **call, speculative=config)
     assert ours.tolist() == plain.tolist()
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
