@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf import compat, ngram_pool
+from lookahead_hf import compat
+from lookahead_hf.drafting.compiled import compile_or_say
 from lookahead_hf.drafting.costs import SIZES
 from lookahead_hf.drafting.session import cost_setting, memory_of
 from lookahead_hf.fallback import Unserved
@@ -64,8 +65,7 @@ def warm_up(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
     model = unwrap(model)
-    if ngram_pool.available():
-        ngram_pool.compile_now()
+    compile_or_say()
     try:
         admission.check_setup(model)
         admission.check_model(model)

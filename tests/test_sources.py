@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -168,6 +169,39 @@ def test_a_pool_learns_only_where_it_is_told_to() -> None:
             accepted.append(stats.num_accepted)
     assert accepted[:2] == [0, 0]
     assert accepted[2] > 20
+
+
+class Unknown(LogitsProcessor):
+    """May look at the batch, for all that is known: rows then step together."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("engine", "extra"),
+    [
+        ("walk", {}),
+        ("walk", {"return_dict_in_generate": True}),
+        ("lockstep", {"logits_processor": LogitsProcessorList([Unknown()])}),
+    ],
+)
+def test_what_follows_the_end_of_a_text_is_not_learned(engine: str, extra: dict[str, Any]) -> None:
+    model, ids = tiny("llama"), prompt(3)
+    call = {**GREEDY, **extra}
+    eos = int(model.generate(ids, **GREEDY)[0, 18])
+    pool = NgramPool(10_000)
+    config = config_of(("ngram",), pool=pool, learn=True)
+    with lookahead_hf.enabled(model):
+        given = model.generate(ids, **call, eos_token_id=eos, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.engine == engine
+    texts: list[int] = []
+    for row in (given if isinstance(given, torch.Tensor) else given.sequences).tolist():
+        end = row.index(eos, 12) + 1 if eos in row[12:] else len(row)
+        texts += [*row[4:end], -1]
+    assert len(texts) < 3 * 49  # a row has ended before the others
+    assert pool._texts().tolist() == texts
 
 
 def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:

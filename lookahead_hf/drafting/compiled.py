@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import warnings
+from contextlib import suppress
 from types import ModuleType
 
 import numpy as np
 
+from lookahead_hf import ngram_pool
+from lookahead_hf.drafting import reference
 from lookahead_hf.ngram_pool.compilation import register
 
-
-@functools.cache
-def has_numba() -> bool:
-    """Whether compiled functions can be had at all."""
-    return importlib.util.find_spec("numba") is not None
+_is_said = False
 
 
-@functools.cache
 def functions() -> ModuleType:
     """The module with the tree and calibration functions, importing numba on first use."""
-    if has_numba():
-        from lookahead_hf.drafting import _numba as compiled
+    return reference if ngram_pool.failed() else _fastest()
 
-        return compiled
-    from lookahead_hf.drafting import reference
 
-    return reference
+@functools.cache
+def _fastest() -> ModuleType:
+    try:
+        from lookahead_hf.drafting import _numba
+    except Exception:  # numba is missing or does not work
+        return reference
+    return _numba
+
+
+def compile_or_say() -> None:
+    """Compile what is not compiled yet; where that cannot be done, calls go on without it."""
+    with suppress(Exception):
+        ngram_pool.compile_now()
+    try:
+        ngram_pool.check_available()
+    except ngram_pool.NumbaMissingError as error:
+        say_once(error)
+
+
+def say_once(error: ngram_pool.NumbaMissingError) -> None:
+    """Warn that there are no indexes to draft from, once in a process."""
+    global _is_said
+    if not _is_said:
+        _is_said = True
+        warnings.warn(
+            f"the drafters 'ngram', 'recycling' and 'pool' are left out of calls: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _warm_up() -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from lookahead_hf.drafting.calibration import Calibration, unique_names
-from lookahead_hf.drafting.compiled import functions
+from lookahead_hf.drafting.compiled import functions, say_once
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.tree import ANY_TOKEN, merge
+from lookahead_hf.ngram_pool import NumbaMissingError
 from lookahead_hf.steps import DraftTree, Verdict
 
 if TYPE_CHECKING:
@@ -168,6 +169,9 @@ class Ensemble(Drafter):
         start = perf_counter()
         try:
             return call()
+        except NumbaMissingError as error:  # it failed to compile while the call waited for it
+            self._working[index] = False
+            say_once(error)
         except Exception as error:
             if self._working[index]:
                 self._working[index] = False

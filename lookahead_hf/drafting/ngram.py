@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.ngram_pool import Continuations, NumbaMissingError, SuffixIndex, available
+from lookahead_hf.ngram_pool import Continuations, SuffixIndex, check_available
 from lookahead_hf.ngram_pool.suffix_index import LONGEST_MATCH, NUM_BUCKETS, check_limits
 from lookahead_hf.steps import DraftTree, Evidence, Verdict
 
@@ -43,12 +43,11 @@ class NgramDrafter(Drafter):
             max_ngram: Longest match that is told from shorter ones.
 
         Raises:
-            NumbaMissingError: numba is not installed.
+            NumbaMissingError: numba is missing or does not work.
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
-        if not available():
-            raise NumbaMissingError
+        check_available()
         self._limits = min_ngram, max_ngram
         self._indexes: list[SuffixIndex] = []
         self.rates = self.prior()
@@ -61,6 +60,7 @@ class NgramDrafter(Drafter):
         return rates_of(ONLY_CONTINUATION)
 
     def begin(self, rows: Rows) -> None:
+        check_available()
         self._indexes = [SuffixIndex(*self._limits) for _ in range(rows.num_rows)]
         for row, index in enumerate(self._indexes):
             if rows.encoder_ids is not None:

@@ -12,15 +12,16 @@ import hashlib
 import json
 import os
 import threading
+import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ngram import joined, rates_of
-from lookahead_hf.ngram_pool import Continuations, NgramPool
+from lookahead_hf.ngram_pool import Continuations, NgramPool, check_available
 from lookahead_hf.ngram_pool.suffix_index import LONGEST_MATCH, NUM_BUCKETS, check_limits
 from lookahead_hf.steps import DraftTree
 
@@ -36,6 +37,9 @@ than the request's own text is believed, throughout.
 
 CONTEXT = 8
 """Prompt tokens that are learned before a generated text, so that its beginning can be found."""
+
+LEAST_SHARE = 0.9
+"""A vocabulary is often padded, to a multiple of 64 or for tokens to come, but seldom by more."""
 
 
 class PoolDrafter(Drafter):
@@ -61,11 +65,12 @@ class PoolDrafter(Drafter):
                 ends, each with the last tokens of its prompt before it. Without it nothing of one
                 request reaches another.
             vocab_size: Token ids of the target.
-            tokenizer: The target's, where the caller gave it.
+            tokenizer: The target's, where the caller gave it; a processor's is its tokenizer.
             min_ngram: Shortest match that is drafted from.
             max_ngram: Longest match that is told from shorter ones.
 
         Raises:
+            NumbaMissingError: numba is missing or does not work.
             ValueError: An option is of the wrong type or out of its range, or the pool has token
                 ids that the target does not have or was built with another tokenizer.
         """
@@ -74,12 +79,8 @@ class PoolDrafter(Drafter):
         if not isinstance(learn, bool):
             raise ValueError(f"learn must be True or False, not {learn!r}")
         check_limits(min_ngram, max_ngram)
-        if vocab_size is not None and (pool.vocab_size or 0) > vocab_size:
-            raise ValueError(
-                f"the pool has token ids below {pool.vocab_size}, the model below {vocab_size}: "
-                "build a pool with the tokenizer of this model"
-            )
-        _check_tokenizer(pool, tokenizer)
+        check_available()
+        _check_tokenizer(pool, vocab_size, getattr(tokenizer, "tokenizer", tokenizer))
         self._pool, self._learn = pool, learn
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self.rates = self.prior()
@@ -90,6 +91,9 @@ class PoolDrafter(Drafter):
 
     def prior(self) -> np.ndarray:
         return rates_of(ONLY_CONTINUATION)
+
+    def begin(self, rows: Rows) -> None:
+        check_available()
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return joined(
@@ -105,9 +109,10 @@ class PoolDrafter(Drafter):
 
     def end(self, rows: Rows) -> None:
         if self._learn:
-            for row in np.flatnonzero(rows.num_emitted).tolist():
-                start = max(0, rows.prompt_length(row) - CONTEXT)
-                self._pool.add(rows.context(row)[start:])
+            for row in np.flatnonzero(rows.num_text).tolist():
+                text = rows.prompt_length(row)
+                end = text + int(rows.num_text[row])  # pads may follow
+                self._pool.add(rows.context(row)[max(0, text - CONTEXT) : end])
 
 
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:
@@ -151,9 +156,18 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:32]
 
 
-def _check_tokenizer(pool: NgramPool, tokenizer: Any) -> None:
+def _check_tokenizer(pool: NgramPool, vocab_size: int | None, tokenizer: Any) -> None:
+    """Refuse a pool of another tokenizer as far as can be told, and say so where it cannot."""
+    if vocab_size is not None and (pool.vocab_size or 0) > vocab_size:
+        raise ValueError(
+            f"the pool has token ids below {pool.vocab_size}, the model below {vocab_size}: "
+            "build a pool with the tokenizer of this model"
+        )
     known = pool.tokenizer_fingerprint
-    if known is None or not hasattr(tokenizer, "get_vocab"):
+    if not hasattr(tokenizer, "get_vocab"):
+        _warn_of_sizes(pool, vocab_size)
+        return
+    if known is None:
         return
     # The hash takes as long as a step or two, and a vocabulary only ever grows.
     size, found = _fingerprints.get(tokenizer, (0, ""))
@@ -167,4 +181,20 @@ def _check_tokenizer(pool: NgramPool, tokenizer: Any) -> None:
         )
 
 
+def _warn_of_sizes(pool: NgramPool, vocab_size: int | None) -> None:
+    """Warn once of a pool whose vocabulary is smaller than the model's by more than padding."""
+    if vocab_size is None or pool.vocab_size is None or pool in _warned:
+        return
+    if pool.vocab_size < LEAST_SHARE * vocab_size:
+        _warned.add(pool)
+        warnings.warn(
+            f"the pool has token ids below {pool.vocab_size}, the model below {vocab_size}: if the "
+            "pool was built with another tokenizer, what is drafted from it is worthless. Pass "
+            "tokenizer= in the call to have that checked",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_warned: WeakSet[NgramPool] = WeakSet()
 _fingerprints: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()

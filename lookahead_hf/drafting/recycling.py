@@ -16,6 +16,7 @@ from lookahead_hf.config import check_int
 from lookahead_hf.drafting.best_tokens import BestTokens
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.recycling_reference import MIN_REACH, NUM_BUCKETS
+from lookahead_hf.ngram_pool import check_available
 from lookahead_hf.steps import DraftTree, Evidence, Verdict
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class RecyclingDrafter(Drafter):
             keep: Whether the memory outlives a call of this object.
 
         Raises:
+            NumbaMissingError: numba is missing or does not work.
             ValueError: An option is out of its range.
         """
         check_int("recycling: top_k", top_k, 1, MAX_TOP_K)
@@ -85,6 +87,7 @@ class RecyclingDrafter(Drafter):
         check_int("recycling: capacity", capacity, 1, 2**24)
         if not isinstance(keep, bool):
             raise ValueError(f"recycling: keep must be True or False, not {keep!r}")
+        check_available()
         self._top_k, self._num_next = top_k, num_next
         self._capacity, self._keep = capacity, keep
         self._memory: LogitsMemory | None = None
@@ -105,6 +108,7 @@ class RecyclingDrafter(Drafter):
         return np.array([PAIR_RATES, SINGLE_RATES, NEXT_RATES], np.float32).ravel()
 
     def begin(self, rows: Rows) -> None:
+        check_available()
         from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
 
         if self._memory is None or not self._keep:

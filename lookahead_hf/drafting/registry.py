@@ -12,8 +12,9 @@ import numpy as np
 
 from lookahead_hf.config import BUILT_IN_DRAFTERS, DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.drafting.adapted import Adapted
-from lookahead_hf.drafting.compiled import has_numba
+from lookahead_hf.drafting.compiled import say_once
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.ngram_pool import NumbaMissingError
 
 _CLASSES = {
     "ngram": ("ngram", "NgramDrafter"),
@@ -23,8 +24,6 @@ _CLASSES = {
     "assistant": ("assistant", "AssistantDrafter"),
     "lookahead": ("lookahead", "LookaheadDrafter"),
 }
-
-_NEEDS_NUMBA = ("ngram", "recycling", "pool")
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ def build(
         resources: What the drafters can draw on.
 
     Returns:
-        The drafters in order. Where numba is missing, those that keep an index are left out with a
-        warning.
+        The drafters in order. Where numba is missing or does not work, those that keep an index are
+        left out, with one warning in a process.
 
     Raises:
         ValueError: An unknown name or option, or "assistant" without one.
@@ -94,9 +93,8 @@ def build(
                 built.append(_make(drafter, options, resources.predictions))
         elif drafter == "assistant":
             built.append(_make_assistant(options, resources))
-        elif _is_usable(drafter):
-            is_pool = drafter == "pool"
-            built.append(_make_pool(options, resources) if is_pool else _make(drafter, options))
+        else:
+            built += _by_name(drafter, options, resources)
     return built
 
 
@@ -113,6 +111,22 @@ def _adapted(drafter: Any, resources: Resources) -> list[Drafter]:
             RuntimeWarning,
             stacklevel=3,
         )
+        return []
+
+
+def _by_name(
+    name: str, options: Mapping[str, Mapping[str, Any]], resources: Resources
+) -> list[Drafter]:
+    """A drafter that needs no more than its name; nothing of one whose index cannot be built."""
+    if name not in _CLASSES:
+        raise ValueError(
+            f"there is no drafter {name!r}; there are {', '.join(BUILT_IN_DRAFTERS)}, and Drafter "
+            "objects of your own"
+        )
+    try:
+        return [_make_pool(options, resources) if name == "pool" else _make(name, options)]
+    except NumbaMissingError as error:
+        say_once(error)
         return []
 
 
@@ -148,23 +162,6 @@ def _make_assistant(options: Mapping[str, Mapping[str, Any]], resources: Resourc
         "settings": resources.settings,
     }
     return _make("assistant", options, resources.assistant, **given)
-
-
-def _is_usable(name: str) -> bool:
-    if name not in _CLASSES:
-        raise ValueError(
-            f"there is no drafter {name!r}; there are {', '.join(BUILT_IN_DRAFTERS)}, and Drafter "
-            "objects of your own"
-        )
-    if name in _NEEDS_NUMBA and not has_numba():
-        warnings.warn(
-            f"the drafter {name!r} needs numba, which is not installed, and is left out "
-            "(`pip install numba`)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return False
-    return True
 
 
 def _make(

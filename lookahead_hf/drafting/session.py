@@ -148,8 +148,7 @@ class DraftSession:
     def begin(self, rows: Rows) -> None:
         """Show the texts to the sources; until numba has compiled, the call goes on plainly."""
         try:
-            if ngram_pool.available() and not ngram_pool.compiled():
-                ngram_pool.compile_in_background()
+            if not ngram_pool.ready():
                 return
             self._begun = True
             self._guarded(lambda: self._begin(rows))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from lookahead_hf.ngram_pool.compilation import (
     NumbaMissingError,
     available,
+    check_available,
     compile_in_background,
     compile_now,
     compiled,
+    failed,
+    ready,
 )
 from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
 from lookahead_hf.ngram_pool.suffix_index import Continuations, SuffixIndex
@@ -19,7 +22,10 @@ __all__ = [
     "PoolInfo",
     "SuffixIndex",
     "available",
+    "check_available",
     "compile_in_background",
     "compile_now",
     "compiled",
+    "failed",
+    "ready",
 ]

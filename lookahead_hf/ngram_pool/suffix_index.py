@@ -70,7 +70,7 @@ class SuffixIndex:
             max_ngram: Longest match that is told from shorter ones.
 
         Raises:
-            NumbaMissingError: numba cannot be imported.
+            NumbaMissingError: numba is missing or cannot be imported.
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
@@ -190,8 +190,8 @@ def level_of(match_len: int) -> int:
 def _functions() -> ModuleType:
     try:
         from lookahead_hf.ngram_pool import _numba
-    except ImportError as error:
-        raise NumbaMissingError from error
+    except Exception as error:  # numba fails in many ways where other packages do not fit it
+        raise NumbaMissingError(error) from error
     return _numba
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ngram import NgramDrafter
-from lookahead_hf.ngram_pool import NumbaMissingError
+from lookahead_hf.ngram_pool import NumbaMissingError, compilation
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 
@@ -159,6 +159,9 @@ def test_options_reach_the_index() -> None:
 
 
 def test_without_numba_there_is_no_such_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookahead_hf.drafting.ngram.available", lambda: False)
+    drafter, rows = begun([[1, 2]], [3])
+    monkeypatch.setattr(compilation, "_is_installed", lambda: False)
     with pytest.raises(NumbaMissingError, match="pip install numba"):
         NgramDrafter()
+    with pytest.raises(NumbaMissingError, match="pip install numba"):
+        drafter.begin(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,16 @@ def test_what_was_generated_is_learned_with_the_end_of_its_prompt() -> None:
     assert chains(later.propose(rows_of([[118, 119]], [[7]]), 8), 0) == [[8], [8, 9]]
 
 
+def test_pads_after_a_text_are_not_learned() -> None:
+    pool = NgramPool()
+    rows = rows_of([[1, 2, 3], [0, 4, 5]], [[7, 8], [9]])
+    rows.end(1)
+    for row, token in ((0, 6), (1, 0), (1, 0)):
+        rows.emit(row, token)
+    PoolDrafter(pool, learn=True).end(rows)
+    assert pool._texts().tolist() == [1, 2, 3, 7, 8, 6, -1, 4, 5, 9, -1]
+
+
 def test_a_row_that_emitted_nothing_teaches_nothing() -> None:
     pool = NgramPool()
     PoolDrafter(pool, learn=True).end(rows_of([[1, 2, 3]], [[]]))
@@ -151,8 +162,8 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_larger_vocabulary_of_the_model_is_padding() -> None:
-    PoolDrafter(NgramPool(vocab_size=100), vocab_size=128)
-    PoolDrafter(NgramPool(), vocab_size=128)
+    PoolDrafter(NgramPool(vocab_size=1_000), vocab_size=1_024)
+    PoolDrafter(NgramPool(), vocab_size=1_024)
 
 
 def test_a_pool_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -167,6 +178,31 @@ def test_a_pool_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(ValueError, match="build a pool with the tokenizer of this model"):
         built()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_much_smaller_vocabulary_is_spoken_of_once() -> None:
+    pool = NgramPool(vocab_size=50_257, tokenizer_fingerprint="abc")
+    PoolDrafter(pool, vocab_size=50_304)
+    with pytest.warns(RuntimeWarning, match="below 50257, the model below 128256.*tokenizer="):
+        PoolDrafter(pool, vocab_size=128_256)
+    PoolDrafter(pool, vocab_size=128_256)
+    PoolDrafter(NgramPool(), vocab_size=128_256)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_processors_tokenizer_is_looked_at() -> None:
+    @dataclass
+    class Processor:
+        tokenizer: Any
+
+    tokenizer = byte_tokenizer()
+    size, known = len(tokenizer), fingerprint(tokenizer)
+    pool = NgramPool(vocab_size=size, tokenizer_fingerprint=known)
+    PoolDrafter(pool, vocab_size=2 * size, tokenizer=Processor(tokenizer))
+    other = NgramPool(vocab_size=size, tokenizer_fingerprint="of another")
+    with pytest.raises(ValueError, match="build a pool with the tokenizer of this model"):
+        PoolDrafter(other, vocab_size=2 * size, tokenizer=Processor(tokenizer))
 
 
 def test_a_file_is_opened_once_until_it_changes(tmp_path: Path) -> None:

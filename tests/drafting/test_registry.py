@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lookahead_hf import drafting
-from lookahead_hf.drafting import registry
+from lookahead_hf.drafting import compiled
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.prediction import PredictionDrafter
 from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.ngram_pool import NgramPool, compilation
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 
@@ -87,12 +89,18 @@ def test_options_reach_the_drafter_of_their_name() -> None:
         build(["recycling"], {"recycling": {"size": 3}})
 
 
-def test_without_numba_what_needs_no_index_still_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "has_numba", lambda: False)
-    with pytest.warns(RuntimeWarning, match="numba, which is not installed") as caught:
-        drafters = build(["ngram", "recycling", Own()], {}, Resources(GUESS))
-    assert names_of(drafters) == ["prediction", "own"]
-    assert len(caught) == 2
+def test_without_numba_what_needs_no_index_still_drafts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    NgramPool().save(tmp_path / "pool")
+    monkeypatch.setattr(compilation, "_is_installed", lambda: False)
+    monkeypatch.setattr(compiled, "_is_said", False)
+    resources = Resources(GUESS, pool=tmp_path / "pool")
+    with pytest.warns(RuntimeWarning, match="'pool' are left out.*not installed") as caught:
+        for _ in range(2):
+            drafters = build(["ngram", "recycling", Own()], {}, resources)
+            assert names_of(drafters) == ["prediction", "own"]
+    assert len(caught) == 1
 
 
 def test_no_sources_draft_nothing() -> None:

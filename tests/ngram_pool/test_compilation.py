@@ -1,0 +1,221 @@
+"""When numba's functions are ready, what a failure costs, and what of them is kept on disk."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookahead_hf.ngram_pool import NumbaMissingError, compilation
+
+pytest.importorskip("numba")
+
+from numba.core import config
+from numba.core.caching import IndexDataCacheFile
+
+from lookahead_hf.ngram_pool import jit
+
+TOY = """
+from lookahead_hf.ngram_pool.jit import jit
+
+@jit
+def inner(x):
+    return x + 1
+
+@jit
+def double(x):
+    return 2 * inner(x)
+"""
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
+    """What there is to compile, in place of our functions; nothing has failed yet."""
+    pending: list[Callable[[], None]] = []
+    for name, value in {
+        "_pending": pending,
+        "_failure": None,
+        "_failed_at": 0.0,
+        "_background": None,
+    }.items():
+        monkeypatch.setattr(compilation, name, value)
+    yield pending
+    settle()
+
+
+def settle() -> None:
+    if compilation._background is not None:
+        compilation._background.join()
+
+
+def test_a_call_waits_only_while_compiling(work: list[Callable[[], None]]) -> None:
+    go = threading.Event()
+    compilation.register(lambda: bool(go.wait(60)))
+    assert not compilation.ready() and not compilation.ready()
+    assert compilation.available() and not compilation.compiled()
+    go.set()
+    settle()
+    assert compilation.ready() and compilation.compiled()
+
+
+def test_what_failed_is_tried_again_after_a_while(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    go = threading.Event()
+
+    def compile_later() -> None:
+        seen.append(compilation.failed())
+        if len(seen) == 1:
+            raise MemoryError("too little memory")
+        go.wait(60)
+
+    compilation.register(compile_later)
+    compilation.ready()
+    settle()
+    assert compilation.ready() and not compilation.available()
+    with pytest.raises(NumbaMissingError, match="does not work here .MemoryError: too little"):
+        compilation.check_available()
+    settle()
+    assert len(seen) == 1  # not at once
+    monkeypatch.setattr(compilation, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    assert compilation.ready()  # calls go on without, while it is tried
+    assert compilation.failed()
+    go.set()
+    settle()
+    assert compilation.ready() and compilation.available() and compilation.compiled()
+    assert seen == [False, False]  # the thread that tries is not told of the failure
+    compilation.check_available()
+
+
+def test_a_numba_that_cannot_be_imported_is_not_tried_again(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def fail() -> None:
+        seen.append(1)
+        raise NumbaMissingError(ImportError("Numba needs NumPy 2.3 or less"))
+
+    compilation.register(fail)
+    monkeypatch.setattr(compilation, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    for _ in range(3):
+        compilation.ready()
+        settle()
+    assert len(seen) == 1
+    with pytest.raises(NumbaMissingError, match="does not work here .ImportError: Numba needs"):
+        compilation.check_available()
+    with pytest.raises(NumbaMissingError):
+        compilation.compile_now()  # who asks for it is told
+
+
+def test_a_thread_that_cannot_be_started_costs_no_call(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    compilation.register(lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        assert compilation.ready() and not compilation.available()
+    monkeypatch.setattr(compilation, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    compilation.ready()
+    settle()
+    assert compilation.compiled() and compilation.available()
+
+
+def test_without_numba_nothing_waits(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation.register(lambda: pytest.fail("there is nothing to compile with"))
+    monkeypatch.setattr(compilation, "_is_installed", lambda: False)
+    assert compilation.ready() and not compilation.available()
+    assert compilation._background is None
+    with pytest.raises(NumbaMissingError, match="is not installed"):
+        compilation.check_available()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module; numba's own folders are below it."""
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+    monkeypatch.setattr(jit, "_is_said", False)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "users"))
+    (tmp_path / "toy.py").write_text(TOY)
+    return tmp_path
+
+
+def toy(folder: Path) -> Any:
+    """The module, as a new process finds it."""
+    spec = importlib.util.spec_from_file_location("toy", folder / "toy.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def num_found(module: Any) -> int:
+    """How often a compiled function was found on disk."""
+    return sum(module.double.stats.cache_hits.values())
+
+
+def test_compiled_functions_are_kept_beside_the_module(folder: Path) -> None:
+    assert toy(folder).double(3) == 8
+    assert list((folder / "__pycache__").glob("*.nbi"))
+    again = toy(folder)
+    assert again.double(3) == 8 and num_found(again) == 1
+
+
+def test_beside_a_read_only_install_they_are_kept_for_the_user(folder: Path) -> None:
+    (folder / "__pycache__").write_text("")  # can be no folder, whoever runs this
+    assert toy(folder).double(3) == 8
+    assert list((folder / "users").rglob("*.nbi"))
+    again = toy(folder)
+    assert again.double(3) == 8 and num_found(again) == 1
+
+
+def test_where_nothing_can_be_written_they_are_compiled_anew(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "__pycache__").write_text("")
+    (folder / "users").write_text("")
+    for _ in range(2):
+        module = toy(folder)
+        assert module.double(3) == 8 and num_found(module) == 0
+    (said,) = caplog.messages
+    assert "NUMBA_CACHE_DIR" in said
+
+
+def test_a_full_disk_costs_one_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexDataCacheFile, "_save_data", fail)
+        module = toy(folder)
+        assert module.double(3) == 8 and module.double(0.5) == 3.0
+    (said,) = caplog.messages
+    assert "No space left on device" in said and "NUMBA_CACHE_DIR" in said
+    assert toy(folder).double(3) == 8
+    again = toy(folder)
+    assert again.double(3) == 8 and num_found(again) == 1
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_damaged_files_are_written_anew(folder: Path, kind: str) -> None:
+    toy(folder).double(3)
+    for file in (folder / "__pycache__").glob(f"*.{kind}"):
+        file.write_bytes(file.read_bytes()[:20] if kind == "nbc" else b"")
+    module = toy(folder)
+    assert module.double(3) == 8 and num_found(module) == 0
+    again = toy(folder)
+    assert again.double(3) == 8 and num_found(again) == 1
