@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,27 @@ def test_a_pool_that_fails_after_the_first_tokens_costs_a_warning(
         ids, stats = generated(path)
     assert ids == plain
     assert calls == 2 and stats.per_source["pool"].accepted > 0
+
+
+def test_a_file_that_is_written_into_costs_a_warning_and_is_opened_anew(
+    path: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow, content, calls = NgramPool.grow, path.read_bytes(), 0
+
+    def write_later(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            path.write_bytes(content)
+            os.utime(path, ns=(0, 0))
+        return grow(*arguments, **options)
+
+    monkeypatch.setattr(NgramPool, "grow", write_later)
+    with pytest.warns(RuntimeWarning, match="'pool'.*was written into while it was open"):
+        ids, _ = generated(path)
+    assert ids == plain
+    ids, stats = generated(path)
+    assert ids == plain and stats.per_source["pool"].accepted > 20
 
 
 def test_damage_that_is_not_looked_for_costs_drafts_only(

@@ -163,19 +163,18 @@ def _info(arguments: Arguments, screen: Screen) -> int:
 
 
 def _merge(arguments: Arguments, screen: Screen) -> int:
-    from lookahead_hf.ngram_pool import NgramPool
+    from lookahead_hf.ngram_pool import NgramPool, store
 
+    for file in arguments.files:
+        with screen.task(f"checking {file}"):
+            store.check(file)
     pools = [NgramPool.load(file) for file in arguments.files]
     infos = [pool.info for pool in pools]
     most = arguments.max_tokens
     if most is None:
         held = sum(info.num_tokens + info.num_texts for info in infos)
         most = max(held, *(info.max_tokens for info in infos))
-    merged = NgramPool(
-        most,
-        vocab_size=infos[0].vocab_size,
-        tokenizer_fingerprint=infos[0].tokenizer_fingerprint,
-    )
+    merged = NgramPool(most)  # what the pools say of their tokenizer becomes its own
     with screen.task(f"merging {len(pools)} pools"):
         for pool in pools:
             merged.merge(pool)

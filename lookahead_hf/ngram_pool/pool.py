@@ -65,7 +65,8 @@ class NgramPool:
     usual once fades. All methods may be called from several threads.
 
     A pool that was loaded reads its file as it needs it and never writes to it: what is added stays
-    in this process until `save`.
+    in this process until `save`. The file may be deleted or replaced meanwhile, but not written
+    into: all methods then raise ValueError, and a process that was just reading there may end.
 
     Example:
         >>> pool = NgramPool()
@@ -89,7 +90,7 @@ class NgramPool:
             tokenizer_fingerprint: What tells the texts' tokenizer from others.
 
         Raises:
-            NumbaMissingError: numba cannot be imported.
+            NumbaMissingError: numba is missing or cannot be imported.
             ValueError: An argument is of the wrong type or out of its range.
         """
         _check_int("max_tokens", max_tokens, MOST_TOKENS)
@@ -121,7 +122,7 @@ class NgramPool:
         vocab_size: int | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> NgramPool:
-        """Open what `save` wrote, by memory map.
+        """Open what `save` wrote, by memory map; its data are not looked at (`pool check` does).
 
         Args:
             path: The file.
@@ -196,8 +197,11 @@ class NgramPool:
     def merge(self, other: NgramPool) -> None:
         """Add all texts of another pool, oldest first, as if they were added here once more.
 
+        What only the other pool says of its tokenizer holds for this one from then on.
+
         Raises:
-            ValueError: The pools have different vocabulary sizes or tokenizers, or `other` is none.
+            ValueError: The pools have different vocabulary sizes or tokenizers, one has token ids
+                that the other cannot have, or `other` is none.
         """
         if not isinstance(other, NgramPool):
             raise ValueError(f"only an NgramPool can be merged, not {other!r}")
@@ -210,6 +214,8 @@ class NgramPool:
                 )
         texts = other._texts()
         with self._adding:
+            self._contents.check_file()
+            self._adopt(other, texts)
             self._append(texts)
 
     def grow(
@@ -236,6 +242,7 @@ class NgramPool:
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
+        self._contents.check_file()
         newest_first = np.array(context[-max_ngram:][::-1], np.int32)
         rates = rates.astype(np.float64)
         scores = np.empty(max_nodes)
@@ -272,13 +279,31 @@ class NgramPool:
         """The tokens that are held and their borders, oldest first, as a copy."""
         with self._adding:
             contents = self._contents
+            contents.check_file()
             head = contents.num_added % contents.max_tokens
             log = contents.log[: contents.live]
             full = contents.live == contents.max_tokens
             return np.concatenate([log[head:], log[:head]]) if full else log.copy()
 
+    def _adopt(self, other: NgramPool, texts: np.ndarray) -> None:
+        """Take over what only the other pool says of its tokenizer; `texts` are its tokens."""
+        contents = self._contents
+        vocab_size = contents.vocab_size or other.vocab_size
+        own = contents.log[: contents.live]
+        most = max(own.max(initial=BORDER), texts.max(initial=BORDER))
+        if vocab_size is not None and most >= vocab_size:
+            raise ValueError(
+                f"the pools have token ids up to {most}, but their vocabulary has {vocab_size}: "
+                "one of them is damaged, or they are not of one tokenizer"
+            )
+        contents.vocab_size = vocab_size
+        contents.tokenizer_fingerprint = self.tokenizer_fingerprint or other.tokenizer_fingerprint
+        with self._lock:
+            self._readable = _readable(contents)
+
     def _append(self, token_ids: np.ndarray) -> None:  # [num_tokens] int32
         contents = self._contents
+        contents.check_file()
         self._make_room(len(token_ids))
         for start in range(0, len(token_ids), CHUNK):
             chunk = token_ids[start : start + CHUNK]
@@ -338,8 +363,8 @@ def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
 def _functions() -> ModuleType:
     try:
         from lookahead_hf.ngram_pool import _pool_numba
-    except ImportError as error:
-        raise NumbaMissingError from error
+    except Exception as error:  # numba fails in many ways where other packages do not fit it
+        raise NumbaMissingError(error) from error
     return _pool_numba
 
 

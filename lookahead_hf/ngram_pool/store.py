@@ -3,6 +3,10 @@
 Tensors: `table` U32 [buckets, 16], `links` U32 [tokens, 4] and `log` I32 [tokens], as described in
 `_pool_table`. The numbers of `Contents` and a SHA-256 of everything stand in `__metadata__`, as
 decimal or hexadecimal text.
+
+A file that is replaced stays as it was for those who have it open. One that is written into does
+not, and where it has become shorter the system ends a process that reads on (SIGBUS): so whoever
+reads asks `OpenFile` first.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,6 +58,27 @@ _MOST_HEADER = 1 << 16
 _ALIGNMENT = 64
 
 
+class OpenFile:
+    """A file that is mapped: whether what is there is still what was opened."""
+
+    def __init__(self, path: str | os.PathLike[str], file: BinaryIO) -> None:
+        self._path, self._number = os.fspath(path), os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._number)
+        self._state = self._look()
+
+    def check(self) -> None:
+        """Raise ValueError where the file was written into."""
+        if self._look() != self._state:
+            raise ValueError(
+                f"{self._path}: the file was written into while it was open, so that its pool can "
+                "no longer be read: replace such a file as a whole, as `NgramPool.save` does"
+            )
+
+    def _look(self) -> tuple[int, int]:
+        now = os.fstat(self._number)
+        return now.st_size, now.st_mtime_ns
+
+
 @dataclass(eq=False)
 class Contents:
     """What a pool holds and what its file keeps.
@@ -66,6 +92,7 @@ class Contents:
         num_texts: Borders in the log.
         vocab_size: Token ids are below; None: not said.
         tokenizer_fingerprint: What tells the tokenizer from others; None: not said.
+        file: The file that the arrays lie in; None where they lie in memory.
     """
 
     log: np.ndarray
@@ -76,6 +103,7 @@ class Contents:
     num_texts: int
     vocab_size: int | None
     tokenizer_fingerprint: str | None
+    file: OpenFile | None = None
 
     @property
     def live(self) -> int:
@@ -94,8 +122,14 @@ class Contents:
         """Bits of an arrival time; it comes round again when its token is long gone."""
         return max(16, (2 * self.max_tokens).bit_length())
 
+    def check_file(self) -> None:
+        """Raise ValueError where the arrays lie in a file that was written into."""
+        if self.file is not None:
+            self.file.check()
+
     def arrays(self) -> dict[str, np.ndarray]:
         """The filled part of the arrays, in the order of the file."""
+        self.check_file()
         live, buckets = self.live, self.num_buckets
         return {"table": self.table[:buckets], "links": self.links[:live], "log": self.log[:live]}
 
@@ -187,6 +221,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 def _open(path: str | os.PathLike[str]) -> tuple[Contents, str]:
     """The contents and the digest that the file says they have."""
     with open(os.fspath(path), "rb") as file:  # open alone would take an int, as a descriptor
+        opened = OpenFile(path, file)
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER):
@@ -197,7 +232,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[Contents, str]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     try:
         arrays = {name: _array(data, 8 + length, name, tensors[name]) for name in _DTYPES}
-        contents = _contents(metadata, arrays)
+        contents = _contents(metadata, arrays, opened)
         return contents, str(metadata["sha256"])
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise _damaged(path, str(error)) from error
@@ -249,16 +284,19 @@ def _array(data: mmap.mmap, start: int, name: str, tensor: dict[str, Any]) -> np
     return np.frombuffer(data, _DTYPES[name][1], count, offset).reshape(shape)
 
 
-def _contents(metadata: dict[str, str], arrays: dict[str, np.ndarray]) -> Contents:
+def _contents(metadata: dict[str, str], arrays: dict[str, np.ndarray], file: OpenFile) -> Contents:
     """Contents whose numbers fit the arrays; ValueError where they do not."""
     vocab_size, fingerprint = metadata.get("vocab_size"), metadata.get("tokenizer_fingerprint")
     contents = Contents(
-        **arrays,
+        log=arrays["log"],
+        links=arrays["links"],
+        table=arrays["table"],
         max_tokens=int(metadata["max_tokens"]),
         num_added=int(metadata["num_added"]),
         num_texts=int(metadata["num_texts"]),
         vocab_size=None if vocab_size is None else int(vocab_size),
         tokenizer_fingerprint=None if fingerprint is None else str(fingerprint),
+        file=file,
     )
     live = contents.live
     if not (1 <= contents.max_tokens <= MOST_TOKENS and 0 <= contents.num_added < 2**62):

@@ -130,6 +130,15 @@ def test_pools_are_merged_in_order_and_whole(capsys: pytest.CaptureFixture[str])
     assert run(capsys, "merge", "a", "a", "b")["num_tokens"] == 1_800
 
 
+def test_what_pools_say_of_their_tokenizer_is_merged(capsys: pytest.CaptureFixture[str]) -> None:
+    save("a", [1, 2, 3])
+    save("x", [4, 5], vocab_size=10, tokenizer_fingerprint="X")
+    said = run(capsys, "merge", "c", "a", "x")
+    assert (said["vocab_size"], said["tokenizer_fingerprint"]) == (10, "X")
+    assert (NgramPool.load("c").vocab_size, said["num_texts"]) == (10, 2)
+    assert run(capsys, "merge", "c", "a", "a")["tokenizer_fingerprint"] is None
+
+
 def test_check_finds_a_changed_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save("a", list(range(900)))
     assert run(capsys, "check", "a") == {"file": "a", "intact": True}
@@ -152,6 +161,13 @@ def test_what_cannot_be_done_is_one_message(
     (folder / "number.jsonl").write_text('{"text": 5}\n')
     save("a", [1], vocab_size=10)
     save("b", [1], vocab_size=20)
+    save("x", [1], tokenizer_fingerprint="X")
+    save("y", [1], tokenizer_fingerprint="Y")
+    save("none", [15])
+    save("damaged", list(range(900)))
+    content = bytearray((folder / "damaged").read_bytes())
+    content[-1] ^= 4
+    (folder / "damaged").write_bytes(content)
     build = ["build", "--tokenizer", tokenizer]
     failing = {
         "No such file": [*build, "nothing.txt"],
@@ -162,7 +178,10 @@ def test_what_cannot_be_done_is_one_message(
         "the field 'text' is no text": [*build, "number.jsonl"],
         "max_tokens is 0": [*build, "text.txt", "--max-tokens", "0"],
         "is no pool": ["info", "text.txt"],
-        "only pools of one tokenizer": ["merge", "c", "a", "b"],
+        "have vocab_size 10 and 20": ["merge", "c", "a", "b"],
+        "tokenizer_fingerprint 'X' and 'Y'": ["merge", "c", "none", "x", "y"],
+        "token ids up to 15, but their vocabulary has 10": ["merge", "c", "none", "a"],
+        "its checksum is another one": ["merge", "c", "none", "damaged"],
     }
     for message, words in failing.items():
         assert main(["pool", *words]) == 1, words

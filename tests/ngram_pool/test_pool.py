@@ -224,6 +224,27 @@ def test_pools_of_different_tokenizers_are_not_merged(name: str) -> None:
     NgramPool(**one).merge(NgramPool())
 
 
+def test_what_one_pool_says_of_its_tokenizer_holds_for_both() -> None:
+    pool = pool_of([1, 2, 3])
+    pool.merge(pool_of([4, 5], vocab_size=10, tokenizer_fingerprint="X"))
+    assert (pool.vocab_size, pool.tokenizer_fingerprint) == (10, "X")
+    with pytest.raises(ValueError, match="token ids from 0 to 9"):
+        pool.add([10])
+    with pytest.raises(ValueError, match="'X' and 'Y'"):
+        pool.merge(NgramPool(tokenizer_fingerprint="Y"))
+    pool.merge(pool_of([6]))
+    assert (len(pool), pool.tokenizer_fingerprint) == (6, "X")
+
+
+def test_token_ids_beyond_the_vocabulary_are_not_merged() -> None:
+    small, large = pool_of([1, 2], vocab_size=10), pool_of([1, 10])
+    for one, other in ((small, large), (large, small)):
+        before = one.info
+        with pytest.raises(ValueError, match="token ids up to 10, but their vocabulary has 10"):
+            one.merge(other)
+        assert one.info == before
+
+
 def test_any_integer_sequence_may_be_added() -> None:
     text = np.array([5, 6, 7], np.int64)
     read_only = text.copy()

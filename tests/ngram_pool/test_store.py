@@ -193,6 +193,48 @@ def test_a_changed_bit_is_found_on_demand(path: Path) -> None:
         store.check(path)
 
 
+def test_a_file_that_is_deleted_or_replaced_stays_as_it_was(path: Path) -> None:
+    pool = NgramPool.load(path)
+    before = tree_of(pool, 2_000)
+    NgramPool(10_000).save(path)
+    path.unlink()
+    assert tree_of(pool, 2_000) == before
+    assert pool.info.num_tokens == len(TEXT)
+
+
+def test_a_file_that_was_written_into_is_not_read_on(path: Path) -> None:
+    pool = NgramPool.load(path)
+    content = path.read_bytes()
+    path.write_bytes(content)
+    os.utime(path, ns=(0, 0))
+    methods = {
+        "grow": lambda: pool.grow([1, 2], EVEN, 4),
+        "add": lambda: pool.add([1, 2]),
+        "save": lambda: pool.save(path),
+        "info": lambda: pool.info,
+        "merge": lambda: NgramPool().merge(pool),
+        "be merged into": lambda: pool.merge(NgramPool()),
+    }
+    for name, call in methods.items():
+        with pytest.raises(ValueError, match="was written into while it was open"):
+            call()
+            pytest.fail(name)
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_was_cut_short_does_not_end_the_process(path: Path) -> None:
+    code = (
+        "import sys; from tests.ngram_pool.test_store import EVEN, NgramPool, TEXT\n"
+        "pool = NgramPool.load(sys.argv[1]); pool.grow(TEXT[:2_000], EVEN, 4)\n"
+        "with open(sys.argv[1], 'wb') as file: file.write(b'short')\n"
+        "try: pool.grow(TEXT[:3_000], EVEN, 4)\n"
+        "except ValueError as error: print(error)"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "was written into while it was open" in done.stdout
+
+
 def mutated(content: bytes, rng: np.random.Generator) -> bytes:
     """The file with bytes of its header or its data changed, a piece cut out or overwritten."""
     changed = bytearray(content)
@@ -228,7 +270,10 @@ def use(path: Path, rng: np.random.Generator) -> None:
         assert (tree.bucket < NUM_BUCKETS).all()
     pool.add(TEXT[:1_500] % (pool.info.vocab_size or 500))
     pool.grow(TEXT[:100], EVEN, 64)
-    NgramPool(3_000).merge(pool)
+    try:
+        NgramPool(3_000).merge(pool)
+    except ValueError as error:
+        assert "damaged" in str(error)
 
 
 def use_mutations(folder: Path, num_mutations: int) -> None:
