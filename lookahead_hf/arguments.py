@@ -17,8 +17,12 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.repositories import hands_on
 
-OURS = ("speculative", "prediction")
-"""Arguments that transformers does not know."""
+OURS = ("speculative", "prediction", "speculative_tokenizer")
+"""Arguments that transformers does not know.
+
+The last is what our pipelines add to every call: transformers' own `tokenizer`, given to a call
+that does not need it, would come down to the model's forward as one of its arguments.
+"""
 
 CONFLICTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "custom_generate")
 """Settings of transformers that choose a decoding strategy of their own."""
@@ -28,7 +32,8 @@ class Arguments:
     """What a call was given, under the names that transformers gives them.
 
     Attributes:
-        given: Everything but `speculative` and `prediction`, by name.
+        given: Everything but what is `OURS`, by name.
+        tokenizer: The target's, if the caller or its pipeline gave one.
     """
 
     def __init__(
@@ -38,7 +43,9 @@ class Arguments:
         self._model, self._original = model, original
         theirs = {name: value for name, value in kwargs.items() if name not in OURS}
         self.given = _by_name(original, args, theirs)
-        self._asked, self._prediction = (kwargs.get(name) for name in OURS)
+        self._asked, self._prediction, tokenizer = (kwargs.get(name) for name in OURS)
+        given = self.given.get("tokenizer")
+        self.tokenizer = tokenizer if given is None else given
 
     def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
         """What decides about speculation: the value, and the configuration that it stands for.
@@ -96,7 +103,7 @@ class Arguments:
         """The caller's guess as token ids per row; one row where it was given once for all."""
         if self._prediction is None:
             return None
-        return read_prediction(self._prediction, self.given.get("tokenizer"))
+        return read_prediction(self._prediction, self.tokenizer)
 
     def forwarded(self, strategy: Callable[..., Any], streamer: Any) -> dict[str, Any]:
         """The call to make: every argument by name, decoding left to `strategy`."""

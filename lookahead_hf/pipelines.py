@@ -12,6 +12,7 @@ from transformers import (
     TextGenerationPipeline,
 )
 
+from lookahead_hf.arguments import OURS
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.hook import enable
 
@@ -55,7 +56,15 @@ def pipeline(
     enable(pipe.model)
     pipe.__class__ = _NESTING.get(type(pipe), type(pipe))
     pipe._forward_params["speculative"] = speculative
+    # It tells whether a pool of n-grams is of this model, and reads a prediction.
+    pipe._forward_params["speculative_tokenizer"] = _tokenizer(pipe)
     return pipe
+
+
+def _tokenizer(pipe: Any) -> Any:
+    if pipe.tokenizer is not None:
+        return pipe.tokenizer
+    return getattr(getattr(pipe, "processor", None), "tokenizer", None)
 
 
 # These two kinds of pipelines take arguments of `generate` as `generate_kwargs` only: what else a
@@ -69,8 +78,8 @@ class SpeculativeImageTextToTextPipeline(ImageTextToTextPipeline):
     def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
         return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
 
-    def _forward(self, model_inputs: Any, speculative: Any = None, **kwargs: Any) -> Any:
-        return super()._forward(model_inputs, **_nested(kwargs, speculative))
+    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
+        return super()._forward(model_inputs, **_nested(kwargs))
 
 
 class SpeculativeAnyToAnyPipeline(AnyToAnyPipeline):
@@ -79,8 +88,8 @@ class SpeculativeAnyToAnyPipeline(AnyToAnyPipeline):
     def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
         return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
 
-    def _forward(self, model_inputs: Any, speculative: Any = None, **kwargs: Any) -> Any:
-        return super()._forward(model_inputs, **_nested(kwargs, speculative))
+    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
+        return super()._forward(model_inputs, **_nested(kwargs))
 
 
 def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tuple[Any, Any, Any]:
@@ -91,10 +100,10 @@ def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tup
     return preprocess, forward, postprocess
 
 
-def _nested(kwargs: dict[str, Any], speculative: Any) -> dict[str, Any]:
-    """Parameters of the forward with `speculative` where `generate` gets it, unless it is there."""
-    generate_kwargs = kwargs.get("generate_kwargs") or {}
-    return {**kwargs, "generate_kwargs": {"speculative": speculative, **generate_kwargs}}
+def _nested(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of the forward with ours where `generate` gets them, unless they are there."""
+    ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
+    return {**kwargs, "generate_kwargs": {**ours, **(kwargs.get("generate_kwargs") or {})}}
 
 
 _NESTING = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from lookahead_hf import activations, fallback, stats
-from lookahead_hf.arguments import Arguments, HeldStreamer
+from lookahead_hf.arguments import OURS, Arguments, HeldStreamer
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.decoding import Request, decode
 from lookahead_hf.fallback import FallbackReason, Unserved
@@ -50,8 +50,8 @@ def run(
     """
     is_inner = _decided.get() and not by_name and "speculative" not in kwargs
     if is_inner or isinstance(kwargs.get("custom_generate"), Strategy):
-        return original(*args, **{name: kwargs[name] for name in kwargs if name != "prediction"})
-    plain = {name: given for name, given in kwargs.items() if name != "speculative"}
+        return original(*args, **_without(kwargs, OURS[1:]))
+    plain = _without(kwargs, {*OURS} - {"prediction"})
     try:
         arguments = Arguments(model, original, args, kwargs)
     except TypeError:
@@ -68,6 +68,10 @@ def run(
         return _serve(model, original, arguments, config, lambda: original(*args, **plain))
     finally:
         _decided.reset(token)
+
+
+def _without(kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in names}
 
 
 def _plainly(
@@ -112,7 +116,7 @@ def _request(model: Any, arguments: Arguments, config: SpeculativeConfig) -> Req
     return Request(
         config=config,
         streamer=given.get("streamer"),
-        tokenizer=given.get("tokenizer"),
+        tokenizer=arguments.tokenizer,
         assistant_model=given.get("assistant_model"),
         assistant_tokenizer=given.get("assistant_tokenizer"),
         assistant_settings={name: arguments.setting(name) for name in ASSISTANT_SETTINGS},

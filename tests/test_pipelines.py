@@ -10,6 +10,8 @@ import transformers
 from transformers import LlamaForSequenceClassification
 
 import lookahead_hf
+from lookahead_hf.drafting.pool import fingerprint
+from lookahead_hf.ngram_pool import NgramPool
 from tests.fakes import PlainDecoding
 from tests.models import characters, tiny
 
@@ -53,6 +55,37 @@ def test_batches_and_stop_sequences(text: Any, decoding: PlainDecoding) -> None:
     got = text("abcdef", **SETTINGS, stop_sequence=plain[8])[0]["generated_text"]
     assert got == plain[: plain.index(plain[8], 6) + 1]
     assert len(decoding.calls) == 2
+
+
+def test_the_tokenizer_comes_along(text: Any, decoding: PlainDecoding) -> None:
+    seen: list[dict[str, Any]] = []
+    text.model.register_forward_pre_hook(lambda *call: seen.append(call[2]), with_kwargs=True)
+    text("abcdef", **SETTINGS, prediction="xyz")
+    request = decoding.calls[0].request
+    assert request.tokenizer is text.tokenizer
+    assert [ids.tolist() for ids in request.prediction] == [text.tokenizer("xyz")["input_ids"]]
+    other = characters()
+    text("abcdef", **SETTINGS, tokenizer=other)
+    assert decoding.calls[1].request.tokenizer is other
+    seen.clear()
+    text("abcdef", **SETTINGS, speculative=False)
+    assert seen and not any("token" in name for call in seen for name in call)
+
+
+def test_a_pool_of_another_tokenizer_is_refused(model: Any) -> None:
+    for known in (fingerprint(characters(pad_token="!")), "of another"):
+        pool = NgramPool(1_000, vocab_size=100, tokenizer_fingerprint=known)
+        pipe = lookahead_hf.pipeline(
+            "text-generation",
+            model=model,
+            tokenizer=characters(pad_token="!"),
+            speculative=lookahead_hf.SpeculativeConfig(pool=pool),
+        )
+        if known == "of another":
+            with pytest.raises(ValueError, match="build a pool with the tokenizer of this model"):
+                pipe("abc", **SETTINGS)
+        else:
+            pipe("abc", **SETTINGS)
 
 
 def test_a_callers_model_keeps_its_own_default(
@@ -135,5 +168,6 @@ def test_pipelines_that_read_pictures(
     assert len(decoding.calls) == 2
     pipe(**given, generate_kwargs={"max_new_tokens": 5}, speculative="prompt_lookup")
     assert decoding.calls[2].request.config.drafters == ("ngram",)
+    assert all(call.request.tokenizer is processor.tokenizer for call in decoding.calls)
     assert type(pipe).__qualname__ == type(pipe).__name__  # can be pickled
     assert pickle.loads(pickle.dumps(type(pipe))) is type(pipe)
