@@ -125,6 +125,8 @@ class Ensemble(Drafter):
             self._guarded(index, lambda source=source: source.prepare(logits))  # type: ignore[misc]
             if copy is not None:
                 self._guarded(index, lambda source=source: source.bring(copy))  # type: ignore[misc]
+        if copy is not None:
+            copy.send()
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         if self._merged is not None:

@@ -14,12 +14,15 @@ from lookahead_hf.kernels.dispatch import (
     verify_tree,
 )
 from lookahead_hf.kernels.path_table import PathTable
+from lookahead_hf.kernels.row_scan import RowScan, TopRows
 from lookahead_hf.kernels.tree_walk import TreeWalk
 
 __all__ = [
     "MAX_ATTENTION_NODES",
     "MAX_HEAD_DIM",
     "PathTable",
+    "RowScan",
+    "TopRows",
     "TreeWalk",
     "backend",
     "compact_path",

@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lookahead_hf.kernels.aot import Resources, Target
 
 
 def main() -> int:
@@ -14,6 +19,12 @@ def main() -> int:
     compiling = commands.add_parser("compile", help="compile ahead of time, without a GPU")
     compiling.add_argument("--target", nargs="+", help="only these, for example sm_90 gfx942")
     compiling.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    compiling.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes that compile (default: all)",
+    )
     options = parser.parse_args()
     # Read when a kernel is decorated: an interpreted kernel cannot be compiled.
     os.environ.pop("TRITON_INTERPRET", None)
@@ -22,34 +33,50 @@ def main() -> int:
     unknown = set(options.target or ()) - set(TARGETS)
     if unknown:
         parser.error(f"no target {', '.join(sorted(unknown))}: choose from {', '.join(TARGETS)}")
-    return _compile(options.target or list(TARGETS), options.kernel)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}: at least one process has to compile")
+    return _compile(options.target or list(TARGETS), options.kernel, options.jobs)
 
 
-def _compile(names: list[str], part: str) -> int:
+def _compile(targets: list[str], part: str, jobs: int) -> int:
     from lookahead_hf.kernels import aot
 
+    todo = [
+        (target, aot.TARGETS[target], index, launch.name)
+        for target in targets
+        for index, launch in enumerate(aot.launches(aot.TARGETS[target]))
+        if part in launch.name
+    ]
     failures = 0
-    for variant in aot.variants():
-        if part not in variant.name:
-            continue
-        for name in names:
-            try:
-                used = aot.compile_variant(variant, aot.TARGETS[name])
-            except Exception as error:
-                failures += 1
-                print(f"{variant.name:56} {name:7} FAILED {type(error).__name__}: {error}")
-                continue
-            print(
-                f"{variant.name:56} {name:7} {_text(used.registers)} registers"
-                f" {used.shared_bytes:7} bytes shared {_text(used.spills)} bytes spilled",
-                flush=True,
-            )
+    with ProcessPoolExecutor(jobs) as pool:
+        for (target, _, _, name), (used, said) in zip(todo, pool.map(_one, todo), strict=True):
+            failures += used is None
+            what = f"FAILED {said}" if used is None else _text(used)
+            print(f"{name:64} {target:7} {what}", flush=True)
     print(f"{failures} failures")
     return 1 if failures else 0
 
 
-def _text(number: int | None) -> str:
-    return f"{'?' if number is None else number:>4}"
+def _one(todo: tuple[str, Target, int, str]) -> tuple[Resources | None, str]:
+    """Compile one kernel for one target: what it takes, or None and what went wrong."""
+    from lookahead_hf.kernels import aot
+
+    _, target, index, _ = todo
+    try:
+        return aot.compile_launch(aot.launches(target)[index], target), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _text(used: Resources) -> str:
+    amd = used.spilled is not None
+    rest = (used.spilled, "registers spilled") if amd else (used.stack_bytes, "bytes stack")
+    columns = (
+        (used.registers, "registers"),
+        (used.shared_bytes, "bytes shared"),
+        rest,
+    )
+    return " ".join(f"{'?' if number is None else number:>6} {unit}" for number, unit in columns)
 
 
 if __name__ == "__main__":

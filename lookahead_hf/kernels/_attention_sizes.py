@@ -35,10 +35,19 @@ def _processors(device: torch.device) -> int:
 
 @lru_cache
 def num_stages(device: torch.device, dim: int) -> int:
+    """Tiles in flight on a device; see `stages`."""
+    if device.type != "cuda" or torch.version.hip:
+        return stages(dim, 0)
+    return stages(dim, torch.cuda.get_device_capability(device)[0])
+
+
+def stages(dim: int, major: int) -> int:
     """Three tiles in flight where they fit: up to 128 dimensions, on GPUs with 227 KB per program.
 
     Hopper and the Blackwells of data centres (9.0, 10.x) have them, those of desktops (12.x) 99 KB.
+
+    Args:
+        dim: Dimensions of a head.
+        major: Compute capability of an NVIDIA GPU, 0 for others.
     """
-    if device.type != "cuda" or torch.version.hip or dim > 128:
-        return 2
-    return 3 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 2
+    return 3 if dim <= 128 and major in (9, 10) else 2

@@ -31,6 +31,12 @@ def order_key(score):
 
 
 @triton.jit
+def finite(score):
+    """A score to subtract from scores, the greatest for NaN: infinity less itself would be NaN."""
+    return tl.where(score != score, 1.0e38, tl.minimum(tl.maximum(score, -1.0e38), 1.0e38))
+
+
+@triton.jit
 def pack(key, index):
     """int64 that is greatest for the greatest key and, among equal keys, for the lowest index."""
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -40,6 +46,13 @@ def pack(key, index):
 def packed_index(packed):
     """The index in a packed key."""
     return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
+
+
+@triton.jit
+def packed_score(packed):
+    """The score in a packed key, float32."""
+    key = (packed >> 32).to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import torch
 
 from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.path_table import PathTable
+from lookahead_hf.kernels.row_scan import RowScan, TopRows
 from lookahead_hf.kernels.tree_walk import TreeWalk
 
 MAX_ATTENTION_NODES = 64
@@ -67,6 +68,7 @@ def verify_tree(
     num_nodes: torch.Tensor,
     noise: torch.Tensor | None = None,
     depth: torch.Tensor | None = None,
+    keep_scan: bool = False,
 ) -> TreeWalk:
     """Choose a token at every node of a draft tree; walk down while a child holds the chosen one.
 
@@ -82,15 +84,18 @@ def verify_tree(
         num_nodes: Drafted nodes of each row, node 0 not counted, [rows] integers.
         noise: One block of noise per depth, [rows, depths, vocab] float32.
         depth: Depth of each node, 0 for node 0, needed with `noise`, [rows, 1 + nodes] integers.
+        keep_scan: Whether `topk_rows` will look for the best of the same scores, which spares it
+            the pass over them; without noise only.
 
     Returns:
         The accepted paths. The bonus token is the one chosen at the last node of the path.
     """
     assert (noise is None) == (depth is None), "noise and depth go together"
+    assert noise is None or not keep_scan, "what noise was divided by is no score to keep"
     if backend(scores.device) == "triton":
         from lookahead_hf.kernels import verify
 
-        return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
+        return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth, keep_scan)
     return reference.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
 
 
@@ -159,22 +164,24 @@ def compact_path(
             reference.compact_path(part, *local)
 
 
-def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` best entries of every row, best first.
+def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopRows:
+    """The `k` best entries of every row, best first, and the `logsumexp` of the row.
 
     Args:
         logits: Scores, [rows, vocab].
         k: How many, at most the size of the vocabulary.
+        scan: `TreeWalk.scan` of these scores, where `verify_tree` has kept it. What is found in
+            rows of padding is then of no meaning.
 
     Returns:
-        Values, [rows, k] float32, and token ids, [rows, k] int64.
+        Values, [rows, k] float32, token ids, [rows, k] int64, and sums, [rows] float32.
     """
     if k > logits.shape[1]:
         raise ValueError(f"k is {k}, but a row has {logits.shape[1]} entries: ask for fewer")
     if backend(logits.device) == "triton" and k <= MAX_FUSED_K:
         from lookahead_hf.kernels import topk
 
-        return topk.topk_rows(logits, k)
+        return topk.topk_rows(logits, k, scan)
     return reference.topk_rows(logits, k)
 
 

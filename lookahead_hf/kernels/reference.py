@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf.kernels.path_table import PathTable
+from lookahead_hf.kernels.row_scan import RowScan, TopRows
 from lookahead_hf.kernels.tree_walk import TreeWalk
 
 _TILE = 512
@@ -21,8 +22,9 @@ def verify_tree(
     num_nodes: torch.Tensor,  # [rows]
     noise: torch.Tensor | None = None,  # [rows, depths, vocab]
     depth: torch.Tensor | None = None,  # [rows, 1 + nodes]
+    keep_scan: bool = False,
 ) -> TreeWalk:
-    """See `dispatch.verify_tree`."""
+    """See `dispatch.verify_tree`; there is no scan to keep."""
     width = scores.shape[1]
     if noise is not None and depth is not None:
         scores = _divided(scores, noise, depth)
@@ -147,13 +149,17 @@ def _move(table: PathTable, row: int, source: list[int], target: int) -> None:
         tensor[row, target : target + len(source)] = tensor[row, on_device]
 
 
-def topk_rows(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopRows:
     """See `dispatch.topk_rows`; among equal entries any may be chosen.
 
     As in the kernel, only the k tiles with the greatest maxima are searched: no other tile can hold
     one of the k best. Here a tile is a column of a row laid out as [32, vocab / 32], which lets
     `amax` work on whole vectors: on a CPU 17 rows of 49,152 take 0.23 ms instead of 0.97.
     """
+    return TopRows(*_best_of_columns(logits, k), logits.float().logsumexp(1))
+
+
+def _best_of_columns(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     vocab = logits.shape[1]
     columns = vocab // _TOPK_TILE
     if columns < 8 * k:

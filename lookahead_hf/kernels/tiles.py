@@ -3,7 +3,9 @@
     for row, node, tile:
         best[row, node, tile] = max((score, -index) of the tile)     # one int64, see `_common.pack`
 
-Scores are `scores[row, node]`, divided by `noise[row, depth[row, node]]` where noise is given.
+Scores are `scores[row, node]`, divided by `noise[row, depth[row, node]]` where noise is given. For
+`topk_rows` the same pass also notes the best key of every part of a tile and the tile's sum of
+exponentials.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,12 +15,29 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import FP_FUSION, LOWEST_KEY, best_of, on_device, order_key
+from lookahead_hf.kernels._common import (
+    FP_FUSION,
+    LOWEST_KEY,
+    best_of,
+    finite,
+    on_device,
+    order_key,
+    packed_score,
+)
+from lookahead_hf.kernels.row_scan import RowScan
+
+PART = 256
+"""Entries that `topk_rows` reads again for each of the k best parts."""
+
+_MIN_TILE = 2048
+_MAX_TILES = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "tiles", "depths"])
 def _tile_best_kernel(
     best_ptr,  # [rows, nodes, tiles] int64
+    parts_ptr,  # [rows, nodes, tiles * BLOCK / PART] int32
+    sums_ptr,  # [rows, nodes, tiles] float32
     scores_ptr,  # [rows, nodes, vocab]
     noise_ptr,  # [rows, depths, vocab]
     depth_ptr,  # [rows, nodes]
@@ -27,16 +46,20 @@ def _tile_best_kernel(
     scores_stride_node,
     noise_stride_row,
     noise_stride_depth,
+    nodes,
+    tiles,
     depths,
     vocab,
     HAS_COUNT: tl.constexpr,
     HAS_NOISE: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    node = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    entry = row * tl.num_programs(1) + node
+    # One axis for all: the others of a grid end at 65,535.
+    tile = tl.program_id(0) % tiles
+    entry = (tl.program_id(0) // tiles).to(tl.int64)
+    row, node = entry // nodes, entry % nodes
     index = tile * BLOCK + tl.arange(0, BLOCK)
     inside = index < vocab
     if HAS_COUNT:
@@ -59,51 +82,74 @@ def _tile_best_kernel(
         # `/` is approximate on NVIDIA; the chosen token must be torch's.
         score = tl.div_rn(score.to(tl.float32), noise)
     key = tl.where(inside, order_key(score), LOWEST_KEY)
-    tl.store(best_ptr + entry * tl.num_programs(0) + tile, best_of(key, index))
+    best = best_of(key, index)
+    tl.store(best_ptr + entry * tiles + tile, best)
+    if HAS_PARTS:
+        of_part = tl.max(tl.reshape(key, [BLOCK // PART, PART]), axis=1)
+        part = tile * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
+        tl.store(parts_ptr + entry * tiles * (BLOCK // PART) + part, of_part)
+        score = tl.where(inside, score.to(tl.float32), float("-inf"))
+        weight = tl.exp(score - finite(packed_score(best)))
+        tl.store(sums_ptr + entry * tiles + tile, tl.sum(weight, axis=0))
 
 
 def tile_best(
     scores: torch.Tensor,
-    block: int,
     num_nodes: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
     depth: torch.Tensor | None = None,
-) -> torch.Tensor:
+    *,
+    parts: bool = False,
+) -> RowScan:
     """Best entry of every tile.
 
     Args:
         scores: Logits or probabilities, [rows, nodes, vocab].
-        block: Entries per tile, a power of two.
         num_nodes: Index of the last node that counts in each row, [rows]; the others are not read.
         noise: Divisors by depth, [rows, depths, vocab] float32.
         depth: Depth of each node, [rows, nodes].
-
-    Returns:
-        Packed keys, [rows, nodes, tiles] int64.
+        parts: Whether to fill `RowScan.parts` and `sums`, which else are empty.
     """
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     rows, nodes, vocab = scores.shape
+    block = tile_size(vocab)
     tiles = triton.cdiv(vocab, block)
-    best = torch.empty(rows, nodes, tiles, dtype=torch.int64, device=scores.device)
+    detailed = (rows, nodes) if parts else (0, 0)
+    scan = RowScan(
+        torch.empty(rows, nodes, tiles, dtype=torch.int64, device=scores.device),
+        torch.empty(*detailed, tiles * block // PART, dtype=torch.int32, device=scores.device),
+        torch.empty(*detailed, tiles, dtype=torch.float32, device=scores.device),
+    )
     divisors = scores if noise is None else noise
     assert divisors.stride(-1) == 1, "noise of one depth must lie in one piece"
     with on_device(scores):
-        _tile_best_kernel[(tiles, nodes, rows)](
-            best_ptr=best,
+        _tile_best_kernel[(tiles * nodes * rows,)](
+            best_ptr=scan.best,
+            parts_ptr=scan.parts if parts else scan.best,
+            sums_ptr=scan.sums if parts else scan.best,
             scores_ptr=scores,
             noise_ptr=divisors,
-            depth_ptr=best if depth is None else depth.contiguous(),
-            num_nodes_ptr=best if num_nodes is None else num_nodes,
+            depth_ptr=scan.best if depth is None else depth.contiguous(),
+            num_nodes_ptr=scan.best if num_nodes is None else num_nodes.contiguous(),
             scores_stride_row=scores.stride(0),
             scores_stride_node=scores.stride(1),
             noise_stride_row=divisors.stride(0),
             noise_stride_depth=divisors.stride(1),
+            nodes=nodes,
+            tiles=tiles,
             depths=divisors.shape[1],
             vocab=vocab,
             HAS_COUNT=num_nodes is not None,
             HAS_NOISE=noise is not None,
+            HAS_PARTS=parts,
+            PART=PART,
             BLOCK=block,
             num_warps=4,
             enable_fp_fusion=FP_FUSION,
         )
-    return best
+    return scan
+
+
+def tile_size(vocab: int) -> int:
+    """Entries per tile: the walk holds all tiles of all nodes, so that there may not be many."""
+    return max(_MIN_TILE, triton.next_power_of_2(triton.cdiv(vocab, _MAX_TILES)))

@@ -1,11 +1,13 @@
-"""The k best entries of every row of logits, ties to the lower token id.
+"""The k best entries of every row of logits, ties to the lower token id, and the row's logsumexp.
 
     for row:
         ids[row] = sorted(range(vocab), key=lambda id: (-logits[row, id], id))[:k]
         values[row] = logits[row, ids[row]]
+        log_sum[row] = log(sum(exp(logits[row])))
 
-Two launches: tile maxima (`tiles.py`), then one program per row that searches the k tiles with the
-greatest maxima. No other tile can hold one of the k best: those k maxima come before all it has.
+One pass over the logits (`tiles.py`), which verification has made already where it shares it; then
+one program per row that reads the k parts with the greatest maxima again. No other part can hold
+one of the k best: those k maxima come before all it has.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,84 +21,117 @@ from lookahead_hf.kernels._common import (
     FP_FUSION,
     LOWEST_KEY,
     LOWEST_PACKED,
+    finite,
     on_device,
     order_key,
     pack,
     packed_index,
+    packed_score,
 )
-from lookahead_hf.kernels.tiles import tile_best
+from lookahead_hf.kernels.row_scan import RowScan, TopRows
+from lookahead_hf.kernels.tiles import PART, tile_best
 
-_CANDIDATES = 8192
-_MIN_TILE = 256
+_FOR_8_WARPS = 8192
+"""Candidates that eight warps hold in registers."""
 
 
 @triton.jit
+def _log_sum(best_ptr, sums_ptr, tiles, TILES: tl.constexpr):
+    """`logsumexp` of a row from its tiles."""
+    tile = tl.arange(0, TILES)
+    best = tl.load(best_ptr + tile, mask=tile < tiles, other=LOWEST_PACKED)
+    top = finite(tl.where(tile < tiles, packed_score(best), float("-inf")))
+    shift = tl.max(top, axis=0)
+    sums = tl.load(sums_ptr + tile, mask=tile < tiles, other=0.0)
+    total = tl.sum(sums * tl.exp(top - shift), axis=0)
+    return tl.where(total == 0.0, float("-inf"), shift + tl.log(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit(do_not_specialize=["k", "tiles", "parts"])
 def _topk_kernel(
     values_ptr,  # [rows, k]
     ids_ptr,  # [rows, k]
+    log_sum_ptr,  # [rows]
     logits_ptr,  # [rows, vocab]
-    tiles_ptr,  # [rows, tiles]
+    best_ptr,  # [rows, tiles]
+    parts_ptr,  # [rows, parts]
+    sums_ptr,  # [rows, tiles]
     logits_stride_row,
     vocab,
     tiles,
+    parts,
     k,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, K)
-    tile = tl.arange(0, TILES)
-    maxima = tl.load(tiles_ptr + row * tiles + tile, mask=tile < tiles, other=LOWEST_PACKED)
-    chosen = tl.full([K], TILES, tl.int64)
+    part = tl.arange(0, PARTS)
+    key = tl.load(parts_ptr + row * parts + part, mask=part < parts, other=LOWEST_KEY)
+    maxima = tl.where(part < parts, pack(key, part), LOWEST_PACKED)
+    chosen = tl.full([K], LOWEST_PACKED, tl.int64)
     for i in range(K):
         best = tl.max(maxima, axis=0)
-        chosen = tl.where((rank == i) & (best > LOWEST_PACKED), packed_index(best) // BLOCK, chosen)
+        chosen = tl.where(rank == i, best, chosen)
         maxima = tl.where(maxima == best, LOWEST_PACKED, maxima)
 
-    index = (chosen.to(tl.int32) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-    inside = (chosen < tiles)[:, None] & (index < vocab)
+    first = tl.where(chosen > LOWEST_PACKED, packed_index(chosen) * PART, vocab)
+    index = first.to(tl.int32)[:, None] + tl.arange(0, PART)[None, :]
+    inside = index < vocab
     logits = logits_ptr + row * logits_stride_row
     score = tl.load(logits + index, mask=inside, other=0.0)
     packed = pack(tl.where(inside, order_key(score), LOWEST_KEY), index)
-    packed = tl.reshape(packed, [K * BLOCK])
-    ids = tl.full([K], 0, tl.int64)
+    packed = tl.reshape(packed, [K * PART])
+    found = tl.full([K], 0, tl.int64)
     for i in range(K):
         best = tl.max(packed, axis=0)
-        ids = tl.where(rank == i, packed_index(best), ids)
+        found = tl.where(rank == i, best, found)
         packed = tl.where(packed == best, LOWEST_PACKED, packed)
-    wanted = rank < k
+    ids, wanted = packed_index(found), rank < k
     tl.store(ids_ptr + row * k + rank, ids, mask=wanted)
     value = tl.load(logits + ids, mask=wanted, other=0.0)
     tl.store(values_ptr + row * k + rank, value.to(tl.float32), mask=wanted)
+    total = _log_sum(best_ptr + row * tiles, sums_ptr + row * tiles, tiles, TILES)
+    tl.store(log_sum_ptr + row, total)
 
 
 def topk_rows(
     logits: torch.Tensor,  # [rows, vocab]
     k: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scan: RowScan | None = None,
+) -> TopRows:
     """See `dispatch.topk_rows`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     k_block = triton.next_power_of_2(k)
-    block = max(_MIN_TILE, min(1024, _CANDIDATES // k_block))
-    tiles = tile_best(logits[:, None], block)
-    values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
+    scan = tile_best(logits[:, None], parts=True) if scan is None else scan
+    tiles, parts = scan.best.shape[2], scan.parts.shape[2]
+    found = TopRows(
+        torch.empty(rows, k, dtype=torch.float32, device=logits.device),
+        torch.empty(rows, k, dtype=torch.int64, device=logits.device),
+        torch.empty(rows, dtype=torch.float32, device=logits.device),
+    )
     with on_device(logits):
         _topk_kernel[(rows,)](
-            values_ptr=values,
-            ids_ptr=ids,
+            values_ptr=found.values,
+            ids_ptr=found.ids,
+            log_sum_ptr=found.log_sum,
             logits_ptr=logits,
-            tiles_ptr=tiles,
+            best_ptr=scan.best,
+            parts_ptr=scan.parts,
+            sums_ptr=scan.sums,
             logits_stride_row=logits.stride(0),
             vocab=vocab,
-            tiles=tiles.shape[2],
+            tiles=tiles,
+            parts=parts,
             k=k,
             K=k_block,
-            BLOCK=block,
-            TILES=triton.next_power_of_2(tiles.shape[2]),
-            num_warps=8 if k_block * block <= _CANDIDATES else 16,
+            PART=PART,
+            PARTS=triton.next_power_of_2(parts),
+            TILES=triton.next_power_of_2(tiles),
+            num_warps=8 if k_block * PART <= _FOR_8_WARPS else 16,
             enable_fp_fusion=FP_FUSION,
         )
-    return values, ids
+    return found

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from lookahead_hf.kernels.row_scan import RowScan
+
 
 class TreeWalk(NamedTuple):
     """The accepted path of every row.
@@ -19,10 +21,12 @@ class TreeWalk(NamedTuple):
             that the host needs, in one copy.
         best: Token chosen at each node, -1 where a row has no such node, [rows, 1 + nodes] int64;
             None where tokens are not chosen at every node.
+        scan: What the pass over the scores found beside it, if it was asked for and is a kernel's.
     """
 
     packed: torch.Tensor
     best: torch.Tensor | None = None
+    scan: RowScan | None = None
 
     @property
     def num_accepted(self) -> torch.Tensor:

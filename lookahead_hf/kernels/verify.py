@@ -23,11 +23,8 @@ from lookahead_hf.kernels._common import FP_FUSION, LOWEST_PACKED, on_device, pa
 from lookahead_hf.kernels.tiles import tile_best
 from lookahead_hf.kernels.tree_walk import TreeWalk
 
-_MIN_TILE = 2048
-_MAX_TILES = 128
 
-
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "tiles"])
 def _walk_kernel(
     packed_ptr,  # [rows, 2 + width]
     best_ptr,  # [rows, width]
@@ -82,27 +79,26 @@ def verify_tree(
     num_nodes: torch.Tensor,  # [rows]
     noise: torch.Tensor | None = None,  # [rows, depths, vocab]
     depth: torch.Tensor | None = None,  # [rows, 1 + nodes]
+    keep_scan: bool = False,
 ) -> TreeWalk:
     """See `dispatch.verify_tree`."""
-    rows, width, vocab = scores.shape
-    # The walk holds all tile maxima of all nodes at once: large vocabularies get larger tiles.
-    block = max(_MIN_TILE, triton.next_power_of_2(triton.cdiv(vocab, _MAX_TILES)))
-    tiles = tile_best(scores, block, num_nodes.contiguous(), noise, depth)
+    rows, width, _ = scores.shape
+    scan = tile_best(scores, num_nodes, noise, depth, parts=keep_scan)
     best = torch.empty(rows, width, dtype=torch.int64, device=scores.device)
     packed = torch.empty(rows, 2 + width, dtype=torch.int64, device=scores.device)
     with on_device(scores):
         _walk_kernel[(rows,)](
             packed_ptr=packed,
             best_ptr=best,
-            tiles_ptr=tiles,
+            tiles_ptr=scan.best,
             tokens_ptr=tokens.contiguous(),
             parents_ptr=parents.contiguous(),
             num_nodes_ptr=num_nodes.contiguous(),
             width=width,
-            tiles=tiles.shape[2],
+            tiles=scan.best.shape[2],
             NODES=triton.next_power_of_2(width),
-            TILES=triton.next_power_of_2(tiles.shape[2]),
+            TILES=triton.next_power_of_2(scan.best.shape[2]),
             num_warps=8,
             enable_fp_fusion=FP_FUSION,
         )
-    return TreeWalk(packed, best)
+    return TreeWalk(packed, best, scan if keep_scan else None)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache.layers import SlotCache
+from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.target import compilation, graphs
@@ -183,15 +184,19 @@ class DeviceTarget(Target):
 
     def forward(self, inputs: DeviceInputs) -> DeviceOutputs:  # type: ignore[override]
         """Launch the step; nothing waits for the device."""
-        copy = HostCopy()
-        outputs = self._launch(inputs.width, inputs.visible)
+        logits, *decided = self._launch(inputs.width, inputs.visible)
+        finite = None
         if self._scoring is None:
-            logits, packed = outputs
-            return DeviceOutputs(logits, copy, copy.add(packed), None)
-        scores = self._scoring(inputs.rows, inputs.draft, outputs[0])
-        packed = self._step.decide(inputs.width, scores.values, scores.noise)
-        finite = None if scores.is_finite is None else copy.add(scores.is_finite)
-        return DeviceOutputs(outputs[0], copy, copy.add(packed), finite)
+            packed, *scan = decided
+            copy = HostCopy(RowScan(*scan) if scan else None)
+        else:
+            copy = HostCopy()
+            scores = self._scoring(inputs.rows, inputs.draft, logits)
+            packed = self._step.decide(inputs.width, scores.values, scores.noise).packed
+            finite = None if scores.is_finite is None else copy.add(scores.is_finite)
+        walk = copy.add(packed)
+        copy.send()
+        return DeviceOutputs(logits, copy, walk, finite)
 
     def _launch(self, width: int, visible: int) -> Step:
         """Replay the step, or run it where it was not recorded."""

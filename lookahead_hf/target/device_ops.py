@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.kernels import PathTable
+from lookahead_hf.kernels import PathTable, TreeWalk
 
 
 class DraftViews(NamedTuple):
@@ -36,16 +36,17 @@ def walk(
     scores: torch.Tensor,  # [rows, width, vocab]
     draft: DraftViews,
     noise: torch.Tensor | None = None,  # [rows, depths, vocab]
-) -> torch.Tensor:
-    """What `kernels.verify_tree` packs, [rows, 2 + width] int64: accepted, bonus, path.
+    keep_scan: bool = False,
+) -> TreeWalk:
+    """What `kernels.verify_tree` does.
 
     Where no Triton kernel runs this takes a few dozen tensor operations for a tree of any shape, so
     that it can be part of a graph; the twin walks on the host.
     """
     if kernels.backend(scores.device) == "triton":
         depth = None if noise is None else draft.depth
-        arguments = draft.tokens, draft.parents, draft.num_nodes, noise, depth
-        return kernels.verify_tree(scores, *arguments).packed
+        tree = draft.tokens, draft.parents, draft.num_nodes
+        return kernels.verify_tree(scores, *tree, noise, depth, keep_scan=keep_scan)
     best = _best(scores, draft.depth, noise)
     width = best.shape[1]
     node = torch.arange(width, device=best.device)
@@ -58,7 +59,7 @@ def walk(
     place = torch.where(on_path, draft.depth, width)
     path = best.new_full((len(best), width + 1), -1).scatter_(1, place, node.expand_as(place))
     last = path.gather(1, accepted[:, None])
-    return torch.cat([accepted[:, None], best.gather(1, last), path[:, :width]], 1)
+    return TreeWalk(torch.cat([accepted[:, None], best.gather(1, last), path[:, :width]], 1))
 
 
 def _best(

@@ -10,6 +10,7 @@ import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.layers import SlotGroup
+from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.rows import Rows
 from lookahead_hf.steps import DraftTree
 from lookahead_hf.target import attention, tree_attention
@@ -163,7 +164,7 @@ class DeviceStep:
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
 
-    def run(self, width: int, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, width: int, visible: int) -> tuple[torch.Tensor, ...]:
         """Everything from the masks to the new lengths, with the likeliest token at every node.
 
         Args:
@@ -171,10 +172,12 @@ class DeviceStep:
             visible: Slots that the attention sees.
 
         Returns:
-            Logits, [rows, width, vocab], and what `walk` returns.
+            Logits, [rows, width, vocab], `TreeWalk.packed`, and the tensors of a `RowScan` of the
+            logits where a kernel made one.
         """
         logits = self.forward(width, visible)
-        return logits, self.decide(width, logits)
+        done = self.decide(width, logits, keep_scan=True)
+        return (logits, done.packed, *(done.scan or ()))
 
     def forward(self, width: int, visible: int) -> torch.Tensor:
         """Masks, positions and the model's forward: logits, [rows, width, vocab]."""
@@ -201,13 +204,14 @@ class DeviceStep:
         width: int,
         scores: torch.Tensor,  # [rows, width, vocab]
         noise: torch.Tensor | None = None,  # [rows, depths, vocab]
-    ) -> torch.Tensor:
+        keep_scan: bool = False,
+    ) -> TreeWalk:
         """Walk, keep the accepted path in the cache, add to the lengths; see `walk`."""
         state, draft = self._state, self._state.draft(width)
-        packed = walk(scores, draft, noise)
-        compact(only_group(self._cache).path_table, state.lengths, packed)
-        state.lengths.add_((packed[:, 0] + 1) * draft.live)
-        return packed
+        done = walk(scores, draft, noise, keep_scan)
+        compact(only_group(self._cache).path_table, state.lengths, done.packed)
+        state.lengths.add_((done.num_accepted + 1) * draft.live)
+        return done
 
     def _trees(self, built: dict[str, torch.Tensor], draft: DraftViews) -> list[BlockTree]:
         """The masks in the terms of the kernel, which knows windows but no chunks."""

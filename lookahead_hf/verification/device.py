@@ -71,7 +71,6 @@ class Device(Waves):
 
     def read(self, rows: Rows, draft: DraftTree, outputs: DeviceOutputs) -> Verdict:
         """Wait for a step, emit its tokens and mark the rows that end; see `Walk.verify`."""
-        outputs.copy.fetch()
         live, packed = rows.live, outputs.walk.take()
         accepted, path = np.where(live, packed[:, 0], 0), packed[:, 2:]
         if outputs.is_finite is not None:

@@ -80,7 +80,7 @@ def step(
     drafter.prepare(logits)
     if copy is not None:
         drafter.bring(copy)
-        copy.fetch()
+        copy.send()
         logits.fill_(torch.nan)
     drafter.observe(rows, tree, verdict, logits)
     return tree, [len(emitted) for emitted in tokens]

@@ -1,4 +1,8 @@
-"""Every kernel runs beside its twin: compiled on a GPU, else in Triton's interpreter."""
+"""Every kernel runs beside its twin: in Triton's interpreter, and compiled on a GPU.
+
+A process has one of them. The interpreter's tests run where TRITON_INTERPRET is 1, as it is set
+where there is no GPU and by `make test`; those on a GPU are marked `gpu`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,16 @@ if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must stand before any kernel module is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return DEVICE
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the tensors of a test lie: its kernels are interpreted or compiled."""
+    if (request.param == "cpu") != INTERPRETED:
+        how = "interpreted" if INTERPRETED else "compiled"
+        pytest.skip(f"kernels of this process are {how}: see TRITON_INTERPRET")
+    return torch.device(request.param)
 
 
 @pytest.fixture(params=["reference", "triton"])

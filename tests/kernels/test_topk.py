@@ -12,14 +12,21 @@ SHAPES = [(1, 17, 8), (5, 1009, 8), (3, 8193, 5), (2, 8193, 64), (2, 50257, 16),
 
 def check(impl: ModuleType, logits: torch.Tensor, k: int, device: torch.device) -> torch.Tensor:
     """Values must be torch's and stand at the ids; return the ids."""
-    values, ids = impl.topk_rows(logits.to(device), k)
-    values, ids = values.cpu(), ids.cpu()
+    found = impl.topk_rows(logits.to(device), k)
+    return check_found(*(part.cpu() for part in found), logits, k)
+
+
+def check_found(
+    values: torch.Tensor, ids: torch.Tensor, log_sum: torch.Tensor, logits: torch.Tensor, k: int
+) -> torch.Tensor:
     assert values.dtype == torch.float32
     assert ids.dtype == torch.int64
     expected = logits.float().topk(k, dim=1).values
     assert torch.equal(values.nan_to_num(9e9), expected.nan_to_num(9e9))
     assert torch.equal(logits.float().gather(1, ids).nan_to_num(9e9), values.nan_to_num(9e9))
     assert all(len(set(row)) == k for row in ids.tolist())
+    sums = logits.float().logsumexp(1)
+    torch.testing.assert_close(log_sum, sums, atol=1e-5, rtol=1e-5, equal_nan=True)
     return ids
 
 
@@ -47,12 +54,58 @@ def test_ties_to_lower_id(device: torch.device) -> None:
 
 def test_low_and_odd_scores(impl: ModuleType, device: torch.device) -> None:
     """Rows of minus infinity and NaN give ids of the vocabulary, each once."""
-    logits = torch.full((3, 5000), -float("inf"))
+    logits = torch.full((5, 5000), -float("inf"))
     logits[1, 4999] = float("nan")
     logits[1, 17] = float("inf")
     logits[2] = 0.0
+    logits[3, 2] = float("inf")
+    logits[4, 2100:2400] = torch.linspace(-90, 90, 300)
     ids = check(impl, logits, 8, device)
     assert ids[1, :2].tolist() == [4999, 17]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("vocab", "k"), [(1009, 48), (8193, 8), (50257, 48)])
+def test_shares_the_pass_of_verification(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab: int, k: int, dtype: torch.dtype
+) -> None:
+    """One pass over the logits tells the walk and the best entries of all nodes that there are."""
+    from lookahead_hf.kernels import topk, verify
+
+    logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    chain = torch.tensor([[-1, 0, 1]] * 2, device=device)
+    counts = torch.tensor([2, 1], device=device)
+    walk = verify.verify_tree(logits.to(device), chain + 5, chain, counts, keep_scan=True)
+    assert walk.bonus.tolist() == logits[:, 0].float().argmax(-1).tolist()
+    monkeypatch.setattr(topk, "tile_best", None)
+    found = topk.topk_rows(logits.to(device).flatten(0, 1), k, walk.scan)
+    live = [0, 1, 2, 3, 4]
+    check_found(*(part.cpu()[live] for part in found), logits.flatten(0, 1)[live], k)
+
+
+def test_any_number_of_rows_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grids may be long along their first axis only."""
+    from lookahead_hf.kernels import topk
+
+    grids = []
+
+    def note(*_: object, grid: tuple[int, ...], **__: object) -> None:
+        grids.append(grid)
+
+    monkeypatch.setattr(type(topk._topk_kernel), "run", note)
+    logits = torch.zeros(1, 50257, dtype=torch.bfloat16, device="meta").expand(1100 * 64, -1)
+    topk.topk_rows(logits, 48)
+    assert len(grids) == 2
+    assert all(n <= 65535 for grid in grids for n in grid[1:])
+
+
+@pytest.mark.gpu
+def test_many_rows() -> None:
+    from lookahead_hf.kernels.topk import topk_rows
+
+    logits = torch.randn(1100 * 64, 40, generator=torch.Generator().manual_seed(0))
+    found = topk_rows(logits.cuda(), 4)
+    check_found(*(part.cpu() for part in found), logits, 4)
 
 
 def test_strided(impl: ModuleType, device: torch.device) -> None:

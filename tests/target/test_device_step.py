@@ -80,7 +80,7 @@ def test_the_walk_is_the_kernels(sampled: bool) -> None:
             scores, packed.tokens, packed.parents, packed.num_nodes, noise, depth
         ).packed
         with Tape() as tape:
-            got = walk(scores, packed, noise)
+            got = walk(scores, packed, noise).packed
         assert torch.equal(got, expected)
         assert tape.reads == []
         longest = max(longest, int(expected[:, 0].max()))
@@ -103,10 +103,17 @@ def test_compaction_keeps_the_path(backend: str, monkeypatch: pytest.MonkeyPatch
     assert kernels.backend(store.device) == backend
 
 
-def test_several_tensors_come_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_come_in_one_copy_each_time_that_some_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     copies = []
     to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a: copies.append(t.shape) or to(t, *a))
+
+    def counted(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        copies.append(tensor.shape)
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
     sent = [
         torch.arange(6).view(2, 3),
         torch.randn(3),
@@ -115,8 +122,12 @@ def test_several_tensors_come_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     copy = HostCopy()
     tickets = [copy.add(tensor) for tensor in sent]
-    copy.fetch()
+    copy.send()
+    late = copy.add(torch.arange(3))
     assert len(copies) == 1
+    assert late.take().tolist() == [0, 1, 2]
+    copy.send()
+    assert len(copies) == 2
     for ticket, tensor in zip(tickets, sent, strict=True):
         assert np.array_equal(ticket.take(), tensor.numpy())
 
