@@ -10,14 +10,14 @@ from typing import Any
 from weakref import WeakSet
 
 _lock = threading.Lock()
-_looked_at: WeakSet[Any] = WeakSet()
+_named: WeakSet[Any] = WeakSet()
 
 _ALWAYS = ("fp8", "fbgemm_fp8", "bitnet", "fp_quant")
 """Methods of transformers that compute with quantised activations whatever else they are told."""
 
 
 def say_once(model: Any, stacklevel: int = 2) -> None:
-    """Warn, at the first call of a model, that its text may not be plain's.
+    """Warn, at the first call of a model that does so, that its text may not be plain's.
 
     A forward of one token and a forward of several round activations to a coarse grid with other
     scales or from slightly other values, so that a token changes more often than in half precision.
@@ -27,11 +27,12 @@ def say_once(model: Any, stacklevel: int = 2) -> None:
         stacklevel: As in `warnings.warn`.
     """
     with _lock:
-        if model in _looked_at:
+        if model in _named:
             return
-        _looked_at.add(model)
-    how = quantised_activations(model)
+    how = quantised_activations(model)  # in every call: a model may be quantised after its first
     if how is not None:
+        with _lock:
+            _named.add(model)
         warnings.warn(
             f"{type(model).__name__} quantises activations ({how}): a block of tokens rounds "
             "otherwise than single tokens, so the speculative text can differ from that of plain "

@@ -93,7 +93,20 @@ class Arguments:
         parameters = _signature(self._original).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_any and "custom_generate" not in parameters:
-            raise Unserved(FallbackReason.OWN_GENERATE, f"{type(self._model).__name__}.generate")
+            raise self.decodes_itself()
+
+    def decodes_itself(self) -> Unserved:
+        """That the original `generate` is not transformers', and decodes without us."""
+        own = getattr(self._original, "__func__", self._original)
+        name = getattr(own, "__qualname__", None) or f"{type(self._model).__name__}.generate"
+        return Unserved(FallbackReason.OWN_GENERATE, name)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the batch where the arguments say it; several texts may follow each prompt."""
+        names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
+        batches = [self.given[name] for name in names if self.given.get(name) is not None]
+        return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
 
     def synced_gpus(self) -> bool:
         """Whether processes must step together, as `generate` itself works it out."""
@@ -243,13 +256,16 @@ class HeldStreamer:
     everything is passed on.
     """
 
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
+    def __init__(self, streamer: Any, before_text: Callable[[], None] = lambda: None) -> None:
+        """`before_text`: called once a token comes, before it is passed on."""
+        self._streamer, self._before_text = streamer, before_text
         self._held: list[Any] = []
         self._is_open = False
 
     def put(self, value: Any) -> None:
         """Hold the first value; a second means that nobody takes over."""
+        if getattr(value, "ndim", 0) == 1:  # tokens, where prompts are [rows, columns]
+            self._before_text()
         self._held.append(value)
         if len(self._held) > 1 or self._is_open:
             self._pass_on()

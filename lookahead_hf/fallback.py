@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,15 +15,17 @@ from weakref import WeakKeyDictionary
 class FallbackReason(str, Enum):
     """Every reason for which a call is not speculated, decided before its first token.
 
+    Only that a `generate` of somebody's leaves decoding to nobody shows at that token.
+
     Attributes:
         text: What stands in the way, as the rest of a sentence.
-        fix: What the caller can do about it, or nothing.
+        fix: What the caller can do about it, behind "To speculate, ".
     """
 
     text: str
     fix: str
 
-    def __new__(cls, value: str, text: str, fix: str = "") -> FallbackReason:
+    def __new__(cls, value: str, text: str, fix: str) -> FallbackReason:
         member = str.__new__(cls, value)
         member._value_ = value
         member.text, member.fix = text, fix
@@ -31,26 +35,58 @@ class FallbackReason(str, Enum):
         return str(self.value)
 
     BEAMS = "beams", "beam search keeps several texts per row", "pass num_beams=1"
-    DECODING_METHOD = "decoding_method", "another decoding method was asked for"
-    CONTINUOUS_BATCHING = "continuous_batching", "the call goes to continuous batching"
+    DECODING_METHOD = (
+        "decoding_method",
+        "another decoding method was asked for",
+        "leave out the setting that asks for it",
+    )
+    CONTINUOUS_BATCHING = (
+        "continuous_batching",
+        "the call goes to continuous batching",
+        "leave cache_implementation out",
+    )
     NO_CACHE = "no_cache", "decoding without a cache was asked for", "pass use_cache=True"
     CACHE_IMPLEMENTATION = (
         "cache_implementation",
         "this cache implementation is not served",
         "leave cache_implementation out",
     )
-    CACHE = "cache", "this cache cannot be rolled back row by row"
-    MODEL = "model", "this architecture is not served"
-    OWN_GENERATE = "own_generate", "the model brings a generate of its own"
-    OWN_LOOP = "own_loop", "the model brings a decoding loop of its own"
-    STATEFUL = "stateful", "the model keeps a recurrent state, which cannot be rolled back"
-    ENCODER_DECODER = "encoder_decoder", "this encoder-decoder architecture is not served"
+    CACHE = "cache", "this cache cannot be rolled back row by row", "pass a DynamicCache, or none"
+    MODEL = (
+        "model",
+        "this architecture is not served",
+        "load another one: no argument of the call helps",
+    )
+    OWN_GENERATE = (
+        "own_generate",
+        "the model brings a generate of its own",
+        "let it hand custom_generate= on to transformers' own, or remove it",
+    )
+    OWN_LOOP = (
+        "own_loop",
+        "the model brings a decoding loop of its own",
+        "load a class that leaves _sample to transformers: no argument of the call helps",
+    )
+    STATEFUL = (
+        "stateful",
+        "the model keeps a recurrent state, which cannot be rolled back",
+        "load an architecture that keeps K and V alone: no argument of the call helps",
+    )
+    ENCODER_DECODER = (
+        "encoder_decoder",
+        "this encoder-decoder architecture is not served",
+        "load a T5, a BART or one of their kin: no argument of the call helps",
+    )
     ATTENTION = (
         "attention",
         "this attention implementation takes no mask of ours",
         'load the model with attn_implementation="sdpa"',
     )
-    ADAPTER = "adapter", "an adapter changes what the model is fed in every forward"
+    ADAPTER = (
+        "adapter",
+        "an adapter changes what the model is fed in every forward",
+        "switch the adapter off, or use one that can be merged into the weights",
+    )
     DROPOUT = "dropout", "the model is in training mode with an active dropout", "call model.eval()"
     CHECKPOINTING = (
         "checkpointing",
@@ -58,7 +94,7 @@ class FallbackReason(str, Enum):
         "call model.eval()",
     )
     TOKEN_HEALING = "token_healing", "token healing changes the prompt", "pass token_healing=False"
-    ARGUMENT = "argument", "this argument of the model is not served"
+    ARGUMENT = "argument", "this argument of the model is not served", "leave it out"
     INVARIANCE = (
         "invariance",
         "a mixture of experts rounds a token by how many others go to its expert",
@@ -69,7 +105,11 @@ class FallbackReason(str, Enum):
         "processes that share the weights must run equally many forwards",
         "pass synced_gpus=True in all of them",
     )
-    TENSOR_PARALLEL = "tensor_parallel", "this way of sharing a model's matrices is not served"
+    TENSOR_PARALLEL = (
+        "tensor_parallel",
+        "this way of sharing a model is not served",
+        "share its matrices over one dimension of processes, and nothing else",
+    )
 
 
 class Unserved(Exception):
@@ -82,8 +122,7 @@ class Unserved(Exception):
 
     def __str__(self) -> str:
         met = f" ({self.detail})" if self.detail else ""
-        fix = f". To speculate, {self.fix}" if self.fix else ""
-        return f"{self.reason.text}{met} [{self.reason}]{fix}"
+        return f"{self.reason.text}{met} [{self.reason}]. To speculate, {self.fix}"
 
 
 class SpeculationFallbackWarning(UserWarning):
@@ -98,14 +137,13 @@ _lock = threading.Lock()
 _reported: WeakKeyDictionary[Any, set[FallbackReason]] = WeakKeyDictionary()
 
 
-def report(model: Any, unserved: Unserved, on_fallback: str, stacklevel: int = 2) -> None:
+def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
     """Say that a call runs plain `generate`, as its configuration asks.
 
     Args:
         model: The model; a warning comes once for it and the reason.
         unserved: Why.
         on_fallback: "warn", "error" or "silent".
-        stacklevel: As in `warnings.warn`.
 
     Raises:
         SpeculationFallbackError: With `on_fallback="error"`.
@@ -114,7 +152,19 @@ def report(model: Any, unserved: Unserved, on_fallback: str, stacklevel: int = 2
         raise SpeculationFallbackError(f"this call cannot be speculated: {unserved}") from unserved
     if on_fallback == "warn" and _is_new(model, unserved.reason):
         message = f"{type(model).__name__} runs plain generate: {unserved}"
-        warnings.warn(message, SpeculationFallbackWarning, stacklevel=stacklevel + 1)
+        warnings.warn(message, SpeculationFallbackWarning, stacklevel=2 + _frames_of_libraries())
+
+
+def _frames_of_libraries() -> int:
+    """Frames above the one that asks until the code that has called `generate`."""
+    count = 0
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        count, frame = count + 1, frame.f_back
+    return count
+
+
+_LIBRARIES = ("lookahead_hf", "transformers", "torch")
 
 
 def _is_new(model: Any, reason: FallbackReason) -> bool:

@@ -86,6 +86,9 @@ def _put(model: Any, generate: Any) -> None:
 def enable(model: _Model) -> _Model:
     """Let `model.generate` take `speculative=`; without it, it stays what it is.
 
+    Copies made by `copy.deepcopy` and by pickle are enabled too, each for itself. One made by
+    `copy.copy` shares the hook, and so its `generate` runs the model that was enabled.
+
     Args:
         model: A transformers model that generates, also inside `torch.compile`,
             DistributedDataParallel, PEFT or a quantiser's wrapper.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import transformers
@@ -11,6 +12,7 @@ from transformers import (
     ImageTextToTextPipeline,
     TextGenerationPipeline,
 )
+from transformers.pipelines import check_task
 
 from lookahead_hf.arguments import OURS
 from lookahead_hf.config import SpeculativeConfig
@@ -47,18 +49,41 @@ def pipeline(
         ValueError: The pipeline does not generate text, or `speculative` is not understood.
     """
     SpeculativeConfig.resolve(speculative)
+    kind = kwargs.get("pipeline_class") or _kind_of(task)
+    if kind is not None:
+        _check(task, kind)  # before anything is loaded
     pipe = transformers.pipeline(task, model, *args, **kwargs)
-    if not any(isinstance(pipe, kind) for kind in SERVED.values()):
-        raise ValueError(
-            f"a {pipe.task} pipeline does not generate text: speculation is for the tasks "
-            f"{', '.join(SERVED)}; build the others with transformers.pipeline"
-        )
+    _check(pipe.task, type(pipe))
     enable(pipe.model)
     pipe.__class__ = _NESTING.get(type(pipe), type(pipe))
     pipe._forward_params["speculative"] = speculative
     # It tells whether a pool of n-grams is of this model, and reads a prediction.
     pipe._forward_params["speculative_tokenizer"] = _tokenizer(pipe)
     return pipe
+
+
+def _kind_of(task: str | None) -> type[Any] | None:
+    """The class of a task's pipelines; None where transformers has to find that out."""
+    if task is None:
+        return None
+    try:
+        _, description, _ = check_task(task)
+    except KeyError:  # no task, or a repository's own
+        return None
+    kind = description["impl"]
+    if isinstance(kind, str):  # where it would be imported
+        module, _, name = kind.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+    found: type[Any] = kind
+    return found
+
+
+def _check(task: str | None, kind: type[Any]) -> None:
+    if not issubclass(kind, tuple(SERVED.values())):
+        raise ValueError(
+            f"a {task or kind.__name__} pipeline does not generate text: speculation is for the "
+            f"tasks {', '.join(SERVED)}; build the others with transformers.pipeline"
+        )
 
 
 def _tokenizer(pipe: Any) -> Any:

@@ -89,6 +89,18 @@ def test_it_is_said_once(quantised: Any) -> None:
     quantised.generate(ids, attention_mask=mask, **SETTINGS, speculative=BUDGET)
 
 
+def test_a_model_that_is_quantised_after_its_first_call() -> None:
+    ids = prompt()
+    call = {"attention_mask": torch.ones_like(ids), **SETTINGS, "speculative": BUDGET}
+    model = lookahead_hf.enable(tiny("llama"))
+    model.generate(ids, **call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
+    with pytest.warns(UserWarning, match="quantises activations"):
+        model.generate(ids, **call)
+
+
 def test_of_others_nothing_is_said() -> None:
     ids = prompt()
     model = lookahead_hf.enable(tiny("llama"))

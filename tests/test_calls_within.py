@@ -141,6 +141,17 @@ def test_a_call_within_decides_for_itself(outer: Any) -> None:
     assert len(found) >= 6
     by_name, predicted, default = found[:3]
     assert by_name.num_steps > 0 and by_name.fallback_reason is None
-    if outer is True:
-        assert predicted.num_accepted > 0
-        assert default.num_steps > 0
+    assert predicted.num_accepted > 0
+    assert default.num_steps > 0
+
+
+def test_an_assistant_with_a_default_drafts_as_transformers_has_it() -> None:
+    """For a model that is not ours: a handful of tokens, which go on with a cache of its own."""
+    model, assistant = tiny("llama"), tiny("llama", seed=1)
+    call = {"input_ids": prompt(), "do_sample": False, **INNER, "assistant_model": assistant}
+    plain = model.generate(**call)
+    lookahead_hf.set_default(assistant, True)
+    with lookahead_hf.enabled(assistant):
+        assert torch.equal(model.generate(**call), plain)
+        assert lookahead_hf.last_stats(assistant) is None
+        assert torch.equal(model.generate(**call, return_dict_in_generate=True).sequences, plain)

@@ -16,6 +16,7 @@ from transformers import (
     MvpConfig,
     MvpForConditionalGeneration,
 )
+from transformers.generation import BaseStreamer
 
 import lookahead_hf
 from lookahead_hf import fallback
@@ -220,6 +221,37 @@ def test_it_is_said_once_per_model_and_reason(model: Any) -> None:
     assert {warning.filename for warning in ours} == {__file__}
 
 
+class Reader(BaseStreamer):
+    """Looks for the record of a call at the end of its stream."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.found = model, list[Any]()
+
+    def put(self, value: torch.Tensor) -> None: ...
+
+    def end(self) -> None:
+        self.found.append(lookahead_hf.last_stats(self.model))
+
+
+@pytest.mark.parametrize("found_late", [False, True])
+def test_the_record_is_there_when_the_stream_ends(
+    model: Any, found_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Unserved(FallbackReason.CACHE, "found late")
+
+    if found_late:
+        monkeypatch.setattr(admission, "check_room", refuse)
+    run(model, speculative=False)
+    reader = Reader(model)
+    with pytest.warns(Warned):
+        run(model, speculative=True, streamer=reader, use_cache=found_late)
+    (stats,) = reader.found
+    assert stats is not None
+    assert stats.fallback_reason == ("cache" if found_late else "no_cache")
+    assert lookahead_hf.last_stats(model) == stats
+
+
 def test_silent_and_error(model: Any) -> None:
     run(model, num_beams=2, speculative={"on_fallback": "silent"})
     stats = lookahead_hf.last_stats(model)
@@ -234,7 +266,7 @@ def test_every_reason_says_what_stands_in_the_way() -> None:
         assert str(reason) == reason.value == reason == reason.name.lower()
         said = str(Unserved(reason, "detail"))
         assert said.startswith(reason.text) and f"[{reason}]" in said
-        assert ("To speculate" in said) is bool(reason.fix)
+        assert reason.fix and said.endswith(f". To speculate, {reason.fix}")
 
 
 def test_every_reason_is_one_that_is_given_somewhere() -> None:

@@ -106,8 +106,14 @@ def test_a_generate_that_decodes_by_itself(model: Any, decoding: PlainDecoding) 
     assert torch.equal(got, expected)
     assert ours.events == plain.events
     assert not decoding.calls
+    assert "test_a_generate_that_decodes_by_itself.<locals>.alone" in str(caught[0].message)
+    refuses: dict[str, Any] = {"speculative": {"on_fallback": "error"}}
     with pytest.raises(lookahead_hf.SpeculationFallbackError):
-        run(model, speculative={"on_fallback": "error"})
+        run(model, **refuses)
+    unheard = Recorder()
+    with pytest.raises(lookahead_hf.SpeculationFallbackError):
+        run(model, streamer=unheard, **refuses)
+    assert unheard.events == []
 
 
 def test_a_generate_that_takes_no_strategy(model: Any, decoding: PlainDecoding) -> None:

@@ -186,8 +186,10 @@ def of_call(
     if group is None:
         return InStep(model, device)
     if synced:
-        raise Unserved(FallbackReason.TENSOR_PARALLEL, "with synced_gpus=True")
+        fix = "leave synced_gpus out"
+        raise Unserved(FallbackReason.TENSOR_PARALLEL, "with synced_gpus=True", fix)
     if draws:
-        raise Unserved(FallbackReason.TENSOR_PARALLEL, 'with verification="rejection"')
+        detail, fix = 'with verification="rejection"', 'pass verification="exact"'
+        raise Unserved(FallbackReason.TENSOR_PARALLEL, detail, fix)
     kind = Leader if distributed.get_rank(group) == 0 else Follower
     return kind(group, device, num_rows, most_nodes)

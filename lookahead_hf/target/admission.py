@@ -48,28 +48,30 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
 
 def check_call(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """The same without a trial of the model, which takes some forwards."""
-    _check_kind(model)
-    _check_cache(model, generation_config, model_kwargs)
+    check_kind(model)
+    shows = generation_config.return_dict_in_generate and generation_config.output_attentions
+    check_cache(model, model_kwargs.get("past_key_values"), bool(shows))
     _check_arguments(model, model_kwargs)
     virtual.check(model, generation_config, model_kwargs)
 
 
 def check_model(model: Any) -> None:
     """Raise Unserved where this kind of model cannot be served in any call."""
-    _check_kind(model)
+    check_kind(model)
     check_trial(model)
 
 
 def check_trial(model: Any) -> None:
     """Raise Unserved where a model that nobody tried before fails in its trial."""
-    told = compat.decoder_names(model).positions is not None
-    if told and not probe.serves(model):
-        raise Unserved(
-            FallbackReason.MODEL, f"{type(model).__name__} gives other logits for blocks"
-        )
+    if compat.decoder_names(model).positions is None:
+        return
+    found, fix = probe.refusal(model)
+    if found:
+        raise Unserved(FallbackReason.MODEL, found, fix)
 
 
-def _check_kind(model: Any) -> None:
+def check_kind(model: Any) -> None:
+    """Raise Unserved where the model itself says that it cannot be served in any call."""
     config = compat.text_config(model)
     if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
@@ -105,7 +107,8 @@ def check_room(
         columns = compat.known_mask_length(generation_config, model_kwargs) or columns
     most_fed = columns + generation_config.max_length - input_ids.shape[1] - 1
     if room is not None and most_fed > room:
-        raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns")
+        fix = f"give it room for {most_fed}, or pass a DynamicCache"
+        raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns", fix)
 
 
 def on_device(model: Any, input_ids: torch.Tensor) -> bool:
@@ -127,27 +130,37 @@ def _check_attention(model: Any) -> None:
         raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
 
 
-def _check_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    given: Any = model_kwargs.get("past_key_values")
+def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
+    """Raise Unserved where a cache cannot be taken over.
+
+    Args:
+        model: The target.
+        given: The cache that its forwards are given, its own or the caller's.
+        shows_attention: Whether the caller asked for attention weights.
+    """
     cache = compat.self_attention(given)
     if type(cache) not in compat.CACHES:
         raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
     if name := held.unserved_layer(cache):
         raise Unserved(FallbackReason.CACHE, name)
-    weights = generation_config.return_dict_in_generate and generation_config.output_attentions
-    if weights and type(cache) is compat.StaticCache:
-        raise Unserved(FallbackReason.CACHE, "attention weights over all of a static cache's room")
+    if shows_attention and type(cache) is compat.StaticCache:
+        detail = "attention weights over all of a static cache's room"
+        fix = "pass a DynamicCache, or leave output_attentions out"
+        raise Unserved(FallbackReason.CACHE, detail, fix)
     if compat.counts_positions(model) and given.get_seq_length() > 0:
-        raise Unserved(FallbackReason.CACHE, "a decoder that goes on with an earlier text")
+        detail = "a decoder that goes on with an earlier text"
+        raise Unserved(FallbackReason.CACHE, detail, "leave past_key_values out")
 
 
 def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
     names = compat.decoder_names(model)
     if names.positions is not None and model_kwargs.get(names.positions) is None:
-        raise Unserved(FallbackReason.ARGUMENT, "position_ids that generate could not prepare")
+        detail = "position_ids that generate could not prepare"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass them, [rows, columns]")
     mask = model_kwargs.get(names.mask)
     if mask is not None and mask.dim() != 2:
-        raise Unserved(FallbackReason.ARGUMENT, f"an attention mask of {mask.dim()} dimensions")
+        detail = f"an attention mask of {mask.dim()} dimensions"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass one of [rows, columns]")
     known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
     if names.positions is None:
         known |= {"attention_mask"}  # the encoder's

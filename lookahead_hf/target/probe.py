@@ -30,25 +30,31 @@ TOLERANCE_HALF = 0.15
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-_verdicts: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _by_kernel: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
 
 
-def serves(model: Any) -> bool:
-    """Whether blocks of draft trees over ragged rows give the model's own logits.
+def refusal(model: Any) -> tuple[str, str]:
+    """Why blocks of draft trees over ragged rows cannot stand for the model's own forwards.
 
     Types that the sweep covers are taken at its word; any other model is tried once, with four
     forwards over a dozen tokens.
+
+    Returns:
+        What was found, empty where they can; and what to do about it, empty where nothing helps.
     """
     if compat.text_config(model).model_type in TRIED:
-        return True
+        return "", ""
     with _lock:
         known = _verdicts.get(model)
     if known is None:
-        known = _try(model)
+        try:
+            known = _try(model)
+        except (RuntimeError, MemoryError):  # which says nothing of the model, and may be over soon
+            return "no memory was left for the forwards of its trial", "free some and call again"
         with _lock:
             _verdicts[model] = known
-    return known
+    return known, ""
 
 
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
@@ -80,16 +86,24 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
     return counts[True] >= len(target.cache.slots.layers) and not counts[False]
 
 
-def _try(model: Any) -> bool:
-    """Any exception counts as no: what goes wrong here would go wrong in a call."""
+def _try(model: Any) -> str:
+    """What was found, empty for no fault.
+
+    Any exception counts, as what goes wrong here would go wrong in a call; but where memory ran out
+    that is raised.
+    """
     name = type(model).__name__
     try:
         difference = _differs_by(model)
-    except Exception:
+    except Exception as error:
+        # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
+        if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
+            raise
         logger.info("the trial of %s failed, so it is not served", name, exc_info=True)
-        return False
+        return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
     logger.info("in its trial %s differed by %.2g deviations of its logits", name, difference)
-    return difference < TOLERANCE.get(model.dtype, TOLERANCE_HALF)
+    is_same = difference < TOLERANCE.get(model.dtype, TOLERANCE_HALF)
+    return "" if is_same else f"{name} gives other logits for blocks"
 
 
 @torch.no_grad()

@@ -140,7 +140,7 @@ def tiny_eager(model_type: str, **fields: Any) -> Any:
         for parameter in model.parameters():
             parameter.mul_(3.0)
     model.generation_config.eos_token_id = None
-    assert probe.serves(model)  # looks once at every kind of model, with forwards of its own
+    assert probe.refusal(model) == ("", "")  # looks once at every kind, with forwards of its own
     return model
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import lookahead_hf
 from lookahead_hf.target import probe
-from tests.models import tiny
+from tests.models import prompt, tiny
 
 
 @pytest.fixture
@@ -21,10 +22,10 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_sound_model_is_tried_once(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lookahead_hf")
-    assert probe.serves(unknown)
+    assert probe.refusal(unknown) == ("", "")
     assert "in its trial LlamaForCausalLM differed by" in caplog.text
     caplog.clear()
-    assert probe.serves(unknown)
+    assert probe.refusal(unknown) == ("", "")
     assert not caplog.text
 
 
@@ -36,7 +37,8 @@ def test_a_model_that_fails_is_not_served_and_says_why(
 
     unknown.model.layers[1].register_forward_hook(fail)
     caplog.set_level(logging.INFO, "lookahead_hf")
-    assert not probe.serves(unknown)
+    found, _ = probe.refusal(unknown)
+    assert found == "a block of tokens fails in LlamaForCausalLM: ZeroDivisionError: no such luck"
     assert "trial of LlamaForCausalLM failed" in caplog.text
     assert "ZeroDivisionError: no such luck" in caplog.text
 
@@ -47,4 +49,28 @@ def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
         return args, {**kwargs, "position_ids": torch.arange(positions.shape[-1])[None]}
 
     unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
-    assert not probe.serves(unknown)
+    found, _ = probe.refusal(unknown)
+    assert "gives other logits for blocks" in found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_that_memory_ran_out_is_not_held_against_a_model(unknown: Any, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = unknown.model.layers[1].register_forward_hook(fail)
+    lookahead_hf.enable(unknown)
+    call = {"max_new_tokens": 4, "do_sample": False, "speculative": {"on_fallback": "error"}}
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match="no memory.*free some"):
+        unknown.generate(prompt(), **call)
+    handle.remove()
+    unknown.generate(prompt(), **call)
+    stats = lookahead_hf.last_stats(unknown)
+    assert stats is not None and stats.fallback_reason is None
