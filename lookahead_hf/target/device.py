@@ -22,11 +22,17 @@ from lookahead_hf.target.device_step import (
     pack,
 )
 from lookahead_hf.target.forward import BlockShape, Target
+from lookahead_hf.target.frozen import Frozen
 from lookahead_hf.target.graph_recorder import Recording, Step
+from lookahead_hf.target.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.target.host_copy import HostCopy, Ticket
 
 ALIGNED = 16
 """Slots that the attention sees come in multiples of it: torch copies any other mask per layer."""
+
+CHANGED = "the model was changed in the middle of the call"
+BUSY = "other steps are being captured"
+"""Why steps are run, for the time being, though there are graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,8 @@ class DeviceTarget(Target):
         """
         super().__init__(model, num_rows, shape)
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
-        self._set: graphs.GraphSet | None = None
+        self._set: GraphSet | None = None
+        self._replays = True  # as the latest step was
         self._is_compiled = compilation.is_compiled(model)
         self.graphs: str | None = "not asked for"
 
@@ -121,7 +128,7 @@ class DeviceTarget(Target):
 
     @property
     def mode(self) -> str:
-        return "device" if self._set is None else "graphs"
+        return "device" if self._set is None or not self._replays else "graphs"
 
     @property
     def _trims(self) -> bool:
@@ -138,12 +145,14 @@ class DeviceTarget(Target):
             return
         slots = self.cache.slots.longest + self._room + graphs.WIDTHS[0]
         shape = self._scoring is None, str(self._extras), self._shape is None
-        create = self._wanted is True or self._room >= graphs.WORTHWHILE
+        insists = self._wanted is True
+        create = insists or self._room >= graphs.WORTHWHILE
+        self._frozen = Frozen(self.model)  # before the graphs are chosen that go with it
         try:
             self._set = graphs.enter(
-                self.model, self.cache, self._state, shape, slots, create=create
+                self.model, self.cache, self._state, shape, slots, create=create, insists=insists
             )
-        except graphs.Uncapturable as error:
+        except Uncapturable as error:
             self.graphs = str(error)
             return
         self._state = self._set.state
@@ -177,7 +186,7 @@ class DeviceTarget(Target):
             return shown
         visible = -(-used // ALIGNED) * ALIGNED
         if slots.shown is not None:  # with and without graphs the same
-            visible = graphs.bucket(slots.shown)
+            visible = bucket(slots.shown)
         only_group(self.cache).reserve(visible)
         self._state.fit(self.cache)
         return visible
@@ -199,33 +208,55 @@ class DeviceTarget(Target):
         return DeviceOutputs(logits, copy, walk, finite)
 
     def _launch(self, width: int, visible: int) -> Step:
-        """Replay the step, or run it where it was not recorded."""
-        if self._set is not None:
-            recording = self._set.recordings.get((width, visible)) or self._capture(width, visible)
-            if recording is not None:
-                self.graphs = "replayed"
-                recording.replay()
-                return recording.outputs
+        """Replay the step, or run it where it was not recorded or is not what was recorded."""
+        recording = self._recording(width, visible)
+        self._replays = recording is not None
+        if recording is None:
+            return self._run(width, visible)
+        recording.replay()
+        if self._frozen.is_current():  # looked at while the device works
+            self.graphs = "replayed"
+            return recording.outputs
+        self._replays, self.graphs = False, CHANGED
+        self._state.lengths.copy_(self._state.draft(width).kept)
         return self._run(width, visible)
+
+    def _recording(self, width: int, visible: int) -> Recording | None:
+        """What repeats a step; None where it is run."""
+        if self._set is None:
+            return None
+        found = self._set.recordings.get((width, visible))
+        # As long as steps are replayed the model is looked at behind the launch.
+        if (found is None or not self._replays) and not self._frozen.is_current():
+            self.graphs = CHANGED
+            return None
+        return found or self._capture(width, visible)
 
     def _run(self, width: int, visible: int) -> Step:
         if self._scoring is None:
             return self._step.run(width, visible)
         return (self._step.forward(width, visible),)
 
-    def _capture(self, width: int, visible: int) -> Recording | None:
-        """Record the steps that show so many slots; None, and no graphs any more, if that fails."""
+    def _capture(self, width: int, visible: int, *, waits: bool = False) -> Recording | None:
+        """Record the steps that show so many slots.
+
+        Returns:
+            None where that fails, which ends the use of graphs, or where it has to be later.
+        """
         assert self._set is not None
         widths = list(self._widths) if self._shape is None else [width]
         packed = self._state.save(width)
         try:
-            self._set.capture(visible, self._run, widths)
-        except graphs.Uncapturable as error:
+            if not self._set.capture(visible, self._run, widths, waits=waits):
+                self.graphs = BUSY
+                return None
+        except Uncapturable as error:
             self.graphs = str(error)
-            self._leave_graphs(str(error))
+            self._leave_graphs(error)
             return None
         finally:
             self._state.restore(packed, width)
+        self._frozen = Frozen(self.model)  # a forward may note something on its modules
         return self._set.recordings[width, visible]
 
     def capture(self) -> None:
@@ -234,7 +265,7 @@ class DeviceTarget(Target):
         slots = self.cache.slots.longest + max(self._widths)
         while self._set is not None:
             visible = self._set.visible_for(slots)
-            self._capture(max(self._widths), visible)
+            self._capture(max(self._widths), visible, waits=True)
             if self._set is None or visible == self._set.capacity:
                 return
             slots = visible + 1
@@ -244,10 +275,10 @@ class DeviceTarget(Target):
         assert self.cache is not None
         self._state.lengths.copy_(torch.from_numpy(self.cache.slots.lengths))
 
-    def _leave_graphs(self, refusal: str | None = None) -> None:
+    def _leave_graphs(self, error: Uncapturable | None = None) -> None:
         used, self._set = self._set, None
         if used is not None:
-            graphs.leave(self.model, used, refusal)
+            graphs.leave(self.model, used, error)
 
     def end(self) -> None:
         """Make room for the next call; the cache was handed back."""

@@ -96,18 +96,23 @@ class CudaRecorder:
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()
-            with warnings.catch_warnings(record=True) as heard, _noting_waits():
-                warnings.simplefilter("always")
+        try:
+            with torch.cuda.stream(self._stream):
                 run()
-        current.wait_stream(self._stream)
-        return said_to_wait([str(warning.message) for warning in heard])
+                with _noting_waits() as waits:
+                    run()
+        finally:
+            current.wait_stream(self._stream)
+        return f"a forward waits for the device: {waits[0]}" if waits else None
 
     def record(self, run: Callable[[], Step]) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        # torch's own context leaves the stream current where ending a capture fails.
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             outputs = run()
         return CudaRecording(graph, outputs)
@@ -125,24 +130,40 @@ _lock = threading.Lock()
 _free_streams: dict[torch.device, list[Any]] = {}
 
 
-def said_to_wait(messages: list[str]) -> str | None:
-    """Why steps that brought forth these warnings cannot be captured, None if they can.
-
-    torch also says, once, that the mode which warns "does not yet detect all synchronizing
-    operations".
-    """
-    waits = [text for text in messages if "called a synchronizing" in text]
-    return f"a forward waits for the device: {waits[0].splitlines()[0]}" if waits else None
+_WAIT = "called a synchronizing"
+_OF_MODE = (_WAIT, "Synchronization debug mode")
+"""What torch says while the mode is on; the second once, of the mode itself."""
 
 
 @contextmanager
-def _noting_waits() -> Iterator[None]:
+def _noting_waits() -> Iterator[list[str]]:
+    """What torch says, one line each, of operations of this thread that wait for the device.
+
+    Both torch's mode and Python's way of showing warnings are the process's: what other threads
+    wait for is not shown meanwhile, as it would not be without the mode; all else is.
+    """
+    waits: list[str] = []
+    own, is_over = threading.get_ident(), False
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+
+    def note(message: Any, *args: Any, **kwargs: Any) -> None:
+        text = str(message)
+        # Another thread may put this back in place later, when its own `catch_warnings` ends.
+        if is_over or not any(part in text for part in _OF_MODE):
+            show(message, *args, **kwargs)
+        elif threading.get_ident() == own and _WAIT in text:
+            waits.append(text.splitlines()[0])
+
+    with warnings.catch_warnings():
+        for part in _OF_MODE:
+            warnings.filterwarnings("always", message=f".*{part}")
+        show, warnings.showwarning = warnings.showwarning, note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            is_over = True
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -1,16 +1,16 @@
-"""Steps as CUDA graphs: captured once per shape, kept with the model, retired all together.
+"""Steps as CUDA graphs: captured once per kind of call, kept with the model, retired all together.
 
-What a graph froze at its capture is never looked at again: hooks, adapters, training mode, the
-attention implementation. So a set of graphs belongs to a fingerprint of the model. Its K and V, its
-lengths and drafts stay where they are; a later call that fits moves in.
+What a graph froze at its capture is never looked at again: adapters, training mode, the attention
+implementation, every number in Python. So graphs belong to what the model was when they were
+captured. Their K and V, lengths and drafts stay where they are; a later call that fits moves in.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,103 +18,141 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.kernels import PathTable
 from lookahead_hf.target import compilation
 from lookahead_hf.target.device_step import StepState, only_group
-from lookahead_hf.target.graph_recorder import Recorder, Recording, Step, recorder_for
+from lookahead_hf.target.frozen import fingerprint, passed_over
+from lookahead_hf.target.graph_recorder import recorder_for
+from lookahead_hf.target.graph_set import (
+    GraphSet,
+    Uncapturable,
+    bucket,
+    bytes_per_slot,
+    new_set,
+)
+from lookahead_hf.target.standing import settings
 
 _logger = logging.getLogger(__name__)
 
 WIDTHS = (64, 32, 16, 8, 1)
 """Tokens per row of the captured steps; a draft takes the narrowest that holds it."""
 
-LEAST_VISIBLE = 512
-"""Slots that the attention of the first graphs sees; doubled as the texts grow."""
-
 WORTHWHILE = 64
 """New tokens from which on "auto" captures; that takes about a second."""
 
+MOST_SETS = 2
+"""Kinds of calls whose graphs a model keeps: greedy and sampled, for instance."""
+
+PATIENCE = 4
+"""Calls of a further kind, while one of those is not made at all, after which "auto" gives that up
+for them: kinds that come in turn would be captured in every call."""
+
+MOST_NOTED = 16
+"""Calls without graphs, and kinds that could not be captured, that are remembered of a model."""
+
 MEMORY_SHARE = 0.25
-"""Part of the free memory that K and V of a set may take."""
-
-
-def bucket(slots: int) -> int:
-    """Slots in steps of a factor of two, so that few graphs serve all lengths."""
-    return compilation.doubled(LEAST_VISIBLE, slots)
+"""Part of the free memory that K and V of a model's graphs may take."""
 
 
 @dataclass(eq=False)
-class GraphSet:
-    """The graphs of one model and one shape of batch, with the tensors that they read and write.
+class _Refusal:
+    """A kind of call that could not be captured; an accident is given another chance, ever later.
 
     Attributes:
-        key: What a call must have in common with the one that made the set.
-        capacity: Slots of K and V.
-        state: Lengths, positions and drafts.
-        stores: K and V of every layer.
-        table: What compaction knows of them.
-        in_use: Held by the call that replays; two replays must not overlap.
+        key: The kind.
+        reason: Why.
+        is_lasting: As of `Uncapturable`, which itself would hold on to the call.
+        pause: Calls that were to go by after the latest attempt.
+        left: Those of them that are still to come.
     """
 
     key: tuple[Any, ...]
-    capacity: int
-    state: StepState
-    stores: list[tuple[torch.Tensor, torch.Tensor]]
-    table: PathTable
-    recorder: Recorder
-    recordings: dict[tuple[int, int], Recording] = field(default_factory=dict)
-    in_use: threading.Lock = field(default_factory=threading.Lock)
+    reason: str
+    is_lasting: bool
+    pause: int = 1
+    left: int = 1
 
-    def visible_for(self, slots: int) -> int:
-        """The slots that a graph shows where so many are in use."""
-        return min(bucket(slots), self.capacity)
 
-    def capture(self, visible: int, run: Callable[[int, int], Step], widths: list[int]) -> None:
-        """Record steps of all widths, largest first, so that the smaller ones fit its memory.
+class _Kept:
+    """What is kept of a model between calls.
 
-        Raises:
-            Uncapturable: It cannot be done.
+    Attributes:
+        lock: Held while that changes.
+        sets: Its graphs, those that were used last at the end.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.sets: list[GraphSet] = []
+        self._missed: deque[tuple[Any, ...]] = deque(maxlen=MOST_NOTED)
+        self._refusals: deque[_Refusal] = deque(maxlen=MOST_NOTED)
+
+    def refuse(self, key: tuple[Any, ...], error: Uncapturable) -> None:
+        """Remember that such calls could not be captured."""
+        known = next((each for each in self._refusals if each.key == key), None)
+        if known is None:
+            self._refusals.append(_Refusal(key, str(error), error.is_lasting))
+            return
+        known.reason, known.is_lasting = str(error), error.is_lasting
+        known.left = known.pause = 2 * known.pause
+
+    def check(self, key: tuple[Any, ...]) -> None:
+        """Raise Uncapturable where such calls are not to be tried now."""
+        for known in self._refusals:
+            if known.key == key and (known.left or known.is_lasting):
+                known.left = max(known.left - 1, 0)
+                raise Uncapturable(known.reason)
+
+    def take(self, key: tuple[Any, ...]) -> GraphSet | None:
+        """The graphs of such calls, held for one; None where there are none."""
+        found = next((each for each in self.sets if each.key == key), None)
+        if found is None:
+            return None
+        if not found.in_use.acquire(blocking=False):
+            raise Uncapturable("another call is using the model's graphs")
+        if found is self.sets[0]:
+            self._missed.clear()  # there is no kind that is not called any more
+        self.sets.remove(found)
+        self.sets.append(found)
+        return found
+
+    def make_way(
+        self, key: tuple[Any, ...], size: int, limit: float, held: list[GraphSet], insists: bool
+    ) -> None:
+        """Choose the graphs that further ones take the place of.
+
+        Args:
+            key: The kind of call that they are for.
+            size: Bytes of their K and V.
+            limit: Bytes that K and V of all graphs may take.
+            held: What is given up in any case; what else has to be is added to it, held.
+            insists: Whether others are given up at once.
         """
-        for width in sorted(widths, reverse=True):
-            if (width, visible) not in self.recordings:
-                self._capture(width, visible, run)
+        stay = [each for each in self.sets if each not in held]
 
-    def _capture(self, width: int, visible: int, run: Callable[[int, int], Step]) -> None:
-        """Both trial and recording write K and V behind the lengths only, which are put back."""
-        lengths = self.state.lengths.clone()
-        self.state.rehearse(width)
+        def is_crowded() -> bool:
+            return bool(stay) and (len(stay) >= MOST_SETS or size + _nbytes(stay) > limit)
 
-        def step() -> Step:
-            self.state.lengths.copy_(lengths)
-            return run(width, visible)
+        if is_crowded() and not insists:
+            self._missed.append(key)
+            if self._missed.count(key) < PATIENCE:
+                raise Uncapturable("the model keeps graphs of other kinds of calls")
+        while is_crowded():
+            idle = next((each for each in stay if each.in_use.acquire(blocking=False)), None)
+            if idle is None:
+                raise Uncapturable("other calls are using the model's graphs")
+            held.append(idle)
+            stay.remove(idle)
 
-        try:
-            reason = self.recorder.try_out(step)
-            if reason is not None:
-                raise Uncapturable(reason)
-            self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
-        except Uncapturable:
-            raise
-        except Exception as error:
-            first = str(error).splitlines()[:1] or [""]
-            raise Uncapturable(f"{type(error).__name__}: {first[0]}") from error
-        finally:
-            self.state.lengths.copy_(lengths)
-
-    def retire(self) -> None:
-        """Free all graphs."""
-        recordings, self.recordings = list(self.recordings.values()), {}
-        if recordings:
-            self.recorder.release(recordings)
-
-
-class Uncapturable(Exception):
-    """Steps of this model cannot be recorded; they run one operation after the other."""
+    def give_up(self, held: list[GraphSet]) -> None:
+        """Retire graphs, and keep nothing of them: their memory is needed."""
+        self._missed.clear()
+        while held:
+            self.sets.remove(held[-1])
+            held.pop().retire()
 
 
 _lock = threading.Lock()
-_sets: WeakKeyDictionary[Any, GraphSet] = WeakKeyDictionary()
-_refused: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
 
 
 def enter(
@@ -125,8 +163,9 @@ def enter(
     slots: int,
     *,
     create: bool,
+    insists: bool = False,
 ) -> GraphSet:
-    """Move a call into the model's set of graphs, a new one where the old one does not fit.
+    """Move a call into a set of the model's graphs, a new one where none fits.
 
     The caller must call `leave` with what it gets.
 
@@ -137,59 +176,98 @@ def enter(
         shape: What else the graphs depend on.
         slots: Slots that the call may need.
         create: Whether a set that is missing is made.
+        insists: Whether it is made whatever kinds of calls the model's other graphs are for.
 
     Raises:
         Uncapturable: There is none for this call.
     """
-    print_of = fingerprint(model)
-    refused = _refused.get(model)
-    if refused is not None and refused[0] == print_of:
-        raise Uncapturable(refused[1])
-    key = (print_of, shape, *_sizes(cache, state))
+    key = (fingerprint(model), settings(model), shape, *_sizes(cache, state))
     with _lock:
-        found = _sets.get(model)
-        if found is not None and not found.in_use.acquire(blocking=False):
-            raise Uncapturable("another call is using the model's graphs")
-        if found is None or found.key != key or found.capacity < slots:
-            if not create:
-                if found is not None:
-                    found.in_use.release()
-                raise Uncapturable("the call is too short to capture for")
-            if found is not None:
-                del _sets[model]
-                found.retire()
-            found = _new_set(key, cache, state, slots)
-            found.in_use.acquire()
-            _sets[model] = found
+        kept = _kept.setdefault(model, _Kept())
+    with kept.lock:
+        kept.check(key)
+        held = [each for each in (kept.take(key),) if each is not None]
+        try:
+            if not held or held[0].capacity < slots:
+                if not create:
+                    raise Uncapturable("the call is too short to capture for")
+                _renew(kept, key, cache, state, slots, held, insists)
+            held[0].move_in(cache, state)
+        except BaseException:
+            for each in held:
+                each.in_use.release()
+            raise
+    return held[0]
+
+
+def _renew(
+    kept: _Kept,
+    key: tuple[Any, ...],
+    cache: AdoptedCache,
+    state: StepState,
+    slots: int,
+    held: list[GraphSet],
+    insists: bool,
+) -> None:
+    """Make a new set in place of `held`, what it has outgrown; afterwards it is what is held."""
+    device, capacity = state.lengths.device, bucket(slots)
+    recorder = recorder_for(device)
+    if recorder is None:
+        raise Uncapturable(f"there are no graphs on {device.type}")
+    size, limit = capacity * bytes_per_slot(cache), _limit(device, kept.sets)
+    if size > limit:
+        raise Uncapturable(f"its K and V would take {size >> 20} MiB for good")
+    kept.make_way(key, size, limit, held, insists)
+    kept.give_up(held)
     try:
-        found.recorder.begin()
-        _move_in(found, cache, state)
-    except BaseException:
-        found.in_use.release()
-        raise
-    return found
+        made = new_set(key, cache, state, capacity, recorder)
+    except RuntimeError as error:  # out of memory
+        refused = Uncapturable.after(error)
+        kept.refuse(key, refused)
+        raise refused from error
+    made.in_use.acquire()
+    kept.sets.append(made)
+    held.append(made)
 
 
-def leave(model: Any, used: GraphSet, refusal: str | None = None) -> None:
+def _limit(device: torch.device, sets: list[GraphSet]) -> float:
+    """Bytes that K and V of a model's graphs may take."""
+    if device.type != "cuda":
+        return float("inf")
+    return MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + _nbytes(sets))
+
+
+def _nbytes(sets: list[GraphSet]) -> int:
+    return sum(each.nbytes for each in sets)
+
+
+def leave(model: Any, used: GraphSet, error: Uncapturable | None = None) -> None:
     """End a call's use of a set; where capturing failed, remember why and drop it."""
-    if refusal is not None:
-        _refused[model] = (fingerprint(model), refusal)
-        _logger.info("steps of %s are not captured: %s", type(model).__name__, refusal)
-        with _lock:
-            if _sets.get(model) is used:
-                del _sets[model]
-        used.retire()
     used.recorder.end()
-    used.in_use.release()
+    with _lock:
+        kept = _kept.get(model, _Kept())
+    with kept.lock:
+        if error is not None:
+            kept.refuse(used.key, error)
+            kept.sets = [each for each in kept.sets if each is not used]
+            _logger.info("steps of %s are not captured: %s", type(model).__name__, error)
+        if used in kept.sets:
+            used.in_use.release()
+            return
+    used.retire()
 
 
 def release(model: Any) -> None:
-    """Free what is kept for a model, unless a call is using it."""
+    """Free what is kept for a model; what a call is using, at its end."""
     with _lock:
-        found = _sets.get(model)
-        if found is not None and found.in_use.acquire(blocking=False):
-            del _sets[model]
-            found.retire()
+        kept = _kept.pop(model, None)
+    if kept is None:
+        return
+    with kept.lock:
+        idle = [each for each in kept.sets if each.in_use.acquire(blocking=False)]
+        kept.sets = []
+    for each in idle:
+        each.retire()
 
 
 def _sizes(cache: AdoptedCache, state: StepState) -> tuple[Any, ...]:
@@ -200,35 +278,6 @@ def _sizes(cache: AdoptedCache, state: StepState) -> tuple[Any, ...]:
         for store in (layer.k_store, layer.v_store)
     ]
     return state.shapes(), tuple(stores)
-
-
-def _new_set(key: tuple[Any, ...], cache: AdoptedCache, state: StepState, slots: int) -> GraphSet:
-    device = state.lengths.device
-    capacity = bucket(slots)
-    layers = only_group(cache).layers
-    per_slot = sum(store[:, 0].nbytes for la in layers for store in (la.k_store, la.v_store))
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        if capacity * per_slot > MEMORY_SHARE * free:
-            raise Uncapturable(f"its K and V would take {capacity * per_slot >> 20} MiB for good")
-    recorder = recorder_for(device)
-    if recorder is None:
-        raise Uncapturable(f"there are no graphs on {device.type}")
-    with torch.inference_mode(False):  # later calls write to them outside of it
-        stores = [(_room(la.k_store, capacity), _room(la.v_store, capacity)) for la in layers]
-        table = PathTable([store for pair in stores for store in pair])
-        return GraphSet(key, capacity, state.with_room(capacity), stores, table, recorder)
-
-
-def _room(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    shape = store.shape[0], capacity, *store.shape[2:]
-    return torch.zeros(shape, dtype=store.dtype, device=store.device)
-
-
-def _move_in(used: GraphSet, cache: AdoptedCache, state: StepState) -> None:
-    only_group(cache).move_to(used.stores, used.capacity, used.table)
-    state.fit(cache)
-    used.state.copy_(state)
 
 
 def refusal(model: Any, device: torch.device, extras: dict[str, Any]) -> str | None:
@@ -251,47 +300,4 @@ def refusal(model: Any, device: torch.device, extras: dict[str, Any]) -> str | N
         return "its rotary positions look at the length in every forward"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the call itself is being captured"
-    return None
-
-
-def fingerprint(model: Any, *, around: bool = True) -> tuple[Any, ...]:
-    """What a graph has frozen of a model: a later call with another one needs new graphs.
-
-    Args:
-        model: The target.
-        around: Whether that includes the model's own hooks, around the whole forward.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    modules = [
-        (
-            module.training,
-            id(type(module).forward),
-            len(module._forward_hooks) if around or module is not model else 0,
-            len(module._forward_pre_hooks) if around or module is not model else 0,
-            "forward" in vars(module),
-            str(vars(module).get("_active_adapter")),
-            vars(module).get("_disable_adapters"),
-            str(vars(module).get("merged_adapters")),
-        )
-        for module in model.modules()
-    ]
-    configs = [
-        (compat.attention_name(config), getattr(config, "_experts_implementation", None))
-        for config in compat.attention_configs(model)
-    ]
-    device = tensors[0].device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return (
-        (autocast, torch.get_float32_matmul_precision()),
-        hash(tuple(address for tensor in tensors for address in _addresses(tensor))),
-        hash(tuple(modules)),
-        tuple(configs),
-    )
-
-
-def _addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
-    """Where a tensor's numbers are, those of the tensors in it where it is a wrapper of some."""
-    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return [address for each in inner for address in _addresses(each)]
-    return [(tensor.data_ptr(), tensor.dtype, tensor.shape)]
+    return passed_over(model)

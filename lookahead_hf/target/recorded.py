@@ -22,7 +22,7 @@ import torch
 from lookahead_hf.cache.layers import SlotCache
 from lookahead_hf.target import attention, packing
 from lookahead_hf.target.arguments import Arguments, Shape
-from lookahead_hf.target.graphs import fingerprint
+from lookahead_hf.target.frozen import fingerprint
 from lookahead_hf.target.module_hooks import with_hooks
 from lookahead_hf.target.packing import PackedWeights
 from lookahead_hf.target.program import Group, Program, generalized, groups_of, key_of
@@ -100,7 +100,8 @@ class RecordedSteps:
         self._refusal = refusal(self._model)
         if self._refusal is not None:
             return
-        key = fingerprint(self._model, around=False), settings(self._model)
+        # A forward that uses other tensors than parameters and buffers cannot be traced.
+        key = fingerprint(self._model), settings(self._model, tensors=False)
         with _lock:
             found = _kept.get(self._model)
             if found is not None and found.key != key:

@@ -10,6 +10,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.target import graphs
+from lookahead_hf.target.graph_recorder import CudaRecorder
 from tests.models import NAMES, prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
 from tests.test_lossless import GREEDY, padded
@@ -61,6 +62,33 @@ def test_a_second_call_and_a_longer_text() -> None:
         assert compare(model, inputs, max_new_tokens=80) == "replayed"
     graphs.release(model)
     assert compare(model, padded("left")) == "replayed"
+
+
+def test_two_kinds_of_calls_take_turns() -> None:
+    model = tiny("llama").cuda()
+    for _ in range(3):
+        assert compare(model, padded("left")) == "replayed"
+        assert compare(model, padded("left"), do_sample=True, top_k=12) == "replayed"
+    assert len(graphs._kept[model].sets) == 2
+    assert compare(model, padded("none", rows=1)) == "replayed"
+    assert compare(model, padded("left"), do_sample=True, top_k=12) == "replayed"
+
+
+def test_hooks_are_called() -> None:
+    model, factor = tiny("llama").cuda(), [1.0]
+    assert compare(model, padded("left")) == "replayed"
+    model.model.layers[1].mlp.register_forward_hook(lambda _, args, output: output * factor[0])
+    for factor[0] in (0.5, 2.0):
+        assert compare(model, padded("left")) == "modules have hooks"
+
+
+def test_a_capture_that_fails_leaves_the_threads_stream() -> None:
+    before = torch.cuda.current_stream()
+    recorder = CudaRecorder(torch.device("cuda", torch.cuda.current_device()))
+    with pytest.raises(RuntimeError, match="captur"):
+        recorder.record(lambda: (torch.ones((), device="cuda").item(),))
+    assert torch.cuda.current_stream() == before
+    assert torch.ones((), device="cuda").add(1).item() == 2
 
 
 def test_nothing_waits_for_the_device_but_the_copy() -> None:

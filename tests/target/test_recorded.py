@@ -59,7 +59,7 @@ def test_steps_are_repeated_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None
     forwards: list[int] = []
     kind = type(model.model.norm)
     forward, key = kind.forward, recorded._kept[model].key
-    monkeypatch.setattr(recorded, "fingerprint", lambda _, around: key[0])
+    monkeypatch.setattr(recorded, "fingerprint", lambda _: key[0])
 
     def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self is model.model.norm:
@@ -361,6 +361,17 @@ def test_settings_that_change_between_calls_count(change: Callable[[Any], None])
         torch.set_default_dtype(default)
     if change is not in_doubles:
         assert own != before
+
+
+def test_a_tensor_that_no_trace_can_hold_leaves_the_recording() -> None:
+    """As that of the positions' offsets, which models for pictures put into themselves."""
+    model = tiny("llama")
+    model.offsets = torch.zeros(2)
+    both(model, prompt(), 40)
+    kept = recorded._kept[model]
+    model.offsets = torch.zeros(2)
+    assert both(model, prompt(), 40).graphs == "recorded"
+    assert recorded._kept[model] is kept
 
 
 class Once(LogitsProcessor):
