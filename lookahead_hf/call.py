@@ -230,7 +230,9 @@ class Call:
         if not self.request.config.draft_invariant:
             return None
         admission.check_invariance(self.model)
-        self.by_kernel = probe.keeps_bits_in_trees(self.model, INVARIANT_WIDTH)
+        # The kernel has no weights to show.
+        shows = self.model_kwargs.get("output_attentions")
+        self.by_kernel = not shows and probe.keeps_bits_in_trees(self.model, INVARIANT_WIDTH)
         return BlockShape(INVARIANT_WIDTH, self._num_new + INVARIANT_WIDTH)
 
     def _session(self, drafters: list[Drafter]) -> DraftSession:

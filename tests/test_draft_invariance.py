@@ -100,6 +100,24 @@ def test_every_block_has_one_shape_and_drafts_are_chains() -> None:
     assert len(shapes_of(model, trees)) > 1
 
 
+def test_where_weights_are_asked_for_drafts_are_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernel has none to show, and elsewhere a branch would count among a token's ancestors."""
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
+    model = tiny("llama", num_hidden_layers=1)
+    call = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(prompt(), **call)
+    trees = scripted(continuations(plain, 12), RandomTrees(hit=1.0))
+    config = SpeculativeConfig(draft_invariant=True, drafters=trees.drafters, budget=12)
+    shown = {"output_attentions": True, "return_dict_in_generate": True}
+    with lookahead_hf.enabled(model):
+        output = model.generate(prompt(), **call, **shown, speculative=config)
+    stats = output.speculative_stats
+    assert output.sequences.tolist() == plain.tolist()
+    assert stats.fallback_reason is None
+    assert stats.num_accepted > 0
+    assert stats.max_width == 1
+
+
 def test_a_mixture_of_experts_falls_back() -> None:
     model = tiny("mixtral")
     config = SpeculativeConfig(draft_invariant=True, on_fallback="silent")
