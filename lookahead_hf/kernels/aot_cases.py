@@ -22,12 +22,13 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def _verify(nodes: int, vocab: int, dtype: torch.dtype, sampled: bool = False) -> None:
     """A step's verification; where it is not sampled, the best entries of its logits as well."""
     rows, width = 2, 1 + nodes
-    scores, tree = _empty(rows, width, vocab, dtype=dtype), [_empty(rows, width) for _ in range(3)]
+    scores = _empty(rows, width, vocab, dtype=dtype)
+    tree = _empty(rows, width), _empty(rows, width), _empty(rows)
     if sampled:
         noise = _empty(rows, 12, vocab, dtype=torch.float32)
-        verify.verify_tree(scores, *tree[:2], _empty(rows), noise, tree[2])
+        verify.verify_tree(scores, *tree, noise, _empty(rows, width))
         return
-    walk = verify.verify_tree(scores, *tree[:2], _empty(rows), keep_scan=True)
+    walk = verify.verify_tree(scores, *tree, keep_scan=True)
     topk.topk_rows(scores.flatten(0, 1), 48, walk.scan)
 
 

@@ -124,6 +124,14 @@ class RowProcessors:
             scores = processor(ids, scores)
         return scores
 
+    def at_once(self, scores: torch.Tensor) -> torch.Tensor:
+        """What processors that are `scores_only` make of any number of rows, [rows, vocab]."""
+        assert self.scores_only
+        ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+        for processor in self._processors:
+            scores = processor(ids, scores)
+        return scores
+
     def of_rows(
         self,
         rows: list[int],

@@ -3,18 +3,23 @@
 A draft token that was drawn from `q` is accepted with probability `min(1, p / q)`, where `p` is the
 target's processed distribution; where it is rejected, its next sibling is tried on what `p` has
 beyond `q`, and where none is left the recovered token is drawn from that (Leviathan et al.,
-arXiv:2211.17192; siblings as in SpecInfer, arXiv:2305.09781). `kernels.reject_tree` is the same for
-all nodes of a tree at once; here only the nodes that the walk reaches are processed, each with its
-own prefix, so any processor and criterion that the walk serves is served.
+arXiv:2211.17192; siblings as in SpecInfer, arXiv:2305.09781). The rule is `kernels.reject_tree`.
+
+Where the kernel runs and the processors look at nothing but the scores, it walks down the trees of
+all rows in one launch. Elsewhere the walk asks it node by node: only the nodes that are reached are
+processed then, each with its own prefix, so any processor that the walk serves is served.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
+from lookahead_hf import kernels
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree
+from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.verification.walk import Decide, Walk
 
 
@@ -26,6 +31,31 @@ class Rejection(Walk):
     """
 
     name = "rejection"
+
+    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        rules = self.rules
+        at_once = rules.processors.scores_only and not rules.records.chooses
+        at_once &= kernels.backend(logits.device) == "triton"
+        self._walked = self._walk_all(draft, logits) if at_once else None
+        return super().verify(rows, draft, logits)
+
+    def _walk_all(self, draft: DraftTree, logits: torch.Tensor) -> np.ndarray:
+        """`TreeWalk.packed` of all rows, and whether each node's distribution is one."""
+        width = 1 + draft.max_nodes
+        scores = logits[:, :width].to(copy=True, dtype=torch.float32).flatten(0, 1)
+        probs = self.rules.processors.at_once(scores).softmax(-1).view(len(logits), width, -1)
+        tokens, parents = np.zeros((2, len(logits), width), np.int64)
+        parents[:] = -1
+        sizes = np.diff(draft.row_offsets)
+        row = np.repeat(np.arange(len(sizes)), sizes)
+        place = np.arange(draft.num_nodes) - np.repeat(draft.row_offsets[:-1], sizes)
+        tokens[row, place + 1], parents[row, place + 1] = draft.token_ids, draft.parents + 1
+        drawn_from = probs.new_zeros(len(logits), width - 1, probs.shape[2])
+        each = torch.from_numpy(row).to(probs.device), torch.from_numpy(place).to(probs.device)
+        drawn_from[each] = _drawn_from(draft, np.arange(draft.num_nodes), probs)
+        tree = (torch.from_numpy(part).to(probs.device) for part in (tokens, parents, sizes))
+        walk = _reject(probs, drawn_from, *tree)
+        return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
 
     def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
         return None
@@ -43,48 +73,94 @@ class Rejection(Walk):
 
         def decide(node: int) -> tuple[int, int | None]:
             probs = self.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
-            children = np.flatnonzero(parents == node).tolist()
-            drawn_from = [_drawn_from(draft, nodes.start + child, probs) for child in children]
-            accepted, token = choose(probs, drafted[children].tolist(), drawn_from)
-            return token, None if accepted is None else children[accepted]
+            children = np.flatnonzero(parents == node)
+            drawn_from = _drawn_from(draft, nodes.start + children, probs)
+            accepted, token = choose(probs, drafted[children], drawn_from)
+            return token, None if accepted is None else int(children[accepted])
 
-        return decide
+        if self._walked is None:
+            return decide
+        return _along(self._walked[row], drafted, 1 + draft.max_nodes)
+
+
+def _along(walked: np.ndarray, drafted: np.ndarray, width: int) -> Decide:
+    """The walk down the path of a row that was walked on the device."""
+    accepted, bonus = int(walked[0]), int(walked[1])
+    is_distribution = walked[2 + width :]
+    path = (walked[2 : 3 + accepted] - 1).tolist()
+    after = dict(pairwise(path))
+
+    def decide(node: int) -> tuple[int, int | None]:
+        _refuse_unless(bool(is_distribution[node + 1]))
+        child = after.get(node)
+        return (bonus, None) if child is None else (int(drafted[child]), child)
+
+    return decide
 
 
 def choose(
-    probs: torch.Tensor, drafted: list[int], drawn_from: list[torch.Tensor | None]
+    probs: torch.Tensor,  # [vocab]
+    drafted: np.ndarray,  # [siblings] integers
+    drawn_from: torch.Tensor,  # [siblings, vocab]
 ) -> tuple[int | None, int]:
     """Choose the next token, one of those drafted if possible.
 
     Args:
-        probs: The target's distribution, [vocab].
+        probs: The target's distribution.
         drafted: Draft tokens in the order in which they were drawn.
-        drawn_from: Distribution that each was drawn from, the ones before it given, [vocab]; None
-            where it was certain.
+        drawn_from: Distribution that each was drawn from, the ones before it given.
 
     Returns:
         Which of the drafted tokens was accepted, None if none was, and the token.
     """
-    left = probs
-    for index, (token, chances) in enumerate(zip(drafted, drawn_from, strict=True)):
-        chance = 1.0 if chances is None else float(chances[token])
-        if float(torch.rand(())) * chance < float(left[token]):
-            return index, token
-        if chances is None:
-            left = left.index_fill(0, torch.tensor(token, device=left.device), 0.0)
-        else:
-            left = (left - chances).clamp_(min=0.0)
-        total = left.sum()
-        if not total > 0:  # only where rounding made it so: the target's distribution stands in
-            left = probs
-            break
-        left = left / total
-    return None, int(torch.multinomial(left, 1))
+    siblings = len(drafted)
+    _refuse_unless(bool(_is_distribution(probs)))
+    tree = np.zeros((2, 1, 1 + siblings), np.int64)
+    tree[0, 0, 1:], tree[1, 0, 0] = drafted, -1
+    tokens, parents = torch.from_numpy(tree).to(probs.device)
+    count = torch.full((1,), siblings, device=probs.device)
+    # What follows a sibling is not looked at: any distribution stands in.
+    everywhere = probs.expand(1, 1 + siblings, -1)
+    walk = _reject(everywhere, drawn_from[None], tokens, parents, count)
+    accepted, token, _, child, *_ = [*walk.packed[0].tolist(), 0]
+    return (child - 1, int(drafted[child - 1])) if accepted else (None, token)
 
 
-def _drawn_from(draft: DraftTree, node: int, like: torch.Tensor) -> torch.Tensor | None:
-    """What a node was drawn from, on the device and over the vocabulary of `like`, [vocab]."""
+def _reject(
+    probs: torch.Tensor,  # [rows, 1 + nodes, vocab]
+    drawn_from: torch.Tensor,  # [rows, nodes, vocab]
+    tokens: torch.Tensor,  # [rows, 1 + nodes]
+    parents: torch.Tensor,  # [rows, 1 + nodes]
+    num_nodes: torch.Tensor,  # [rows]
+) -> kernels.TreeWalk:
+    """`kernels.reject_tree` with random numbers of the default generator."""
+    uniforms = torch.rand(drawn_from.shape[:2], device=probs.device)
+    noise = torch.empty_like(probs[:, 0]).exponential_()
+    return kernels.reject_tree(probs, drawn_from, tokens, parents, num_nodes, uniforms, noise)
+
+
+def _is_distribution(probs: torch.Tensor) -> torch.Tensor:  # [..., vocab] -> [...]
+    """1 where a softmax gave numbers: where one of them is none, none is."""
+    return probs[..., 0].isfinite().long()
+
+
+def _refuse_unless(is_distribution: bool) -> None:
+    """Raise what torch says of probabilities that are not finite, where plain would."""
+    if not is_distribution:
+        torch.multinomial(torch.tensor([float("nan")]), 1)
+
+
+def _drawn_from(draft: DraftTree, nodes: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """What nodes were drawn from, on the device and over the vocabulary of `like`, [nodes, vocab].
+
+    Where that is not known they count as certain.
+    """
+    vocab = like.shape[-1]
+    found = torch.zeros(len(nodes), vocab, device=like.device)
     if draft.probs is None:
-        return None
-    chances = draft.probs[node]  # type: ignore[index]
-    return torch.nn.functional.pad(chances.to(like), (0, len(like) - len(chances)))
+        ids = torch.from_numpy(draft.token_ids[nodes].astype(np.int64)).to(like.device)
+        return found.scatter_(1, ids[:, None], 1.0)
+    which = torch.from_numpy(nodes)
+    chances = draft.probs[which.to(draft.probs.device)].to(like)[:, :vocab]  # type: ignore
+    found[:, : chances.shape[1]] = chances
+    return found

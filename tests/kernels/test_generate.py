@@ -13,12 +13,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.target import attention, probe, tree_attention
+from lookahead_hf.target import attention, host_copy, probe, tree_attention
 from lookahead_hf.target.tree_attention import BlockTree
 from tests import models
 from tests.compared import compared
 from tests.device import on_device
-from tests.scripted import RandomTrees, Scripted, right, second_child_right
+from tests.scripted import (
+    RandomTrees,
+    Scripted,
+    continuations,
+    right,
+    scripted,
+    second_child_right,
+)
 
 NEW = 7
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -39,10 +46,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return call
 
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
-    for name in ("verify_tree", "compact_path", "tree_attention"):
+    for name in ("verify_tree", "compact_path", "tree_attention", "topk_rows", "reject_tree"):
         monkeypatch.setattr(kernels, name, counting(name))
     with on_device(monkeypatch):
         yield counted
+
+
+@pytest.fixture
+def attention_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is torch's, for the other kernels' sake: in the interpreter it takes seconds."""
+    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: False)
 
 
 @pytest.fixture
@@ -115,6 +128,98 @@ def test_sampled(calls: Counter[str], device: torch.device) -> None:
     assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
 
 
+def test_many_tokens(calls: Counter[str], attention_aside: None, device: torch.device) -> None:
+    model = models.tiny("llama", num_hidden_layers=1)
+    stats = run(model, ragged(device), device, max_new_tokens=48)
+    assert stats.engine == "device"
+    assert stats.row_stats[0].num_emitted == 48
+    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(
+    calls: Counter[str],
+    attention_aside: None,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """The twins' text from the same drafts: which is plain's up to ties that rounding decides."""
+    model = models.tiny("llama", num_hidden_layers=1).to(device, dtype)
+    inputs = ragged(device)
+    columns = inputs["input_ids"].shape[1]
+    given = {**inputs, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    drafts = scripted(continuations(model.generate(**given), columns), second_child_right)
+    texts = []
+    for backend in ("triton", "torch"):
+        monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
+        with lookahead_hf.enabled(model):
+            texts.append(model.generate(**given, speculative=drafts).tolist())
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.engine == "device" and stats.fallback_reason is None
+        assert stats.num_moved > 0
+        assert (calls["verify_tree"] > 0) and (calls["compact_path"] > 0)
+    assert texts[0] == texts[1]
+
+
+def test_drafting_learns_from_the_pass_of_verification(
+    calls: Counter[str],
+    attention_aside: None,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    """The verdict is on its way before the best tokens are looked for, which come behind it."""
+    model = models.tiny("llama", num_hidden_layers=1).to(device)
+    given = {"input_ids": models.prompt(2).to(device), "max_new_tokens": 24, "pad_token_id": 0}
+    plain = model.generate(**given, do_sample=False)
+    order: list[str] = []
+    send, topk = host_copy.HostCopy.send, kernels.topk_rows
+
+    def sent(copy: host_copy.HostCopy) -> None:
+        order.append("copy")
+        send(copy)
+
+    def looked(*args: Any) -> Any:
+        assert args[2] is not None
+        order.append("topk")
+        return topk(*args)
+
+    monkeypatch.setattr(host_copy.HostCopy, "send", sent)
+    monkeypatch.setattr(kernels, "topk_rows", looked)
+    few = {"recycling": {"top_k": 4, "num_next": 4}}
+    config = SpeculativeConfig(drafters=("recycling",), budget=6, options=few)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**given, do_sample=False, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert ours.tolist() == plain.tolist()
+    assert stats is not None and stats.engine == "device" and stats.num_accepted > 0
+    assert order == ["copy", "topk", "copy"] * stats.num_steps
+    assert calls["topk_rows"] == calls["verify_tree"] == stats.num_steps
+
+
+def test_rejection(calls: Counter[str], attention_aside: None, device: torch.device) -> None:
+    """Drawn drafts of all rows are walked in one launch a step."""
+    model, assistant = (
+        models.tiny("llama", scale=scale, num_hidden_layers=1).to(device) for scale in (None, 4.0)
+    )
+    config = SpeculativeConfig(
+        drafters=("assistant",), verification="rejection", budget=16,
+        options={"assistant": {"min_reach": 0.0, "num_draft": 2, "top_k": 2, "beam": 2}},
+    )  # fmt: skip
+    given = {"input_ids": models.prompt(3).to(device), "do_sample": True, "temperature": 2.0}
+    given |= {"max_new_tokens": 8, "pad_token_id": 0, "assistant_model": assistant}
+    texts = []
+    with lookahead_hf.enabled(model):
+        for _ in range(2):
+            torch.manual_seed(5)
+            texts.append(model.generate(**given, speculative=config).tolist())
+    stats = lookahead_hf.last_stats(model)
+    assert texts[0] == texts[1]
+    assert stats is not None and stats.engine == "rejection" and stats.fallback_reason is None
+    assert stats.num_accepted > 0
+    assert calls["reject_tree"] == 2 * (1 + stats.num_steps)
+
+
 def test_ragged_with_windows(calls: Counter[str], checked: None, device: torch.device) -> None:
     stats = run(models.tiny("gemma3", **WINDOWS), ragged(device), device)
     assert stats.engine == "device"
@@ -130,7 +235,7 @@ def test_verified_on_the_host(calls: Counter[str], checked: None, device: torch.
     assert calls["tree_attention"] == stats.num_steps > 0
 
 
-def tiny_eager(model_type: str, **fields: Any) -> Any:
+def tiny_eager(model_type: str, device: torch.device, **fields: Any) -> Any:
     """A tiny model of a kind whose attention sdpa does not have."""
     config = CONFIG_MAPPING[model_type](**{**models._COMMON, **WINDOWS, "head_dim": 12, **fields})
     with torch.random.fork_rng(devices=[]):
@@ -140,6 +245,7 @@ def tiny_eager(model_type: str, **fields: Any) -> Any:
         for parameter in model.parameters():
             parameter.mul_(3.0)
     model.generation_config.eos_token_id = None
+    model.to(device)
     assert probe.refusal(model) == ("", "")  # looks once at every kind, with forwards of its own
     return model
 
@@ -154,7 +260,7 @@ EAGER = {
 def test_softcap_and_sinks(
     calls: Counter[str], checked: None, device: torch.device, model_type: str
 ) -> None:
-    model = tiny_eager(model_type, **EAGER[model_type])
+    model = tiny_eager(model_type, device, **EAGER[model_type])
     calls.clear()
     stats = run(model, {"input_ids": models.prompt(1).to(device)}, device)
     assert calls["tree_attention"] == 2 * stats.num_steps > 0
@@ -162,11 +268,11 @@ def test_softcap_and_sinks(
 
 
 def test_weights_that_are_asked_for(calls: Counter[str], device: torch.device) -> None:
-    model = tiny_eager("gpt_oss", **EAGER["gpt_oss"])
+    model = tiny_eager("gpt_oss", device, **EAGER["gpt_oss"])
     calls.clear()
     settings = {"return_dict_in_generate": True, "output_attentions": True}
     given = {"input_ids": models.prompt(1).to(device), "max_new_tokens": 5, **settings}
-    done = compared(model.to(device), lambda: dict(given), 12, second_child_right)
+    done = compared(model, lambda: dict(given), 12, second_child_right)
     assert not calls["tree_attention"]
     for plain, ours in zip(done.plain.attentions, done.ours.attentions, strict=True):
         for of_plain, of_ours in zip(plain, ours, strict=True):
@@ -190,9 +296,10 @@ def test_wide_blocks(calls: Counter[str], device: torch.device) -> None:
 
 def test_not_on_a_cpu_by_default(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND")
-    run(models.tiny("gemma3", **WINDOWS), ragged(torch.device("cpu")), torch.device("cpu"))
-    model = tiny_eager("gemma2", **EAGER["gemma2"])
-    run(model, {"input_ids": models.prompt(1)}, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    run(models.tiny("gemma3", **WINDOWS), ragged(cpu), cpu)
+    model = tiny_eager("gemma2", cpu, **EAGER["gemma2"])
+    run(model, {"input_ids": models.prompt(1)}, cpu)
     assert not calls["tree_attention"]
     assert not calls["verify_tree"]
 
@@ -215,7 +322,7 @@ def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.de
 
 def invariant(model: Any, engine: str, **fields: Any) -> tuple[list[list[int]], torch.Tensor, Any]:
     """Text, logits and statistics of a call whose text may not depend on its drafts."""
-    ids = models.prompt(1, 70)
+    ids = models.prompt(1, 70).to(model.device)
     call = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     if engine == "walk":  # which alone keeps logits
         call |= {"output_logits": True, "return_dict_in_generate": True}
@@ -231,8 +338,10 @@ def invariant(model: Any, engine: str, **fields: Any) -> tuple[list[list[int]], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "engine"), [("llama", "walk"), ("mistral", "device")])
-def test_trees_leave_every_bit_alone(name: str, engine: str, calls: Counter[str]) -> None:
-    model = models.tiny(name, num_hidden_layers=1)
+def test_trees_leave_every_bit_alone(
+    name: str, engine: str, calls: Counter[str], device: torch.device
+) -> None:
+    model = models.tiny(name, num_hidden_layers=1).to(device)
     text, logits, _ = invariant(model, engine, budget=0)
     truth = [row[70:] for row in text]
     drafters: tuple[Any, ...] = (
@@ -249,17 +358,17 @@ def test_trees_leave_every_bit_alone(name: str, engine: str, calls: Counter[str]
         assert calls["tree_attention"] - before == same[2].num_steps
 
 
-def test_one_forward_shows_whose_attention_it_is(calls: Counter[str]) -> None:
-    model = models.tiny("llama", num_hidden_layers=1)
+def test_one_forward_shows_whose_attention_it_is(calls: Counter[str], device: torch.device) -> None:
+    model = models.tiny("llama", num_hidden_layers=1).to(device)
     for _ in range(2):  # the second time it is known
         assert probe.keeps_bits_in_trees(model, 2)
     assert calls["tree_attention"] == 1
-    own = models.tiny("gpt2", attn="eager", n_layer=1)
+    own = models.tiny("gpt2", attn="eager", n_layer=1).to(device)
     assert not probe.keeps_bits_in_trees(own, 2)
 
 
-def test_where_the_kernel_cannot_attend_drafts_are_chains() -> None:
-    model = models.tiny("llama", num_hidden_layers=1, head_dim=264)
+def test_where_the_kernel_cannot_attend_drafts_are_chains(device: torch.device) -> None:
+    model = models.tiny("llama", num_hidden_layers=1, head_dim=264).to(device)
     assert not probe.keeps_bits_in_trees(model, 16)
     text, _, _ = invariant(model, "device", budget=0)
     drafter = Scripted([row[70:] for row in text], RandomTrees(hit=1.0))

@@ -154,6 +154,7 @@ def chi_square(texts: np.ndarray, expected: np.ndarray) -> float:
     return float(((seen - expected)[possible] ** 2 / expected[possible]).sum())
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(
     ("depth", "siblings", "processors", "nodes"),
     [
@@ -165,8 +166,15 @@ def chi_square(texts: np.ndarray, expected: np.ndarray) -> float:
     ],
 )
 def test_texts_are_distributed_as_plain_samples(
-    depth: int, siblings: int, processors: Any, nodes: int
+    monkeypatch: pytest.MonkeyPatch,
+    depth: int,
+    siblings: int,
+    processors: Any,
+    nodes: int,
+    at_once: bool,
 ) -> None:
+    if at_once:  # as where Triton runs, though by the twin
+        monkeypatch.setattr(kernels, "backend", lambda _: "triton")
     drafter = MarkovDrafter(depth, siblings, processors)
     texts, tokens_per_step = generate(drafter, processors=processors, nodes=nodes)
     assert chi_square(texts, expected_counts(processors)) < CRITICAL
@@ -220,39 +228,31 @@ def test_several_sources_are_certain_of_what_they_drew() -> None:
 
 def test_the_statistic_finds_a_drafters_own_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        rejection, "choose", lambda probs, drafted, _: (0, drafted[0]) if drafted else (None, 0)
+        rejection, "choose", lambda _, drafted, __: (0, drafted[0]) if len(drafted) else (None, 0)
     )
     texts, _ = generate(MarkovDrafter(3, 1))
     assert chi_square(texts, expected_counts()) > 10 * CRITICAL
 
 
-def test_the_rule_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(2)
-    accepted = 0
-    for _ in range(60):
-        probs = torch.rand(1, 5, 9, generator=generator) ** 3
-        probs /= probs.sum(-1, keepdim=True)
-        chances = torch.rand(1, 4, 9, generator=generator) ** 3
-        chances /= chances.sum(-1, keepdim=True)
-        uniforms = torch.rand(1, 4, generator=generator)
-        noise = torch.empty(1, 9).exponential_(generator=generator)
-        drafted = torch.randint(9, (1, 4), generator=generator)
-        drawn = iter(uniforms[0])
-        monkeypatch.setattr(torch, "rand", lambda *_, drawn=drawn: next(drawn))
-        monkeypatch.setattr(torch, "multinomial", lambda p, _, noise=noise: (p / noise[0]).argmax())
-        ours = rejection.choose(probs[0, 0], drafted[0].tolist(), list(chances[0]))
-        monkeypatch.undo()
-        walk = kernels.reject_tree(
-            probs, chances, torch.nn.functional.pad(drafted, (1, 0)),
-            torch.tensor([[-1, 0, 0, 0, 0]]), torch.tensor([4]), uniforms, noise,
-        )  # fmt: skip
-        if int(walk.num_accepted):
-            child = int(walk.path[0, 1]) - 1
-            assert ours == (child, int(drafted[0, child]))
-            accepted += 1
-        else:
-            assert ours == (None, int(walk.bonus))
-    assert 10 < accepted < 60
+@pytest.mark.parametrize("at_once", [False, True])
+def test_verdicts_are_the_kernels(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """Whether it is asked node by node or for whole trees, as where Triton runs."""
+    asked: list[tuple[int, int]] = []
+    original = kernels.reject_tree
+
+    def asking(probs: torch.Tensor, *given: torch.Tensor) -> kernels.TreeWalk:
+        asked.append((len(probs), probs.shape[1]))
+        return original(probs, *given)
+
+    monkeypatch.setattr(kernels, "reject_tree", asking)
+    if at_once:
+        monkeypatch.setattr(kernels, "backend", lambda _: "triton")
+    rows = Rows(np.zeros((2, 1), np.int64))
+    draft = DraftTree.from_rows([([1, 2, 3], [-1, -1, 1]), ([], [])])
+    verdict = engine(2, 9).verify(rows, draft, logits_of(rows, draft))
+    assert asked[0] == ((2, 4) if at_once else (1, 3))
+    assert (len(asked) == 1) == at_once
+    assert (verdict.num_emitted > 0).all()
 
 
 def test_a_step_emits_the_path_and_stops_in_it() -> None:
@@ -271,23 +271,32 @@ def test_a_step_emits_the_path_and_stops_in_it() -> None:
 def test_probabilities_of_another_width_are_fitted() -> None:
     probs = torch.tensor([0.25, 0.75])
     draft = DraftTree.from_rows([([1], [-1])])
-    for chances in ([0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.1]):
-        fitted = rejection._drawn_from(
-            DraftTree(
-                draft.row_offsets, draft.token_ids, draft.parents, draft.depth, draft.score,
-                probs=torch.tensor([chances]),
-            ),
-            0,
-            probs,
-        )  # fmt: skip
-        assert fitted is not None and fitted.tolist() == pytest.approx(chances[:2])
-    assert rejection._drawn_from(draft, 0, probs) is None
+    node = np.zeros(1, np.int64)
+    for chances in ([0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.1], [0.5]):
+        given = replace(draft, probs=torch.tensor([chances]))
+        fitted = rejection._drawn_from(given, node, probs)
+        assert fitted.tolist() == [pytest.approx([*chances, 0.0][:2])]
+    assert rejection._drawn_from(draft, node, probs).tolist() == [[0.0, 1.0]]
 
 
 def test_what_rounding_leaves_empty_is_drawn_from_the_target() -> None:
     probs = torch.tensor([0.0, 1.0, 0.0])
-    token = rejection.choose(probs, [0], [torch.tensor([1e-9, 1.0, 0.0])])
+    token = rejection.choose(probs, np.zeros(1, np.int64), torch.tensor([[1e-9, 1.0, 0.0]]))
     assert token == (None, 1)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_is_no_distribution_is_refused_as_plain_does(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    if at_once:
+        monkeypatch.setattr(kernels, "backend", lambda _: "triton")
+    rows = Rows(np.zeros((1, 1), np.int64))
+    draft = DraftTree.from_rows([([1], [-1])])
+    logits = torch.zeros(1, 2, VOCAB)
+    logits[0, 0, 2] = torch.nan
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        engine(1).verify(rows, draft, logits)
 
 
 def chances_of(model: Any, ids: torch.Tensor, warper: Any, length: int) -> dict[Any, float]:
