@@ -176,15 +176,17 @@ class RecyclingDrafter(Drafter):
         contexts = [_contexts(rows, row, draft, verdict) for row in live]
         before, last, place = (np.concatenate(parts) for parts in zip(*contexts, strict=True))
         sizes = [len(context[0]) for context in contexts]
-        # On the CPU each row of logits is searched when asked for: few tokens for most of them.
-        fewer = BestTokens(logits, self._top_k) if logits.device.type == "cpu" else best
-        learned = before, last, *fewer.take(np.repeat(live, sizes), place)
+        tokens, probs = best.take(np.array(live), place[np.cumsum(sizes) - 1])
+        learned = before, last, tokens, probs
+        if draft.num_nodes:  # not only the ends
+            # On the CPU each row of logits is searched when asked for: few tokens for most of them.
+            fewer = BestTokens(logits, self._top_k) if logits.device.type == "cpu" else best
+            learned = before, last, *fewer.take(np.repeat(live, sizes), place)
         if self._defers:
             # The next forward gives time for that; the drafts until then hardly miss it.
             self._waiting = learned
         else:
             self._remember(*learned)
-        tokens, probs = best.take(np.array(live), place[np.cumsum(sizes) - 1])
         for row, row_tokens, row_probs in zip(live, tokens, probs, strict=True):
             self._note_rejected(row, rows.last_token(row), row_tokens, row_probs)
 
