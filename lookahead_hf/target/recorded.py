@@ -100,7 +100,8 @@ class RecordedSteps:
         self._refusal = refusal(self._model)
         if self._refusal is not None:
             return
-        key = fingerprint(self._model), settings(self._model)
+        # A forward that uses other tensors than parameters and buffers cannot be traced.
+        key = fingerprint(self._model), settings(self._model, tensors=False)
         with _lock:
             found = _kept.get(self._model)
             if found is not None and found.key != key:

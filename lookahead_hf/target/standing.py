@@ -57,14 +57,19 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return not all(map(compat.captures_outputs, hooks))
 
 
-def settings(model: Any) -> tuple[Any, ...]:
+def settings(model: Any, tensors: bool = True) -> tuple[Any, ...]:
     """What a forward may read in Python and a trace has frozen: equal as long as that is the same.
 
     What modules hold, such as the scaling of adapters, and configurations, and torch's own; see
     `Values`. For 400 modules it takes about a millisecond.
+
+    Args:
+        model: The target.
+        tensors: Whether it matters which tensors stand in other attributes than parameters and
+            buffers, where some models put one in every prefill.
     """
     return (
-        _read(model).found,
+        _read(model, tensors).found,
         torch.get_num_threads(),
         torch.get_default_dtype(),
         torch.backends.mkldnn.enabled,
@@ -72,8 +77,8 @@ def settings(model: Any) -> tuple[Any, ...]:
     )
 
 
-def _read(model: torch.nn.Module) -> Values:
-    values = Values()
+def _read(model: torch.nn.Module, tensors: bool = True) -> Values:
+    values = Values(tensors)
     for config in compat.attention_configs(model):
         values.attributes(vars(config))
     for module in model.modules():

@@ -53,7 +53,8 @@ class Values:
 
     Numbers and texts are read by value, and so are containers of them and what data classes,
     partial functions, closures and other objects hold. Of other objects in those, as of functions,
-    only the identity is: nothing leads from a model to everything that its process holds.
+    only the identity is: nothing leads from a model to everything that its process holds. Tensors
+    are known by identity, or by their shape alone.
 
     Attributes:
         found: What was read.
@@ -61,7 +62,9 @@ class Values:
         lists: Lists in which it stands.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: bool = True) -> None:
+        """`tensors`: whether it matters which tensor stands somewhere."""
+        self._tensors = tensors
         self.found: list[Any] = []
         self.dicts: list[dict[Any, Any]] = []
         self.lists: list[list[Any]] = []
@@ -108,7 +111,9 @@ class Values:
         elif isinstance(value, np.ndarray):
             self._array(kind, value)
         elif isinstance(value, torch.Tensor):
-            self.found += (Same(value), _address(value))
+            self.found += (kind, value.shape, value.dtype)
+            if self._tensors:
+                self.found += (Same(value), _address(value))
         elif isinstance(value, (*_SEQUENCES, *_SETS, dict)):
             self._container(kind, value, inside)
         elif isinstance(value, enum.Enum):

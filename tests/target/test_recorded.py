@@ -363,6 +363,17 @@ def test_settings_that_change_between_calls_count(change: Callable[[Any], None])
         assert own != before
 
 
+def test_a_tensor_that_no_trace_can_hold_leaves_the_recording() -> None:
+    """As that of the positions' offsets, which models for pictures put into themselves."""
+    model = tiny("llama")
+    model.offsets = torch.zeros(2)
+    both(model, prompt(), 40)
+    kept = recorded._kept[model]
+    model.offsets = torch.zeros(2)
+    assert both(model, prompt(), 40).graphs == "recorded"
+    assert recorded._kept[model] is kept
+
+
 class Once(LogitsProcessor):
     """Does something to the model in the middle of a call."""
 
