@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.call import Call, Request
+from lookahead_hf.call import Call
+from lookahead_hf.request import Request
 from lookahead_hf.target import attention, counting
-
-__all__ = ["Request", "decode"]
 
 
 def decode(

@@ -12,10 +12,10 @@ from transformers.utils import ModelOutput
 
 from lookahead_hf import activations, compat, fallback, stats
 from lookahead_hf.arguments import OURS, Arguments, HeldStreamer
-from lookahead_hf.call import sources
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.decoding import Request, decode
+from lookahead_hf.decoding import decode
 from lookahead_hf.fallback import Unserved
+from lookahead_hf.request import Request, sources
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.target import admission
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
@@ -33,6 +34,7 @@ from tests.scripted import (
     scripted,
     second_child_right,
 )
+from tests.test_encoder_decoder import texts, tiny_pair
 
 LENGTH = 16
 SETTINGS: dict[str, Any] = {"max_new_tokens": LENGTH, "pad_token_id": 0, "top_k": 0}
@@ -135,10 +137,11 @@ def broken_off(
     """Let something raise in a call on a cache of the caller's, the `at`-th time that it can."""
     error = ERRORS[where]()
     cache = StaticCache(model.config, 64) if is_static else DynamicCache(config=model.config)
+    call = {"past_key_values": cache, **call}
     streamer = Streamer()
     torch.manual_seed(3)
     with planted(model, where, Bomb(error, at)) as given, pytest.raises(type(error)) as raised:
-        model.generate(**{"streamer": streamer, **call, **given, **ours}, past_key_values=cache)
+        model.generate(**{"streamer": streamer, **call, **given, **ours})
     assert raised.value is error
     streamer = given.get("streamer", streamer)
     return Left(cache, torch.get_rng_state(), streamer.columns)
@@ -222,6 +225,26 @@ def test_a_streamer_that_raises_where_rows_are_apart(
     assert accepted(model) > 0
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.engine == engine
+
+
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_decoder_beside_an_encoder(rows: int, where: str) -> None:
+    """What the encoder's texts left in the cache stays, and the decoder's part goes back."""
+    model = tiny_pair("bart").double()
+    call = {**texts(rows), "do_sample": True, **SETTINGS}
+    torch.manual_seed(3)
+    config = scripted(continuations(model.generate(**call), 1), second_child_right)
+    for at in (4, 5):
+        caches = [EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in range(2)]
+        with lookahead_hf.enabled(model):
+            given = {**call, "past_key_values": caches[0], "speculative": config}
+            ours = broken_off(model, given, where, at)
+        plain = broken_off(model, {**call, "past_key_values": caches[1]}, where, at)
+        for part in ("self_attention_cache", "cross_attention_cache"):
+            ours.cache, plain.cache = (getattr(cache, part) for cache in caches)
+            assert_same(ours, plain)
+        assert ours.cache.get_seq_length() == 14
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -19,7 +19,7 @@ LEVELS = (
     {"logits", "cache", "processes"},
     {"target"},
     {"drafting", "verification"},
-    {"ending"},
+    {"ending", "request"},
     {"call"},
     {"decoding"},
     {"arguments"},
