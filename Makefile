@@ -24,7 +24,7 @@ demo: .venv/.demo
 	.venv/bin/lookahead-hf demo $(ARGS)
 
 test: lint
-	.venv/bin/python -m pytest -q -m "not gpu and not slow" $(ARGS)
+	TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m "not gpu and not slow" $(ARGS)
 
 test-all: lint
 	.venv/bin/python -m pytest -q $(ARGS)

@@ -13,30 +13,40 @@ from torch.nn.functional import scaled_dot_product_attention
 from lookahead_hf import kernels
 from lookahead_hf.target import attention
 
+_MOST_COPIES = 64
+
+_PART = 256
+"""Logits that `topk_rows` reads again for each of the k."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel on one shape."""
+    """One kernel on one shape, with several sets of inputs where one would stay in a cache.
+
+    Attributes:
+        name: What is printed.
+        num_bytes: That must be read or written.
+        copies: Sets of inputs; `ours` and `plain` take the number of one.
+        ours: The kernel or its twin.
+        plain: What one would write without it.
+    """
 
     name: str
-    num_bytes: int  # that must be read or written
-    ours: Callable[[], Any]
-    plain: Callable[[], Any]
+    num_bytes: int
+    copies: int
+    ours: Callable[[int], Any]
+    plain: Callable[[int], Any]
 
 
 class Bench:
     """The tensors of one model's step: a chain of drafted tokens, half of which are accepted."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, rotated: int) -> None:
+        """`rotated`: bytes of inputs after which one set may come again."""
+        self.options, self.rotated = options, rotated
         self.device = torch.device(options.device)
         self.dtype = getattr(torch, options.dtype)
         self.width = 1 + options.nodes
-        shape = options.rows, self.width, options.vocab
-        self.logits = torch.randn(shape, device=self.device).to(self.dtype)
-        self.probs = self.logits.float().softmax(-1)
-        self.tokens = self.logits.argmax(-1).roll(1, 1)
-        self.tokens[:, self.width // 2 + 1 :] = 0
         self.parents = self._of_rows(torch.arange(-1, options.nodes))
         self.depth = self.parents + 1
         self.num_nodes = self._of_rows(torch.tensor(options.nodes))
@@ -46,73 +56,122 @@ class Bench:
         shape = self.options.rows, *values.shape
         return values.to(self.device).expand(shape).contiguous()
 
+    def _copies(self, num_bytes: int) -> int:
+        return max(1, min(_MOST_COPIES, -(-self.rotated // num_bytes)))
+
+    def _logits(self) -> list[torch.Tensor]:
+        shape = self.options.rows, self.width, self.options.vocab
+        one = torch.randn(shape, device=self.device).to(self.dtype)
+        return [one, *(one.clone() for _ in range(self._copies(_num_bytes(one)) - 1))]
+
+    def _probs(self) -> list[torch.Tensor]:
+        shape = self.options.rows, self.width, self.options.vocab
+        one = torch.randn(shape, device=self.device).softmax(-1)
+        return [one, *(one.clone() for _ in range(self._copies(_num_bytes(one)) - 1))]
+
+    def _tokens(self, scores: torch.Tensor) -> torch.Tensor:
+        """The likeliest chain as far as its half."""
+        tokens = scores.argmax(-1).roll(1, 1)
+        tokens[:, self.width // 2 + 1 :] = 0
+        return tokens
+
     def cases(self) -> Iterator[Case]:
         """All cases, one after the other, so that their tensors need not stand side by side."""
         yield self.verify_greedy()
         yield self.verify_sampled()
         yield self.reject()
         yield self.topk()
+        yield self.topk_after_verification()
         yield self.compact()
         yield self.attention()
         yield self.folded()
 
     def verify_greedy(self) -> Case:
-        def plain() -> int:
-            chosen = self.logits.to(dtype=torch.float32, copy=True).argmax(-1)
-            equal = self.tokens[:, 1:] == chosen[:, :-1]
-            return int((~equal).cumsum(-1).lt(1).sum())
+        logits = self._logits()
+        tokens = self._tokens(logits[0])
 
-        def ours() -> Any:
-            return kernels.verify_tree(self.logits, self.tokens, self.parents, self.num_nodes)
+        def plain(copy: int) -> int:
+            chosen = logits[copy].to(dtype=torch.float32, copy=True).argmax(-1)
+            return self._accepted(tokens, chosen)
 
-        return Case("verify_tree greedy", _num_bytes(self.logits), ours, plain)
+        def ours(copy: int) -> Any:
+            tree = tokens, self.parents, self.num_nodes
+            return kernels.verify_tree(logits[copy], *tree, keep_scan=True)
+
+        return Case("verify_tree greedy", _num_bytes(logits[0]), len(logits), ours, plain)
 
     def verify_sampled(self) -> Case:
-        noise = torch.empty_like(self.probs).exponential_()
+        probs = self._probs()
+        noise = torch.empty_like(probs[0]).exponential_()
+        tokens = self._tokens(probs[0])
 
-        def plain() -> int:
-            chosen = torch.multinomial(self.probs.flatten(0, 1), 1).view(self.tokens.shape)
-            equal = self.tokens[:, 1:] == chosen[:, :-1]
-            return int((~equal).cumsum(-1).lt(1).sum())
+        def plain(copy: int) -> int:
+            chosen = torch.multinomial(probs[copy].flatten(0, 1), 1).view(tokens.shape)
+            return self._accepted(tokens, chosen)
 
-        def ours() -> Any:
-            return kernels.verify_tree(
-                self.probs, self.tokens, self.parents, self.num_nodes, noise, self.depth
-            )
+        def ours(copy: int) -> Any:
+            tree = tokens, self.parents, self.num_nodes
+            return kernels.verify_tree(probs[copy], *tree, noise, self.depth)
 
-        return Case("verify_tree sampled", _num_bytes(self.probs, noise), ours, plain)
+        num_bytes = _num_bytes(probs[0], noise)
+        return Case("verify_tree sampled", num_bytes, len(probs), ours, plain)
+
+    def _accepted(self, tokens: torch.Tensor, chosen: torch.Tensor) -> int:
+        """As assisted decoding in transformers counts them."""
+        equal = tokens[:, 1:] == chosen[:, :-1]
+        return int((~equal).cumsum(-1).lt(1).sum())
 
     def reject(self) -> Case:
-        draft = self.probs[:, :-1].roll(1, 0).contiguous()
+        probs = self._probs()
+        tokens = self._tokens(probs[0])
+        draft = probs[0][:, :-1].roll(1, 0).contiguous()
         uniforms = torch.rand(draft.shape[:2], device=self.device)
-        noise = torch.empty_like(self.probs[:, 0]).exponential_()
-        drafted = self.tokens[:, 1:, None]
+        noise = torch.empty_like(probs[0][:, 0]).exponential_()
+        drafted = tokens[:, 1:, None]
 
-        def plain() -> torch.Tensor:
-            ratio = self.probs[:, :-1].gather(2, drafted) / draft.gather(2, drafted)
+        def plain(copy: int) -> torch.Tensor:
+            of_target = probs[copy]
+            ratio = of_target[:, :-1].gather(2, drafted) / draft.gather(2, drafted)
             kept = int((uniforms > ratio[..., 0]).cumsum(-1).lt(1).sum(-1).min())
-            left = self.probs[:, kept]
+            left = of_target[:, kept]
             if kept < draft.shape[1]:
                 left = (left - draft[:, kept]).clamp(min=0)
                 left = left / left.sum(-1, keepdim=True).clamp(min=1e-9) + 1e-12
             return torch.multinomial(left, 1)
 
-        def ours() -> Any:
-            return kernels.reject_tree(
-                self.probs, draft, self.tokens, self.parents, self.num_nodes, uniforms, noise
-            )
+        def ours(copy: int) -> Any:
+            tree = tokens, self.parents, self.num_nodes
+            return kernels.reject_tree(probs[copy], draft, *tree, uniforms, noise)
 
-        return Case("reject_tree", 4 * _num_bytes(noise), ours, plain)
+        return Case("reject_tree", 4 * _num_bytes(noise), len(probs), ours, plain)
 
     def topk(self) -> Case:
-        rows = self.logits.flatten(0, 1)
-        k = self.options.top_k
+        rows, k = [logits.flatten(0, 1) for logits in self._logits()], self.options.top_k
         return Case(
             f"topk_rows k={k}",
-            _num_bytes(rows),
-            lambda: kernels.topk_rows(rows, k),
-            lambda: rows.topk(k, dim=1),
+            _num_bytes(rows[0]),
+            len(rows),
+            lambda copy: kernels.topk_rows(rows[copy], k),
+            lambda copy: _topk_and_sum(rows[copy], k),
         )
+
+    def topk_after_verification(self) -> Case:
+        logits, k = self._logits(), self.options.top_k
+        rows = [each.flatten(0, 1) for each in logits]
+        tokens = self._tokens(logits[0])
+        scans = [self._scan(each, tokens) for each in logits]
+        read = 0 if scans[0] is None else _num_bytes(*scans[0])
+        return Case(
+            f"topk_rows k={k} behind verify_tree",
+            read + len(rows[0]) * min(k * _PART, self.options.vocab) * rows[0].element_size(),
+            len(rows),
+            lambda copy: kernels.topk_rows(rows[copy], k, scans[copy]),
+            lambda copy: _topk_and_sum(rows[copy], k),
+        )
+
+    def _scan(self, logits: torch.Tensor, tokens: torch.Tensor) -> kernels.RowScan | None:
+        tree = tokens, self.parents, self.num_nodes
+        return kernels.verify_tree(logits, *tree, keep_scan=True).scan
 
     def compact(self) -> Case:
         o = self.options
@@ -125,58 +184,69 @@ class Bench:
         moved = max(1, self.width // 4)
         path = self._of_rows(torch.tensor([0, *range(2, 2 + moved)]))
         kept = self._of_rows(torch.tensor(1 + moved))
-        sources = o.context + path[0]
-        targets = slice(o.context, o.context + 1 + moved)
+        token_bytes = o.kv_heads * o.head_dim * layers[0].element_size()
+        num_bytes = 2 * moved * token_bytes * len(layers) * o.rows
+        # Every time the path lies elsewhere in the cache.
+        copies = min(self._copies(num_bytes), max(1, o.context // self.width))
+        lengths = [self.lengths - copy * self.width for copy in range(copies)]
 
-        def plain() -> None:
+        def plain(copy: int) -> None:
+            start = o.context - copy * self.width
+            targets = slice(start, start + 1 + moved)
             for layer in layers:
-                layer[:, targets] = layer.index_select(1, sources)
+                layer[:, targets] = layer.index_select(1, start + path[0])
 
-        token_bytes = o.kv_heads * o.head_dim * self.logits.element_size()
-        return Case(
-            f"compact_path {moved} tokens",
-            2 * moved * token_bytes * len(layers) * o.rows,
-            lambda: kernels.compact_path(table, self.lengths, path, kept),
-            plain,
-        )
+        def ours(copy: int) -> None:
+            kernels.compact_path(table, lengths[copy], path, kept)
+
+        return Case(f"compact_path {moved} tokens", num_bytes, copies, ours, plain)
 
     def attention(self) -> Case:
-        o, (q, k, v) = self.options, self._layer()
+        o, layers = self.options, self._layers()
         # A chain: all nodes up to a node are its ancestors. The 64th is the sign bit.
         words = [(1 << (node + 1)) - 1 if node < 63 else -1 for node in range(self.width)]
         ancestors = self._of_rows(torch.tensor(words))
+        mask = self._mask(layers[0][1])
         scale = o.head_dim**-0.5
         return Case(
             f"tree_attention {o.context} keys",
-            _num_bytes(q, q, k, v),
-            lambda: kernels.tree_attention(q, k, v, self.lengths, ancestors, scale),
-            lambda: self._repeated(q, k, v),
+            _num_bytes(layers[0][0], *layers[0]),
+            len(layers),
+            lambda copy: kernels.tree_attention(*layers[copy], self.lengths, ancestors, scale),
+            lambda copy: _repeated(*layers[copy], mask),
         )
 
     def folded(self) -> Case:
         """Attention inside our forward where no kernel of ours serves it."""
-        o, (q, k, v) = self.options, self._layer()
+        o, layers = self.options, self._layers()
         groups = o.heads // o.kv_heads
-        mask = self._mask(k).repeat(1, 1, groups, 1)
+        mask = self._mask(layers[0][1])
+        wide = mask.repeat(1, 1, groups, 1)
         return Case(
             f"folded attention {o.context} keys",
-            _num_bytes(q, q, k, v),
-            lambda: attention.fold(q, k, v, mask, groups, None),
-            lambda: self._repeated(q, k, v),
+            _num_bytes(layers[0][0], *layers[0]),
+            len(layers),
+            lambda copy: attention.fold(*layers[copy], wide, groups, None),
+            lambda copy: _repeated(*layers[copy], mask),
         )
 
-    def _layer(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of a block, and keys and values as they lie in the cache."""
+    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Queries of a block, and keys and values as they lie in the cache, for some layers."""
         o = self.options
         slots = o.context + self.width
-        q = torch.randn(o.rows, o.heads, self.width, o.head_dim, device=self.device).to(self.dtype)
-        k, v = (
-            torch.randn(o.rows, slots, o.kv_heads, o.head_dim, device=self.device)
-            .to(self.dtype)
-            .transpose(1, 2)
-            for _ in range(2)
-        )
-        return q, k, v
+
+        def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            q = torch.randn(o.rows, o.heads, self.width, o.head_dim, device=self.device)
+            k, v = (
+                torch.randn(o.rows, slots, o.kv_heads, o.head_dim, device=self.device)
+                .to(self.dtype)
+                .transpose(1, 2)
+                for _ in range(2)
+            )
+            return q.to(self.dtype), k, v
+
+        first = layer()
+        return [first, *(layer() for _ in range(self._copies(_num_bytes(*first)) - 1))]
 
     def _mask(self, k: torch.Tensor) -> torch.Tensor:
         """What a chain sees, as transformers' masks say it, [rows, 1, width, slots]."""
@@ -185,14 +255,20 @@ class Bench:
         lowest = torch.finfo(self.dtype).min
         return torch.zeros(shape, dtype=self.dtype, device=self.device).masked_fill(~seen, lowest)
 
-    def _repeated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As transformers does under a mask: K and V copied for every query head."""
-        if not hasattr(self, "mask"):
-            self.mask = self._mask(k)
-        group = q.shape[1] // k.shape[1]
-        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-        out = scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
-        return out.transpose(1, 2).contiguous()
+
+def _repeated(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """As transformers does under a mask: K and V copied for every query head."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    return out.transpose(1, 2).contiguous()
+
+
+def _topk_and_sum(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    best = rows.topk(k, dim=1)
+    return best.values, best.indices, rows.float().logsumexp(1)
 
 
 def _num_bytes(*tensors: torch.Tensor) -> int:

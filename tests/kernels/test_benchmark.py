@@ -8,15 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SMALL = "--vocab 1009 --rounds 1 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --context 64"
 
 
-def test_on_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rotate", [0, 1])
+def test_on_cpu(tmp_path: Path, rotate: int) -> None:
     report = tmp_path / "report.json"
     done = subprocess.run(
         [sys.executable, "benchmarks/kernels.py", "--device", "cpu", *SMALL.split()]
-        + ["--json", str(report)],
+        + ["--rotate", str(rotate), "--json", str(report)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -28,6 +31,7 @@ def test_on_cpu(tmp_path: Path) -> None:
         "verify_tree",
         "verify_tree",
         "reject_tree",
+        "topk_rows",
         "topk_rows",
         "compact_path",
         "tree_attention",

@@ -1,0 +1,164 @@
+"""Time what a step of `generate` takes outside the model's forward.
+
+That is drafting, packing and launching, reading the verdict, emitting and learning. A greedy call
+drafts up to `--nodes` tokens in every step; `step` is what a step took, `forward` the part of it in
+which the device ran what the forward launched (on a CPU the time of the forward), `outside` the
+rest. Of `--rounds` calls the one with the least outside counts; in microseconds.
+
+    python benchmarks/outside.py --json outside.json --plot outside.svg
+    python benchmarks/outside.py --shapes 0.1B --dtype float32 --new-tokens 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from step import SHAPES, load
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.target.device import DeviceTarget
+from lookahead_hf.target.forward import Target
+
+
+@dataclass(frozen=True)
+class Line:
+    """A step of one shape, in microseconds."""
+
+    shape: str
+    graphs: str | None
+    steps: int
+    tokens_per_step: float
+    step: float
+    forward: float
+    outside: float
+
+
+@contextmanager
+def timed_forwards(on_device: bool) -> Iterator[list[Callable[[], float]]]:
+    """Yields how long each forward took, in microseconds, to be asked when all have run."""
+    spans: list[Callable[[], float]] = []
+    kind = DeviceTarget if on_device else Target
+    forward = kind.forward
+
+    def on_clock(target: Any, inputs: Any) -> Any:
+        start = time.perf_counter()
+        outputs = forward(target, inputs)
+        seconds = time.perf_counter() - start
+        spans.append(lambda: seconds * 1e6)
+        return outputs
+
+    def on_stream(target: Any, inputs: Any) -> Any:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        outputs = forward(target, inputs)
+        end.record()
+        spans.append(lambda: start.elapsed_time(end) * 1e3)
+        return outputs
+
+    with patch.object(kind, "forward", on_stream if on_device else on_clock):
+        yield spans
+
+
+def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
+    """The call with the least outside its forwards; the first one captures and is not counted."""
+    ids = torch.randint(3, model.config.vocab_size, (1, options.context), device=model.device)
+    call = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    config = SpeculativeConfig(budget=options.nodes)
+    lines = []
+    with lookahead_hf.enabled(model):
+        lookahead_hf.warm_up(model)
+        for _ in range(1 + options.rounds):
+            with timed_forwards(model.device.type == "cuda") as spans:
+                model.generate(ids, **call, speculative=config)
+                _wait(model.device)
+            stats = lookahead_hf.last_stats(model)
+            assert stats is not None and stats.fallback_reason is None
+            took = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
+            step = took * 1e3 / stats.num_steps
+            forward = sum(span() for span in spans) / len(spans)
+            place = shape, stats.graphs, stats.num_steps, stats.tokens_per_step
+            lines.append(Line(*place, step, forward, step - forward))
+    return min(lines[1:], key=lambda line: line.outside)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def plot(lines: list[Line], path: Path) -> None:
+    """A bar per shape: forward, and what is outside on top of it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    names, forwards = [line.shape for line in lines], [line.forward for line in lines]
+    axis.bar(names, forwards, label="forward")
+    axis.bar(names, [line.outside for line in lines], bottom=forwards, label="outside")
+    axis.set_ylabel("microseconds per step")
+    axis.legend()
+    figure.savefig(path)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    default = ["0.1B", "1B"] if cuda else ["0.1B"]
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=default)
+    parser.add_argument("--model", help="a folder, in place of random weights")
+    numbers = {"nodes": 15, "context": 512, "new-tokens": 256, "rounds": 3}
+    for name, number in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, help="also write a figure (needs matplotlib)")
+    options = parser.parse_args(argv)
+    unknown = set(options.shapes) - set(SHAPES)
+    if unknown:
+        parser.error(f"no shape {', '.join(sorted(unknown))}: choose from {', '.join(SHAPES)}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print a table, write the files."""
+    options = parse_arguments(argv)
+    torch.manual_seed(0)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    print("| shape | steps are | steps | tokens per step | step | forward | outside |")
+    print("|---|---|---|---|---|---|---|")
+    lines: list[Line] = []
+    for shape in [Path(options.model).name] if options.model else options.shapes:
+        line = measure(load(shape, options.model, dtype, device), shape, options)
+        lines.append(line)
+        print(
+            f"| {line.shape} | {line.graphs} | {line.steps} | {line.tokens_per_step:.2f} "
+            f"| {line.step:.0f} | {line.forward:.0f} | {line.outside:.0f} |",
+            flush=True,
+        )
+        if options.json:
+            about = {"device": str(device), "dtype": options.dtype, "torch": torch.__version__}
+            report = {"about": about, "lines": [asdict(each) for each in lines]}
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plot(lines, options.plot)
+
+
+if __name__ == "__main__":
+    main()
