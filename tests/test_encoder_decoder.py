@@ -52,13 +52,32 @@ _BART = {
     "forced_eos_token_id": None,
     "scale_embedding": False,
 }
+_GEMMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 12,
+}
+_T5GEMMA = {
+    "encoder": _GEMMA,
+    "decoder": _GEMMA,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_OWN_FIELDS = {"t5gemma": _T5GEMMA}
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 
 
 def tiny_pair(name: str, attn: str = "eager", scale: float = 3.5, **own: Any) -> Any:
     """A tiny random encoder-decoder model whose texts are varied and do not end by themselves."""
-    fields = _T5 if "t5" in name else _BART
+    fields = _OWN_FIELDS.get(name, _T5 if "t5" in name else _BART)
     config = CONFIG_MAPPING[name](**fields, **own)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -91,6 +110,12 @@ def test_every_type_writes_plains_text(name: str) -> None:
     stats = compared(model, lambda: call(3, **SAMPLED), 1).stats
     assert stats.num_moved > 0
     assert len({row.row_steps for row in stats.row_stats}) > 1
+
+
+def test_prompts_that_an_attention_adds_are_left_to_plain() -> None:
+    model = lookahead_hf.enable(tiny_pair("mvp", use_prompt=True, prompt_length=6))
+    with pytest.warns(UserWarning, match="prompts that its attention adds"):
+        model.generate(**call(1), speculative=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -34,7 +34,7 @@ UNSERVED_TYPES = frozenset(
 
 ENCODER_DECODERS = frozenset(
     {"bart", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "moonshine"}
-    | {"mt5", "pegasus", "plbart", "t5", "umt5", "whisper"}
+    | {"mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
 """Types whose decoder counts positions in a way that is known: a table, or a bias by distance; or
 takes them from us."""
@@ -75,6 +75,8 @@ def check_kind(model: Any) -> None:
     config = compat.text_config(model)
     if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
+    if getattr(config, "use_prompt", False):  # MVP's, keys that no mask of ours knows of
+        raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
     if compat.is_stateful(model):
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
     names = compat.decoder_names(model)
