@@ -50,6 +50,15 @@ def lora(room: Room, speculative: Any) -> Any:
     return _texts(_adapted(room, speculative, _lora()), room)
 
 
+def lora_around(room: Room, speculative: Any) -> Any:
+    """An adapter around a model that was enabled before."""
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(room.model(speculative), _lora(init_lora_weights=False)).eval()
+    return _texts(model, room)
+
+
 def lora_merged(room: Room, speculative: Any) -> Any:
     model = _adapted(room, None, _lora()).merge_and_unload()
     if speculative:
@@ -155,11 +164,12 @@ def nf4(room: Room, speculative: Any) -> Any:
 
 
 PEFT = ("peft",)
-ENABLE = "`enable(model)`, at any level"
+ENABLE = "`enable(model)`"
 ROUNDING = "activations are quantised: no promise of the same text, said once"
 
 CALLERS = [
     Caller("PEFT, LoRA", ENABLE, lora, PEFT),
+    Caller("PEFT, LoRA around an enabled model", "`enable(model)`, before", lora_around, PEFT),
     Caller("PEFT, LoRA merged", ENABLE, lora_merged, PEFT),
     Caller("PEFT, LoRA disabled for a call", ENABLE, lora_disabled, PEFT),
     Caller("PEFT, two LoRA adapters in a batch", ENABLE, lora_mixed, PEFT),

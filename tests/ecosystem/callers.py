@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import time
-import urllib.request
 from threading import Thread
 from typing import Any
 
@@ -63,6 +59,19 @@ def text_generation_streamer(room: Room, speculative: Any) -> Any:
     return pieces
 
 
+def text_generation_enabled(room: Room, speculative: Any) -> Any:
+    pipe = _pipe(room, None)
+    if not speculative:
+        return pipe(PROMPT, **GREEDY)
+    lookahead_hf.enable(pipe.model)
+    return pipe(PROMPT, speculative=speculative, **GREEDY)
+
+
+def text_generation_out_of_reach(room: Room, speculative: Any) -> Any:
+    extra = {"speculative": speculative} if speculative else {}
+    return _pipe(room, None)(PROMPT, **GREEDY, **extra)
+
+
 def _speech(room: Room, speculative: Any, **more: Any) -> Any:
     tokenizer = room.tokenizer()
     parts = {
@@ -97,57 +106,6 @@ def speech_by_whisper(room: Room, speculative: Any) -> Any:
     settings = {"max_new_tokens": 40, "num_beams": 1}
     pipe = _written_down(speculative, parts)
     return pipe(wave(5.0), generate_kwargs=settings, return_timestamps="word")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def _serve(room: Room, speculative: Any, **request: Any) -> bytes:
-    """One chat completion from `transformers serve`, as it comes over the wire."""
-    from transformers.cli.serve import Serve
-
-    folder, port = room.folder(speculative), _free_port()
-    server = Serve(force_model=folder, port=port, device="cpu", non_blocking=True)
-    body = {"model": folder, "messages": SAID, "max_tokens": NEW_TOKENS, "temperature": 0.0}
-    call = urllib.request.Request(
-        f"http://localhost:{port}/v1/chat/completions",
-        json.dumps(body | request).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        _wait_for(port)
-        with urllib.request.urlopen(call, timeout=120) as answer:
-            return bytes(answer.read())
-    finally:
-        server.kill_server()
-
-
-def _wait_for(port: int) -> None:
-    for _ in range(200):
-        try:
-            urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise TimeoutError("the server did not start")
-
-
-def serve_chat(room: Room, speculative: Any) -> Any:
-    answer = json.loads(_serve(room, speculative))
-    choice = answer["choices"][0]
-    return choice["message"]["content"], choice["finish_reason"], answer["usage"]
-
-
-def serve_stream(room: Room, speculative: Any) -> Any:
-    lines = _serve(room, speculative, stream=True).decode().splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    deltas = [choice for chunk in chunks for choice in chunk["choices"]]
-    text = "".join(choice["delta"].get("content") or "" for choice in deltas)
-    usage = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-    return text, deltas[-1]["finish_reason"], usage
 
 
 def smolagents_generate(room: Room, speculative: Any) -> Any:
@@ -200,41 +158,50 @@ def map_of_datasets(room: Room, speculative: Any) -> Any:
     return rows.map(answer, batched=True, batch_size=2, load_from_cache_file=False)["answer"][:]
 
 
-PIPE = "`lookahead_hf.pipeline(...)`, or `pipe(x, speculative=True)`"
-SERVE = '`import lookahead_hf.auto`, and `"speculative": true` in the model\'s generation config'
-SERVE_NEEDS = ("fastapi", "uvicorn", "openai")
+OURS = "`lookahead_hf.pipeline(...)`"
+NO_BEAMS = '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`'
 AGENT = "`TransformersModel(model_id=..., speculative=True)`"
 CHAIN = '`from_model_id(..., pipeline_kwargs={"speculative": True})`'
+LANGCHAIN = ("langchain_huggingface",)
 
 CALLERS = [
-    Caller("pipeline text-generation, a chat", PIPE, text_generation_chat),
-    Caller("pipeline text-generation, a list, batch_size=2", PIPE, text_generation_batches),
-    Caller("pipeline text-generation, a generator", PIPE, text_generation_generator),
-    Caller("pipeline text-generation, stop_sequence", PIPE, text_generation_stop),
-    Caller("pipeline text-generation, a streamer", PIPE, text_generation_streamer),
+    Caller("pipeline text-generation, a chat", OURS, text_generation_chat),
+    Caller("pipeline text-generation, a list, batch_size=2", OURS, text_generation_batches),
+    Caller("pipeline text-generation, a generator", OURS, text_generation_generator),
+    Caller("pipeline text-generation, stop_sequence", OURS, text_generation_stop),
+    Caller("pipeline text-generation, a streamer", OURS, text_generation_streamer),
+    Caller(
+        "pipeline text-generation, transformers' own",
+        "`enable(pipe.model)` and `pipe(x, speculative=True)`",
+        text_generation_enabled,
+    ),
+    Caller(
+        "pipeline text-generation, transformers' own, a model out of reach",
+        "`pipe(x, speculative=True)`",
+        text_generation_out_of_reach,
+        auto=True,
+    ),
     Caller(
         "pipeline automatic-speech-recognition",
-        "`lookahead_hf.pipeline(...)`",
+        OURS,
         speech_by_default,
         expects="beams",
         note="asks for num_beams=5 by default; the warning says num_beams=1",
     ),
     Caller(
         "pipeline automatic-speech-recognition, num_beams=1",
-        '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`',
+        NO_BEAMS,
         speech_without_beams,
     ),
     Caller(
         "pipeline automatic-speech-recognition, Whisper, words of several segments",
-        '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`',
+        NO_BEAMS,
         speech_by_whisper,
     ),
-    Caller("transformers serve, chat completion", SERVE, serve_chat, SERVE_NEEDS),
-    Caller("transformers serve, streaming", SERVE, serve_stream, SERVE_NEEDS),
-    Caller("smolagents, generate", AGENT, smolagents_generate, ("smolagents",)),
-    Caller("smolagents, stream", AGENT, smolagents_stream, ("smolagents",)),
-    Caller("LangChain, invoke", CHAIN, langchain_invoke, ("langchain_huggingface",)),
-    Caller("LangChain, batch", CHAIN, langchain_batch, ("langchain_huggingface",)),
-    Caller("LangChain, stream", CHAIN, langchain_stream, ("langchain_huggingface",)),
+    Caller("smolagents, generate", AGENT, smolagents_generate, ("smolagents",), auto=True),
+    Caller("smolagents, stream", AGENT, smolagents_stream, ("smolagents",), auto=True),
+    Caller("LangChain, invoke", CHAIN, langchain_invoke, LANGCHAIN, auto=True),
+    Caller("LangChain, batch", CHAIN, langchain_batch, LANGCHAIN, auto=True),
+    Caller("LangChain, stream", CHAIN, langchain_stream, LANGCHAIN, auto=True),
     Caller("datasets, map", "`enable(model)`", map_of_datasets, ("datasets",)),
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import lookahead_hf
 from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
-from tests.ecosystem.room import Caller, Room
+from tests.ecosystem.room import ENTRY, Caller, Room
 
 
 def llama_index_complete(room: Room, speculative: Any) -> Any:
@@ -22,7 +23,7 @@ def _llama_index(room: Room, speculative: Any) -> Any:
 
     extra = {"speculative": speculative} if speculative else {}
     return HuggingFaceLLM(
-        model=room.model(None),
+        model=_enabled(room, speculative),
         tokenizer=room.tokenizer(),
         max_new_tokens=NEW_TOKENS,
         context_window=256,
@@ -30,7 +31,30 @@ def _llama_index(room: Room, speculative: Any) -> Any:
     )
 
 
+def _enabled(room: Room, speculative: Any) -> Any:
+    """The model without a default; calls have to ask."""
+    model = room.model(None)
+    return lookahead_hf.enable(model) if speculative else model
+
+
 def haystack(room: Room, speculative: Any) -> Any:
+    chat, asked = _haystack(room, speculative)
+    return chat.run(asked)["replies"][0].text
+
+
+def haystack_stream(room: Room, speculative: Any) -> Any:
+    chat, asked = _haystack(room, speculative)
+    pieces: list[str] = []
+    chat.run(asked, streaming_callback=lambda chunk: pieces.append(chunk.content))
+    return pieces
+
+
+def haystack_async(room: Room, speculative: Any) -> Any:
+    chat, asked = _haystack(room, speculative)
+    return asyncio.run(chat.run_async(asked))["replies"][0].text
+
+
+def _haystack(room: Room, speculative: Any) -> Any:
     from haystack.dataclasses import ChatMessage
     from haystack_integrations.components.generators.transformers import TransformersChatGenerator
 
@@ -39,7 +63,7 @@ def haystack(room: Room, speculative: Any) -> Any:
         model=room.folder(None), task="text-generation", generation_kwargs={**GREEDY, **extra}
     )
     chat.warm_up()
-    return chat.run([ChatMessage.from_user(PROMPT)])["replies"][0].text
+    return chat, [ChatMessage.from_user(PROMPT)]
 
 
 def outlines_json(room: Room, speculative: Any) -> Any:
@@ -48,7 +72,7 @@ def outlines_json(room: Room, speculative: Any) -> Any:
 
     import outlines
 
-    model = outlines.from_transformers(room.model(None), room.tokenizer())
+    model = outlines.from_transformers(_enabled(room, speculative), room.tokenizer())
     extra = {"speculative": speculative} if speculative else {}
     choice = Literal["abc abc abc abc abc abc abd", "abc abc abc abc abc abc abe"]
     return model(PROMPT, choice, max_new_tokens=40, do_sample=False, **extra)
@@ -66,37 +90,30 @@ def inspect_ai(room: Room, speculative: Any) -> Any:
     return asyncio.run(model.generate(PROMPT)).completion
 
 
+INDEX = '`enable(model)` and `HuggingFaceLLM(model=model, generate_kwargs={"speculative": True})`'
+INDEX_NEEDS = ("llama_index.llms.huggingface",)
+HAYSTACK = '`generation_kwargs={"speculative": True}`'
+HAYSTACK_NEEDS = ("haystack_integrations.components.generators.transformers",)
+
 CALLERS = [
-    Caller(
-        "LlamaIndex, complete",
-        '`HuggingFaceLLM(..., generate_kwargs={"speculative": True})`',
-        llama_index_complete,
-        ("llama_index.llms.huggingface",),
-    ),
-    Caller(
-        "LlamaIndex, stream_complete",
-        '`HuggingFaceLLM(..., generate_kwargs={"speculative": True})`',
-        llama_index_stream,
-        ("llama_index.llms.huggingface",),
-    ),
-    Caller(
-        "Haystack, TransformersChatGenerator",
-        '`generation_kwargs={"speculative": True}`',
-        haystack,
-        ("haystack_integrations.components.generators.transformers",),
-    ),
+    Caller("LlamaIndex, complete", INDEX, llama_index_complete, INDEX_NEEDS),
+    Caller("LlamaIndex, stream_complete", INDEX, llama_index_stream, INDEX_NEEDS),
+    Caller("Haystack, run", HAYSTACK, haystack, HAYSTACK_NEEDS, auto=True),
+    Caller("Haystack, streaming", HAYSTACK, haystack_stream, HAYSTACK_NEEDS, auto=True),
+    Caller("Haystack, run_async", HAYSTACK, haystack_async, HAYSTACK_NEEDS, auto=True),
     Caller(
         "outlines, a choice",
-        "`model(prompt, choice, speculative=True)`",
+        "`enable(model)` and `from_transformers(model, ...)(prompt, choice, speculative=True)`",
         outlines_json,
         ("outlines",),
         note="its processor keeps a guide per row",
     ),
     Caller(
         "inspect-ai",
-        "`model.generation_config.speculative = True`",
+        ENTRY,
         inspect_ai,
         ("inspect_ai",),
         note="runs batches in a thread of its own",
+        auto=True,
     ),
 ]

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+import lookahead_hf
 from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
-from tests.ecosystem.room import Caller, Room
+from tests.ecosystem.room import ENTRY, Caller, Room
 
 PROMPTS = [PROMPT, "abcd", "xyz xyz xyz"]
 
@@ -57,24 +58,62 @@ def lighteval_greedy(room: Room, speculative: Any) -> Any:
 
 
 def grpo(room: Room, speculative: Any) -> Any:
-    """Two training steps; what is compared are the completions that were rewarded."""
-    from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
+    return _rewarded(room, speculative, GRPOTrainer, GRPOConfig)
+
+
+def rloo(room: Room, speculative: Any) -> Any:
+    from trl import RLOOConfig, RLOOTrainer
+
+    return _rewarded(room, speculative, RLOOTrainer, RLOOConfig)
+
+
+def _rewarded(room: Room, speculative: Any, trainer: Any, config: Any) -> list[str]:
+    """Two training steps; what is compared are the completions that were rewarded."""
     seen: list[str] = []
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         seen.extend(completions)
         return [float(text.count("a")) for text in completions]
 
-    settings = GRPOConfig(
-        output_dir=str(room.scratch / "grpo"),
-        per_device_train_batch_size=4,
-        num_generations=4,
+    settings = _settings(
+        room, config, speculative, per_device_train_batch_size=4, num_generations=4
+    )
+    model = _student(room, speculative)
+    trainer(
+        model=model,
+        args=settings,
+        reward_funcs=reward,
+        train_dataset=_prompts(),
+        processing_class=room.tokenizer(),
+    ).train()
+    assert model.training
+    return seen
+
+
+def distillation(room: Room, speculative: Any) -> Any:
+    """Two training steps on the student's own texts; what is compared are its weights."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    settings = _settings(room, DistillationConfig, speculative, per_device_train_batch_size=2)
+    model = _student(room, speculative)
+    DistillationTrainer(
+        model=model,
+        teacher_model=room.folder(None),
+        args=settings,
+        train_dataset=_prompts(),
+        processing_class=room.tokenizer(),
+    ).train()
+    return [parameter.sum().item() for parameter in model.parameters()]
+
+
+def _settings(room: Room, config: Any, speculative: Any, **more: Any) -> Any:
+    return config(
+        output_dir=str(room.scratch / config.__name__),
         max_completion_length=NEW_TOKENS,
         max_steps=2,
         learning_rate=1e-5,
-        gradient_checkpointing=False,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
@@ -82,18 +121,19 @@ def grpo(room: Room, speculative: Any) -> Any:
         bf16=False,
         seed=0,
         generation_kwargs={"speculative": speculative} if speculative else None,
+        **more,
     )
+
+
+def _student(room: Room, speculative: Any) -> Any:
     model = room.model(None)
-    trainer = GRPOTrainer(
-        model=model,
-        args=settings,
-        reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 2}),
-        processing_class=room.tokenizer(),
-    )
-    trainer.train()
-    assert model.training
-    return seen
+    return lookahead_hf.enable(model) if speculative else model
+
+
+def _prompts() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": PROMPTS * 2})
 
 
 def training_mode(room: Room, speculative: Any) -> Any:
@@ -105,24 +145,30 @@ def training_mode(room: Room, speculative: Any) -> Any:
     return output.tolist()
 
 
+GEN_KWARGS = "`--gen_kwargs speculative=True`"
+TRL = '`enable(model)` and `{}(generation_kwargs={{"speculative": True}})`'
+TRL_NEEDS = ("trl", "datasets")
+TRAINING = "the model is in training mode around it, with TRL's gradient checkpointing"
+
 CALLERS = [
-    Caller(
-        "lm-eval, one by one", "`--gen_kwargs speculative=True`", lm_eval_generate, ("lm_eval",)
-    ),
-    Caller("lm-eval, batches", "`--gen_kwargs speculative=True`", lm_eval_batches, ("lm_eval",)),
+    Caller("lm-eval, one by one", GEN_KWARGS, lm_eval_generate, ("lm_eval",), auto=True),
+    Caller("lm-eval, batches", GEN_KWARGS, lm_eval_batches, ("lm_eval",), auto=True),
     Caller(
         "lighteval",
-        "`model.model.generation_config.speculative = True`",
+        ENTRY,
         lighteval_greedy,
         ("lighteval",),
         note="asks for the scores of every call",
+        auto=True,
     ),
+    Caller("TRL, GRPO", TRL.format("GRPOConfig"), grpo, TRL_NEEDS, note=TRAINING),
+    Caller("TRL, RLOO", TRL.format("RLOOConfig"), rloo, TRL_NEEDS, note=TRAINING),
     Caller(
-        "TRL, GRPO",
-        '`GRPOConfig(generation_kwargs={"speculative": True})`',
-        grpo,
-        ("trl", "datasets"),
-        note="the model is in training mode around it",
+        "TRL, distillation",
+        TRL.format("DistillationConfig"),
+        distillation,
+        TRL_NEEDS,
+        note=TRAINING,
     ),
     Caller("a model in training mode, without dropout", "`enable(model)`", training_mode),
 ]

@@ -1,4 +1,4 @@
-"""Pipelines that read pictures, and files of quantised weights."""
+"""Callers that show a model pictures, and files of quantised weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ import torch
 import transformers
 
 import lookahead_hf
-from tests.ecosystem.callers import GREEDY, PROMPT
-from tests.ecosystem.room import Caller, Room
+from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
+from tests.ecosystem.harnesses import GEN_KWARGS
+from tests.ecosystem.room import ENTRY, Caller, Room, unprintable
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
 
 
-def llava(room: Room, speculative: Any, **call: Any) -> Any:
-    """A tiny model that reads a picture."""
-    from PIL import Image
-
+def llava(room: Room) -> tuple[Any, Any]:
+    """A tiny model that reads pictures, and its processor."""
     tokenizer = room.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.image_token = "<image>"
+    tokenizer.chat_template = TEMPLATE
     vision = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         image_size=16, patch_size=8, projection_dim=16,
@@ -40,12 +46,81 @@ def llava(room: Room, speculative: Any, **call: Any) -> Any:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token="<image>",
+        chat_template=TEMPLATE,
     )
+    return model, processor
+
+
+def llava_folder(room: Room, speculative: Any) -> str:
+    """The folder of both."""
+    folder = room.scratch / f"llava {bool(speculative)}"
+    if not folder.exists():
+        model, processor = llava(room)
+        model.generation_config.suppress_tokens = unprintable(processor.tokenizer)
+        lookahead_hf.set_default(model, speculative)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    return str(folder)
+
+
+def picture() -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (16, 16), (255, 0, 0))
+
+
+def image_text_to_text(room: Room, speculative: Any) -> Any:
+    model, processor = llava(room)
     build = lookahead_hf.pipeline if speculative else transformers.pipeline
     extra = {"speculative": speculative} if speculative else {}
     pipe = build("image-text-to-text", model=model, processor=processor, device="cpu", **extra)
-    picture = Image.new("RGB", (16, 16), (255, 0, 0))
-    return pipe(images=picture, text="<image>" + PROMPT, generate_kwargs=GREEDY)
+    return pipe(images=picture(), text="<image>" + PROMPT, generate_kwargs=GREEDY)
+
+
+def lm_eval_pictures(room: Room, speculative: Any) -> Any:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.hf_vlms import HFMultimodalLM
+
+    model = HFMultimodalLM(llava_folder(room, None), device="cpu", batch_size=2)
+    asked = {"until": ["\x00"], "max_gen_toks": NEW_TOKENS}
+    if speculative:
+        asked["speculative"] = speculative
+    requests = [
+        Instance("generate_until", {}, ("<image>" + text, dict(asked), {"visual": [picture()]}), at)
+        for at, text in enumerate((PROMPT, "abcd"))
+    ]
+    return model.generate_until(requests, disable_tqdm=True)
+
+
+def lighteval_pictures(room: Room, speculative: Any) -> Any:
+    from lighteval.models.transformers.vlm_transformers_model import (
+        VLMTransformersModel,
+        VLMTransformersModelConfig,
+    )
+    from lighteval.tasks.requests import Doc
+
+    config = VLMTransformersModelConfig(
+        model_name=llava_folder(room, speculative),
+        device="cpu",
+        batch_size=2,
+        max_length=128,
+        model_parallel=False,
+        cache_dir=str(room.scratch / f"lighteval pictures {bool(speculative)}"),
+    )
+    docs = [
+        Doc(
+            query=text,
+            choices=[""],
+            gold_index=0,
+            generation_size=NEW_TOKENS,
+            id=str(at),
+            images=[picture()],
+        )
+        for at, text in enumerate((PROMPT, "abcd"))
+    ]
+    for doc in docs:
+        doc.sampling_methods = ["GENERATIVE"]
+    return [answer.text for answer in VLMTransformersModel(config).greedy_until(docs)]
 
 
 def gguf(room: Room, speculative: Any) -> Any:
@@ -113,13 +188,15 @@ def _gguf_name(name: str) -> str:
     return name
 
 
-CALLERS = [
-    Caller(
-        "pipeline image-text-to-text",
-        "`lookahead_hf.pipeline(...)`",
-        llava,
-        ("PIL",),
-        note="transformers' own drops a bare `speculative=True`; ours puts it into generate_kwargs",
-    ),
-    Caller("GGUF, Q4_1", "`enable(model)`", gguf, ("gguf", "accelerate")),
+PIPELINE = Caller(
+    "pipeline image-text-to-text",
+    "`lookahead_hf.pipeline(...)`",
+    image_text_to_text,
+    ("PIL",),
+    note="transformers' own drops a bare `speculative=True`; ours puts it into generate_kwargs",
+)
+EVALUATION = [
+    Caller("lm-eval, pictures", GEN_KWARGS, lm_eval_pictures, ("lm_eval", "PIL"), auto=True),
+    Caller("lighteval, pictures", ENTRY, lighteval_pictures, ("lighteval", "PIL"), auto=True),
 ]
+FILE = Caller("GGUF, Q4_1", "`enable(model)`", gguf, ("gguf", "accelerate"))

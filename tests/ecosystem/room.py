@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -14,11 +15,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
-from lookahead_hf import stats
+from lookahead_hf import hook, stats
 from tests.cli.tiny_chat import save_tiny_chat
 
 SPECULATIVE = {"budget": 8}
 """On a tiny model no draft is worth its cost; a budget drafts all the same."""
+
+ENTRY = '`"speculative": true` in the model\'s generation_config.json'
+"""What asks where a caller passes nothing on: `set_default` and `save_pretrained` write it."""
 
 SPECULATES, NOT_REACHED = "speculates", "not reached"
 
@@ -33,7 +37,7 @@ class Room:
             folder.mkdir(parents=True)
             model = AutoModelForCausalLM.from_pretrained(save_tiny_chat(folder))
             # Bytes that are no characters would make different texts look the same.
-            model.generation_config.suppress_tokens = _unprintable(self.tokenizer())
+            model.generation_config.suppress_tokens = unprintable(self.tokenizer())
             lookahead_hf.set_default(model, default)
             model.save_pretrained(folder)
         lookahead_hf.warm_up(model)  # until the indexes are compiled, calls decode plainly
@@ -50,7 +54,7 @@ class Room:
             config.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64})
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config)
-            model.generation_config.suppress_tokens = _unprintable(self.tokenizer())
+            model.generation_config.suppress_tokens = unprintable(self.tokenizer())
             lookahead_hf.set_default(model, speculative)
             model.save_pretrained(folder)
         return str(folder)
@@ -64,7 +68,8 @@ class Room:
         return lookahead_hf.enable(model) if speculative else model
 
 
-def _unprintable(tokenizer: Any) -> list[int]:
+def unprintable(tokenizer: Any) -> list[int]:
+    """Tokens that would make different texts look the same."""
     texts = map(tokenizer.decode, range(len(tokenizer)))
     return [
         index for index, text in enumerate(texts) if not (text.isascii() and text.isprintable())
@@ -77,21 +82,29 @@ class Caller:
 
     Attributes:
         name: Whose `generate` call it is.
-        how: What switches speculation on.
-        run: Given the room and what `speculative` is to be (None or a dict), returns the text.
+        asks: What switches speculation on, `auto` aside.
+        run: Given the room and what `speculative` is to be (None or a dict), returns the text; it
+            does what `asks` says.
         needs: Packages that it imports.
         expects: SPECULATES, NOT_REACHED or the reason for plain generation.
         promises: Whether the text is to be plain's.
         note: What else there is to know.
+        auto: Whether `import lookahead_hf.auto` is needed too: the caller loads its own model.
     """
 
     name: str
-    how: str
+    asks: str
     run: Callable[[Room, Any], Any]
     needs: tuple[str, ...] = ()
     expects: str = SPECULATES
     promises: bool = True
     note: str = ""
+    auto: bool = False
+
+    @property
+    def how(self) -> str:
+        """All that switches speculation on."""
+        return f"`import lookahead_hf.auto`, and {self.asks}" if self.auto else self.asks
 
     @property
     def missing(self) -> list[str]:
@@ -117,6 +130,7 @@ def _version(name: str) -> str:
 
 
 _DISTRIBUTIONS = {
+    "PIL": "pillow",
     "llama_index.llms.huggingface": "llama-index-llms-huggingface",
     "haystack_integrations.components.generators.transformers": "transformers-haystack",
 }
@@ -134,11 +148,13 @@ class Outcome:
 
 
 def try_out(caller: Caller, room: Room) -> Outcome:
-    """Run a caller plainly and speculatively."""
+    """Run a caller plainly and speculatively, with what it says is needed and nothing more."""
+    assert hook._everywhere is None
     with torch.enable_grad():  # some callers switch gradients off for the whole process
         torch.manual_seed(0)
         plain = caller.run(room, None)
-    with torch.enable_grad(), recorded() as records, everywhere():
+    switch = imported_auto() if caller.auto else nullcontext()
+    with torch.enable_grad(), recorded() as records, switch:
         torch.manual_seed(0)
         ours = caller.run(room, SPECULATIVE)
     reasons = {str(each.fallback_reason) for each in records if each.fallback_reason}
@@ -148,9 +164,10 @@ def try_out(caller: Caller, room: Room) -> Outcome:
 
 
 @contextmanager
-def everywhere() -> Iterator[None]:
-    """The class hook, as `import lookahead_hf.auto` sets it."""
-    lookahead_hf.enable_everywhere()
+def imported_auto() -> Iterator[None]:
+    """What `import lookahead_hf.auto` does, undone afterwards."""
+    sys.modules.pop("lookahead_hf.auto", None)
+    importlib.import_module("lookahead_hf.auto")
     try:
         yield
     finally:

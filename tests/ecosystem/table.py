@@ -8,6 +8,7 @@ What is not installed is marked so; `pip install "lookahead-hf[ecosystem]"` inst
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,35 +18,105 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.ecosystem import adapted, callers, frameworks, harnesses, pictures
+from tests.ecosystem import adapted, callers, frameworks, harnesses, pictures, servers
 from tests.ecosystem.room import NOT_REACHED, SPECULATES, Caller, Room, try_out
 
 SECTIONS = {
-    "Pipelines, servers, agents": [*callers.CALLERS, *pictures.CALLERS[:1], *frameworks.CALLERS],
-    "Evaluation and training": harnesses.CALLERS,
-    "Adapters, quantisation, placement": [*adapted.CALLERS, *pictures.CALLERS[1:]],
+    "Pipelines, servers, agents": [
+        *callers.CALLERS,
+        pictures.PIPELINE,
+        *servers.CALLERS,
+        *frameworks.CALLERS,
+    ],
+    "Evaluation and training": [*harnesses.CALLERS, *pictures.EVALUATION],
+    "Adapters, quantisation, placement": [*adapted.CALLERS, pictures.FILE],
 }
 
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A row whose evidence are tests of other folders.
+
+    Attributes:
+        name: What generates.
+        tests: What pytest is to run, as on its command line.
+        result: What stands in the table where all of them pass.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    result: str
+
+
+_OWNERS, _PROCESSES = "tests/test_owners.py", "tests/processes/test_processes.py"
+
 TESTED_ELSEWHERE = (
-    ("torch.compile(model)", "speculates, same text; its `generate` runs the uncompiled model"),
-    ("model.compile(), model.forward = torch.compile(...)", "speculates, same text"),
-    ("DistributedDataParallel", "speculates, same text: `lookahead_hf.generate(wrapped, ...)`"),
-    ("FSDP2 fully_shard, before and after enable", "speculates, same text (one process)"),
-    (
+    Elsewhere(
+        "torch.compile(model), model.compile(), model.forward = torch.compile(...)",
+        (f"{_OWNERS}::test_compiled_models",),
+        "speculates, same text; the `generate` of torch.compile(model) runs the uncompiled model",
+    ),
+    Elsewhere(
+        "DistributedDataParallel",
+        (f"{_OWNERS}::test_data_parallel",),
+        "speculates, same text: `lookahead_hf.generate(wrapped, ...)`",
+    ),
+    Elsewhere(
+        "FSDP2 fully_shard, before and after enable",
+        (f"{_OWNERS}::test_sharded_before_and_after",),
+        "speculates, same text (one process)",
+    ),
+    Elsewhere(
         "FSDP2 fully_shard, two processes",
+        (
+            f"{_PROCESSES}::test_sharded_models_write_plains_text",
+            f"{_PROCESSES}::test_sharded_models_that_are_not_told_to_keep_step",
+        ),
         "speculates, same text, also where the processes' texts end at different steps",
     ),
-    (
+    Elsewhere(
         "DeepSpeed ZeRO-3, two processes",
-        "speculates, same text (deepspeed 0.19.8, which no extra installs)",
+        ("tests/processes/test_families.py::test_zero_3",),
+        "speculates, same text",
     ),
-    ("tensor parallel, two processes", "speculates, same text; the first process decides"),
-    ("a `generate` that is bound to the object, as unsloth's", "speculates, same text"),
-    ("custom_generate repositories", "speculates, same text: examples/custom_generate"),
-    ("pipeline any-to-any", "speculates, same text: `lookahead_hf.pipeline`"),
+    Elsewhere(
+        "tensor parallel, two processes",
+        (
+            f"{_PROCESSES}::test_tensor_parallel_writes_plains_text",
+            f"{_PROCESSES}::test_one_clock_decides",
+            f"{_PROCESSES}::test_one_seed_decides",
+        ),
+        "speculates, same text; the first process decides",
+    ),
+    Elsewhere(
+        "a `generate` that is bound to the object, as unsloth's",
+        (f"{_OWNERS}::test_a_method_that_somebody_bound",),
+        "speculates, same text: `enable(model)` after it was bound",
+    ),
+    Elsewhere(
+        "examples/custom_generate as a custom_generate repository",
+        (
+            f"{_OWNERS}::test_a_call_that_names_a_repository",
+            f"{_OWNERS}::test_a_model_loaded_from_such_a_repository",
+        ),
+        "speculates, same text",
+    ),
+    Elsewhere(
+        "a model with a custom_generate repository of its own",
+        (f"{_OWNERS}::test_a_repository_that_ends_in_generate",),
+        "speculates, same text, where the repository's function hands its arguments to `generate`",
+    ),
+    Elsewhere(
+        "the same, with a decoding loop in the repository",
+        (f"{_OWNERS}::test_a_repository_with_a_loop_of_its_own",),
+        "plain generation (`own_generate`)",
+    ),
+    Elsewhere(
+        "pipeline any-to-any",
+        ("tests/test_pipelines.py::test_pipelines_that_read_pictures",),
+        "speculates, same text: `lookahead_hf.pipeline`",
+    ),
 )
-"""Rows of which tests/test_owners.py, tests/test_pipelines.py and tests/processes are the
-evidence."""
 
 NOT_RUN = (
     (
@@ -64,9 +135,29 @@ NOT_RUN = (
     ),
     ("vLLM, SGLang, ray.data.llm", "not reached: engines of their own"),
     (
-        "pipelines document-question-answering, table-question-answering, text-to-audio",
-        "not served by `lookahead_hf.pipeline`: they pass on no argument of `generate`",
+        "pipeline document-question-answering",
+        "not run: the models that generate there (Donut) are of a type that is not served, and run "
+        "plainly (`encoder_decoder`)",
     ),
+    (
+        "pipeline table-question-answering",
+        "not run: transformers has no tokenizer any more that gives tables to a model that "
+        "generates (TAPEX); TAPAS does not generate",
+    ),
+    (
+        "pipeline text-to-audio",
+        "not run: models with a `generate` of their own (Bark, MusicGen), or none",
+    ),
+    (
+        "lm-eval hf-audiolm-qwen",
+        "not run: it loads Qwen2-Audio only, which has 8 billion parameters; it calls `generate` "
+        "as the class for pictures does",
+    ),
+    (
+        "TRL: online DPO, GKD, GOLD, SDFT, SDPO and others of trl.experimental, callbacks",
+        "not run: they call `generate` as GRPO does",
+    ),
+    ("lighteval with continuous batching", "not reached, as above"),
     (
         "GPTQModel, AutoAWQ",
         "not run, they need a GPU; their wrappers are looked into (tests/test_wrappers.py); AWQ's "
@@ -130,7 +221,19 @@ def run_apart(caller: Caller) -> Line:
     return Line(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def as_page(sections: dict[str, list[Line]]) -> str:
+def run_tests(row: Elsewhere) -> str:
+    """What the table says of a row, by its tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *row.tests]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    last = said.stdout.strip().splitlines()[-1:]
+    if said.returncode:
+        return f"failed: {last}"
+    if "skipped" in last[0]:
+        return f"not run here: {'; '.join(re.findall(r'SKIPPED .*?: (.*)', said.stdout))}"
+    return row.result
+
+
+def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str]) -> str:
     """The page in Markdown."""
     parts = [_INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__)]
     for title, lines in sections.items():
@@ -140,7 +243,7 @@ def as_page(sections: dict[str, list[Line]]) -> str:
         for line in lines:
             name = f"{line.name} ({line.version})" if line.version else line.name
             parts[-1] += f"\n| {name} | {line.result} | {line.how} | {line.note} |"
-    for title, rows in (("Tested elsewhere", TESTED_ELSEWHERE), ("Not run", NOT_RUN)):
+    for title, rows in (("Other tests", elsewhere.items()), ("Not run", NOT_RUN)):
         table = "\n".join(f"| {name} | {text} |" for name, text in rows)
         parts.append(f"## {title}\n\n| what | result |\n|---|---|\n{table}")
     return "\n\n".join(parts) + "\n"
@@ -152,11 +255,21 @@ _INTRODUCTION = """\
 Written by `python -m tests.ecosystem.table docs/ecosystem.md` with torch {torch} and transformers
 {transformers} on a CPU. Every caller runs twice on tiny random models, plainly and speculatively,
 each in a process of its own; "speculates" means that drafts were accepted, "same text" that all it
-returned was equal. tests/ecosystem asserts the same of whatever is installed.
+returned was equal. tests/ecosystem asserts the same of whatever is installed. In each case what
+stands under "switched on by" was done, and nothing more.
 
-Two switches reach nearly everything: `lookahead_hf.enable(model)`, or `import lookahead_hf.auto`
-where the model is out of reach, and `lookahead_hf.set_default(model, True)`, which is kept in
-`model.generation_config.speculative`, where the caller takes no arguments for `generate`."""
+Two things switch speculation on, and both are needed. First `generate` must know of it:
+
+* `lookahead_hf.enable(model)`, where the model is at hand;
+* `import lookahead_hf.auto` anywhere in the process, for models that a library loads itself. A
+  program that imports nothing of yours is started as `python -m lookahead_hf.auto PROGRAM ...`,
+  such as `python -m lookahead_hf.auto lm_eval --model hf ... --gen_kwargs speculative=True`;
+* `lookahead_hf.pipeline(...)` does it for the pipeline's model.
+
+Without it transformers refuses the argument `speculative`, and an entry in a generation config does
+nothing. Then something must ask for it: the argument `speculative=True` of a call, or, where the
+caller passes no arguments on, `lookahead_hf.set_default(model, True)`, which is kept as
+`model.generation_config.speculative`, also by `save_pretrained`."""
 
 
 def main(words: list[str]) -> None:
@@ -169,7 +282,11 @@ def main(words: list[str]) -> None:
         for caller in section:
             sections[title].append(run_apart(caller))
             print(f"{caller.name}: {sections[title][-1].result}", file=sys.stderr)
-    Path(words[0]).write_text(as_page(sections))
+    elsewhere = {}
+    for row in TESTED_ELSEWHERE:
+        elsewhere[row.name] = run_tests(row)
+        print(f"{row.name}: {elsewhere[row.name]}", file=sys.stderr)
+    Path(words[0]).write_text(as_page(sections, elsewhere))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,15 @@ import torch
 import transformers
 
 import lookahead_hf
-from tests.ecosystem import callers
-from tests.ecosystem.room import SPECULATIVE, Caller, Room, everywhere, try_out
+from tests.ecosystem import callers, servers
+from tests.ecosystem.room import (
+    SPECULATIVE,
+    Caller,
+    Room,
+    imported_auto,
+    recorded,
+    try_out,
+)
 from tests.ecosystem.table import every_caller
 
 # Libraries warn of each other's future, and import one another's private names.
@@ -59,11 +66,11 @@ def test_speech_is_told_what_to_do_about_its_beams(room: Room) -> None:
 
 
 def test_usage_counts_every_token(room: Room) -> None:
-    for package in callers.SERVE_NEEDS:
+    for package in servers.NEEDS:
         pytest.importorskip(package)
-    with everywhere():
-        _, finish, usage = callers.serve_chat(room, SPECULATIVE)
-        text, streamed_finish, streamed_usage = callers.serve_stream(room, SPECULATIVE)
+    with imported_auto():
+        _, finish, usage = servers.chat(room, SPECULATIVE)
+        text, streamed_finish, streamed_usage = servers.chat_in_pieces(room, SPECULATIVE)
     assert usage["completion_tokens"] == callers.NEW_TOKENS
     assert [each["completion_tokens"] for each in streamed_usage] == [callers.NEW_TOKENS]
     assert finish == streamed_finish == "length"
@@ -74,3 +81,13 @@ def test_the_models_are_small_and_speculate(room: Room) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(room.folder(SPECULATIVE))
     assert model.num_parameters() < 1_000_000
     assert model.generation_config.speculative == SPECULATIVE
+
+
+def test_an_argument_alone_is_refused_and_an_entry_alone_does_nothing(room: Room) -> None:
+    with pytest.raises(ValueError, match="speculative"):
+        callers.text_generation_out_of_reach(room, SPECULATIVE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(room.folder(SPECULATIVE)).eval()
+    inputs = room.tokenizer()(callers.PROMPT, return_tensors="pt")
+    with recorded() as records:
+        model.generate(**inputs, **callers.GREEDY)
+    assert not records
