@@ -63,6 +63,18 @@ def test_five_drafters_one_text(loaded: tuple[Any, Any]) -> None:
     assert_one_text(model, DRAFTED, **ragged, max_new_tokens=48, do_sample=False)
 
 
+def test_one_text_with_two_threads(loaded: tuple[Any, Any]) -> None:
+    """A product of matrices is cut by the number of threads, too."""
+    model, tokenizer = loaded
+    alone = encode(tokenizer, texts(per_family=1, longest=400)[:1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_one_text(model, DRAFTED[1:3], **alone, max_new_tokens=24, do_sample=False)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_one_sample_for_a_seed(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     alone = encode(tokenizer, texts(per_family=1, longest=400)[:1])
