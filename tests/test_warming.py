@@ -10,7 +10,7 @@ import torch
 import lookahead_hf
 from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.session import cost_setting, memory_of
-from lookahead_hf.target import graphs
+from lookahead_hf.target import graph_set, graphs
 from tests.device import taped
 from tests.models import prompt, tiny
 from tests.scripted import RandomTrees, continuations, scripted
@@ -33,7 +33,7 @@ def test_costs_are_known_afterwards(batch_size: int) -> None:
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
-    monkeypatch.setattr(graphs, "LEAST_VISIBLE", 64)
+    monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 64)
     model, ids = tiny("llama"), prompt(2, 20)
     call = {"max_new_tokens": 70, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(7)
