@@ -146,7 +146,8 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
         admission.check_setup(model)
 
 
-def test_encoder_decoder(decoding: PlainDecoding) -> None:
+def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "ENCODER_DECODERS", admission.ENCODER_DECODERS - {"mvp"})
     config = MvpConfig(
         vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48,
         decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4,
