@@ -10,13 +10,15 @@ import torch
 from hypothesis import strategies as st
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
+    StaticCache,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
 )
 
 from tests.models import VOCAB, characters, tiny
+from tests.test_encoder_decoder import tiny_pair
+from tests.users_parts import CRITERIA, PROCESSORS, allowed_tokens
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
@@ -24,16 +26,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
+PAIRS = ("bart", "t5")
+"""Encoder-decoder models."""
+
+DRAFTING = ("scripted", "default", "lookahead", "pool", "prediction")
+"""Who drafts: random trees around plain's text, or a drafter of ours."""
+
+LONGEST = 128
+"""Columns of a static cache of the caller's."""
 
 
 @cache
-def smallest(name: str) -> Any:
-    """A model of two layers, in double precision.
+def smallest(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of a few layers.
 
-    There a block and single tokens differ by so little that nothing is left of it in the float32
-    scores that tokens are chosen by: what differs in a random call is never a near tie.
+    In double precision a block and single tokens differ by so little that nothing is left of it in
+    the float32 scores that tokens are chosen by: what differs in a random call is never a near tie.
     """
-    model = tiny(name, **MODELS[name]).double()
+    if name in PAIRS:
+        return tiny_pair(name, "sdpa").to(dtype)
+    model = tiny(name, **MODELS[name]).to(dtype)
     model.generation_config.pad_token_id = None
     return model
 
@@ -43,7 +55,7 @@ class RandomCall:
     """One call, or two turns on one cache.
 
     Attributes:
-        model: One of `MODELS`.
+        model: One of `MODELS` or `PAIRS`.
         prompt: Token ids, rows of one length.
         mask: The attention mask, None for none.
         max_new_tokens: As in `generate`.
@@ -52,8 +64,13 @@ class RandomCall:
         stop: The name of one of `CRITERIA` and its tokens, the caller's own.
         stop_strings: One-character tokens make these.
         embeds: Whether the prompt is given as embeddings.
+        spacing: Between the positions that the caller gives, 0 where it gives none.
         turns: On a cache of the caller's, one or two; 0 where the caller brings none.
+        is_static: Whether the caller's cache is a static one.
+        is_half: Whether the model is in bfloat16, where a block rounds otherwise than single tokens
+            do; then the text must be that of the same blocks without drafts.
         seed: Of the sampling.
+        drafting: One of `DRAFTING`.
         drafts: Seed of the draft trees.
         budget: Most draft tokens per row and step.
         draft_invariant: Whether all blocks have one shape.
@@ -68,24 +85,40 @@ class RandomCall:
     stop: tuple[str, list[int]] | None = None
     stop_strings: list[str] | None = None
     embeds: bool = False
+    spacing: int = 0
     turns: int = 0
+    is_static: bool = False
+    is_half: bool = False
     seed: int = 0
+    drafting: str = "scripted"
     drafts: int = 0
     budget: int = 8
     draft_invariant: bool = False
+
+    @property
+    def target(self) -> Any:
+        return smallest(self.model, torch.bfloat16 if self.is_half else torch.float64)
+
+    def columns(self, ids: torch.Tensor) -> int:
+        """Columns of the output before the first generated one, of a prompt [rows, columns]."""
+        if self.model in PAIRS:
+            return 1
+        return 0 if self.embeds else ids.shape[1]
 
     def arguments(self, ids: torch.Tensor) -> dict[str, Any]:
         """What `generate` gets for a prompt, [rows, columns]; nothing in it is used twice."""
         given: dict[str, Any] = {**self.settings, "max_new_tokens": self.max_new_tokens}
         if self.embeds:
-            given["inputs_embeds"] = smallest(self.model).get_input_embeddings()(ids).detach()
+            given["inputs_embeds"] = self.target.get_input_embeddings()(ids).detach()
         else:
             given["input_ids"] = ids
+        mask = torch.ones_like(ids)
         if self.mask is not None:
-            mask = torch.tensor(self.mask)
-            given["attention_mask"] = torch.cat(
-                [mask, mask.new_ones(len(mask), ids.shape[1] - mask.shape[1])], 1
-            )
+            first = torch.tensor(self.mask)
+            mask[:, : first.shape[1]] = first
+            given["attention_mask"] = mask
+        if self.spacing:
+            given["position_ids"] = self.spacing * (mask.cumsum(1) - 1).clamp(min=0)
         if given.pop("prefix_allowed_tokens", False):
             given["prefix_allowed_tokens_fn"] = allowed_tokens
         if self.own:
@@ -98,97 +131,18 @@ class RandomCall:
             given |= {"stop_strings": self.stop_strings, "tokenizer": tokenizer()}
         return given
 
-    def new_cache(self) -> DynamicCache | None:
+    def new_cache(self) -> DynamicCache | StaticCache | None:
         """The cache of a caller who brings one."""
-        return DynamicCache(config=smallest(self.model).config) if self.turns else None
+        if not self.turns:
+            return None
+        config = self.target.config
+        return StaticCache(config, LONGEST) if self.is_static else DynamicCache(config=config)
 
 
 @cache
 def tokenizer() -> Any:
     return characters()
 
-
-def allowed_tokens(row: int, ids: torch.Tensor) -> list[int]:
-    """Tokens that may follow, by row and prefix."""
-    return [token for token in range(VOCAB) if (token + int(ids.sum()) + row) % 3]
-
-
-class Leans(LogitsProcessor):
-    """Prefers tokens by the row's whole prefix."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        liked = (input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1])) % 4 == 0
-        return scores + 2.0 * liked
-
-
-class Counts(LogitsProcessor):
-    """Acts on every third call only: it must be called once per token, in order."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return scores if self.calls % 3 else scores.roll(1, 1)
-
-
-class Mixes(LogitsProcessor):
-    """Lets the rows of a batch look at each other."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + 0.3 * scores.flip(0)
-
-
-class Draws(LogitsProcessor):
-    """Draws from the default generator itself."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + 3.0 * torch.rand(scores.shape)
-
-
-PROCESSORS: dict[str, type[LogitsProcessor]] = {
-    "leans": Leans,
-    "counts": Counts,
-    "mixes": Mixes,
-    "draws": Draws,
-}
-
-
-class Criterion(StoppingCriteria):
-    """Ends texts at some tokens."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = torch.tensor(tokens)
-
-    def ended(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return torch.isin(input_ids[:, -1], self.tokens)
-
-
-class EndsRow(Criterion):
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return self.ended(input_ids)
-
-
-class EndsAll(Criterion):
-    """Ends all rows with the first that ends."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        ended = self.ended(input_ids)
-        return ended.any().expand(len(ended))
-
-
-class AnswersBool(Criterion):
-    """Answers for all rows at once, by a Python bool."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
-        return bool(self.ended(input_ids).any())
-
-
-CRITERIA: dict[str, type[Criterion]] = {
-    "row": EndsRow,
-    "all": EndsAll,
-    "bool": AnswersBool,
-}
 
 _token = st.integers(3, VOCAB - 1)
 _tokens = st.lists(_token, min_size=1, max_size=8, unique=True)
@@ -208,11 +162,12 @@ _BOTH_WAYS: dict[str, st.SearchStrategy[Any]] = {
     "min_length": st.integers(1, 30),
     "min_new_tokens": st.integers(1, 20),
     "exponential_decay_length_penalty": st.tuples(st.integers(0, 8), st.sampled_from([1.1, 2.0])),
-    "guidance_scale": st.just(1.5),
     "remove_invalid_values": st.just(True),
     "renormalize_logits": st.just(True),
     "prefix_allowed_tokens": st.just(True),
-    "watermarking_config": st.just({"bias": 3.0, "seeding_scheme": "selfhash"}),
+    "watermarking_config": st.sampled_from(
+        [{"bias": 3.0, "seeding_scheme": scheme} for scheme in ("selfhash", "lefthash")]
+    ),
 }
 _SAMPLED: dict[str, st.SearchStrategy[Any]] = {
     "temperature": st.sampled_from([0.3, 0.7, 1.5]),
@@ -223,6 +178,14 @@ _SAMPLED: dict[str, st.SearchStrategy[Any]] = {
     "typical_p": st.sampled_from([0.2, 0.7]),
     "epsilon_cutoff": st.sampled_from([0.001, 0.05]),
     "eta_cutoff": st.sampled_from([0.001, 0.05]),
+    "watermarking_config": st.builds(
+        SynthIDTextWatermarkingConfig, st.just(3), st.just([7, 5, 11, 2])
+    ),
+}
+_DECODER_ONLY: dict[str, st.SearchStrategy[Any]] = {
+    "guidance_scale": st.just(1.5),
+    "prefill_chunk_size": st.integers(1, 9),
+    "cache_implementation": st.sampled_from(["static", "sliding_window", "hybrid"]),
 }
 _OUTPUT = ("output_scores", "output_logits", "output_hidden_states")
 
@@ -231,27 +194,40 @@ _OUTPUT = ("output_scores", "output_logits", "output_hidden_states")
 def calls(draw: st.DrawFn) -> RandomCall:
     """Any call that is served."""
     rows, length = draw(st.integers(1, 4)), draw(st.integers(1, 14))
-    turns = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    model = draw(st.sampled_from([*sorted(MODELS), *sorted(MODELS), *PAIRS]))
+    turns = 0 if model in PAIRS else draw(st.sampled_from([0, 0, 0, 1, 2]))
     prompt = [draw(_text(length)) for _ in range(rows)]
     own = draw(st.lists(st.sampled_from(sorted(PROCESSORS)), max_size=2, unique=True))
     stops = st.tuples(st.sampled_from(sorted(CRITERIA)), _tokens)
     strings = st.lists(st.text([chr(33 + t) for t in range(3, 20)], min_size=1, max_size=2))
-    settings = draw(_settings(rows if turns == 0 else 4))
+    settings = draw(_settings(rows if turns == 0 else 4, model in PAIRS))
+    if turns:
+        settings.pop("cache_implementation", None)  # which makes a cache
+    is_half = draw(st.integers(0, 7)) == 0
+    drafting = draw(st.sampled_from([*DRAFTING[:1] * 20, *DRAFTING[1:]]))
+    # Drafters of ours find something in longer texts only.
+    most = st.one_of(st.integers(1, 8), st.integers(1, 24))
+    lengths = most if drafting == "scripted" else st.integers(16, 24)
+    has_positions = turns == 0 and model in MODELS and draw(st.integers(0, 7)) == 0
     return RandomCall(
-        model=draw(st.sampled_from(sorted(MODELS))),
+        model=model,
         prompt=prompt,
         mask=draw(_mask(rows, length)),
-        max_new_tokens=draw(st.one_of(st.integers(1, 8), st.integers(1, 24))),
+        max_new_tokens=draw(lengths),
         settings=settings,
         own=own if draw(st.integers(0, 3)) == 0 else [],
         stop=draw(stops) if draw(st.integers(0, 4)) == 0 else None,
         stop_strings=draw(strings) or None if draw(st.integers(0, 7)) == 0 else None,
         embeds=turns == 0 and draw(st.integers(0, 9)) == 0,
+        spacing=draw(st.integers(1, 3)) if has_positions else 0,
         turns=turns,
+        is_static=turns > 0 and draw(st.integers(0, 2)) == 0,
+        is_half=is_half,
         seed=draw(st.integers(0, 999)),
+        drafting=drafting,
         drafts=draw(st.integers(0, 999)),
-        budget=draw(st.sampled_from([8, 64])),
-        draft_invariant=draw(st.integers(0, 5)) == 0,
+        budget=draw(st.sampled_from([8, 64])) if drafting == "scripted" else 8,
+        draft_invariant=is_half or draw(st.integers(0, 5)) == 0,
     )
 
 
@@ -278,10 +254,10 @@ def _mask(draw: st.DrawFn, rows: int, length: int) -> list[list[int]] | None:
 
 
 @st.composite
-def _settings(draw: st.DrawFn, rows: int) -> dict[str, Any]:
+def _settings(draw: st.DrawFn, rows: int, is_pair: bool) -> dict[str, Any]:
     """Arguments of `generate` for at most four rows."""
     do_sample = draw(st.booleans())
-    known = {**_BOTH_WAYS, **(_SAMPLED if do_sample else {})}
+    known = {**_BOTH_WAYS, **({} if is_pair else _DECODER_ONLY), **(_SAMPLED if do_sample else {})}
     settings: dict[str, Any] = {"do_sample": do_sample}
     if do_sample:
         settings["top_k"] = 0

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from transformers import EncoderDecoderCache, StaticCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from tests.fakes import Recorder
 from tests.models import prompt
-from tests.random_calls import RandomCall, calls, smallest
-from tests.scripted import RandomTrees, Scripted, continuations
+from tests.random_calls import DRAFTING, MODELS, PAIRS, RandomCall, calls, smallest
+from tests.scripted import RandomTrees, Scripted, continuations, empty
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Tally:
     num_moved: int = 0
     num_raised: int = 0
     engines: Counter[str | None] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)  # by what the call is about
 
 
 @pytest.mark.parametrize("num_calls", [500, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -49,36 +52,72 @@ def test_every_call_gets_what_plain_gives_it(
     def agrees(call: RandomCall) -> None:
         compare(call, tally)
 
+    lookahead_hf.warm_up(smallest("llama"))  # until then our drafters draft nothing
     agrees()
     assert tally.num_calls >= num_calls
     assert tally.num_accepted > 3 * tally.num_calls
     assert tally.num_moved > tally.num_calls / 2
     assert tally.num_raised < tally.num_calls / 10
     assert min(tally.engines["walk"], tally.engines["lockstep"]) > tally.num_calls / 10
+    kinds = *DRAFTING, *MODELS, *PAIRS, *ABOUT
+    assert [kind for kind in kinds if not tally.accepted[kind]] == []
+
+
+ABOUT: dict[str, Callable[[RandomCall], bool]] = {
+    "half": lambda call: call.is_half,
+    "invariant": lambda call: call.draft_invariant,
+    "static": lambda call: call.is_static,
+    "named": lambda call: "cache_implementation" in call.settings,
+    "chunks": lambda call: "prefill_chunk_size" in call.settings,
+    "positions": lambda call: call.spacing > 0,
+    "embeds": lambda call: call.embeds,
+    "turns": lambda call: call.turns > 1,
+}
+"""What must be among the calls that speculate."""
 
 
 def compare(call: RandomCall, tally: Tally) -> None:
     """Run all turns of a call both ways; both must return the same, or raise the same."""
     tally.num_calls += 1
-    model = smallest(call.model)
     ids = torch.tensor(call.prompt)
     plain_cache, our_cache = call.new_cache(), call.new_cache()
-    for turn in range(max(1, call.turns)):
-        seed, columns = call.seed + turn, 0 if call.embeds else ids.shape[1]
-        plain = run(model, call.arguments(ids), seed, plain_cache)
-        truths = [[]] * 16 if plain.error else continuations(plain.sequences, columns)
+    with lookahead_hf.enabled(call.target) as model:
+        for turn in range(max(1, call.turns)):
+            seed = call.seed + turn
+            undrafted = {"speculative": configuration(call, Scripted([[]] * 16, empty))}
+            extra = undrafted if call.is_half else {}
+            plain = run(model, call.arguments(ids), seed, plain_cache, **extra)
+            truths = [[]] * 16
+            if not plain.error:
+                truths = continuations(plain.sequences, call.columns(ids))
+            extra = drafted(call, truths, turn)
+            ours = run(model, call.arguments(ids), seed, our_cache, **extra)
+            assert ours.error == plain.error
+            if plain.error:
+                tally.num_raised += 1
+                return
+            assert_same(ours, plain, call)
+            count(model, tally, call)
+            more = prompt(len(plain.sequences), 3, seed=call.seed)
+            ids = torch.cat([plain.sequences, more], 1)
+
+
+def drafted(call: RandomCall, truths: list[list[int]], turn: int) -> dict[str, Any]:
+    """What a call adds to plain's arguments; `truths` is what plain writes, per row."""
+    if call.drafting == "scripted":
         drafter = Scripted(truths, RandomTrees(call.drafts + turn))
-        fields = {"budget": call.budget, "draft_invariant": call.draft_invariant}
-        config = SpeculativeConfig((drafter,), **fields)
-        with lookahead_hf.enabled(model):
-            ours = run(model, call.arguments(ids), seed, our_cache, speculative=config)
-        assert ours.error == plain.error
-        if plain.error:
-            tally.num_raised += 1
-            return
-        assert_same(ours, plain, call)
-        count(model, tally)
-        ids = torch.cat([plain.sequences, prompt(len(plain.sequences), 3, seed=call.seed)], 1)
+        return {"speculative": configuration(call, drafter)}
+    if call.drafting == "prediction":
+        first = truths[0]
+        return {"speculative": configuration(call), "prediction": first[:3] + first[4:]}
+    if call.drafting == "default":
+        return {"speculative": configuration(call)}
+    return {"speculative": configuration(call, call.drafting)}
+
+
+def configuration(call: RandomCall, *drafters: Any) -> SpeculativeConfig:
+    fields = {"budget": call.budget, "draft_invariant": call.draft_invariant}
+    return SpeculativeConfig(drafters or None, learn=call.drafting == "pool", **fields)
 
 
 @dataclass
@@ -112,13 +151,16 @@ def run(model: Any, arguments: dict[str, Any], seed: int, cache: Any, **ours: An
     return Ran(output, error, streamer.events, torch.get_rng_state(), cache)
 
 
+OUTPUT = ("scores", "logits", "hidden_states")
+
+
 def assert_same(ours: Ran, plain: Ran, call: RandomCall) -> None:
     assert ours.sequences.tolist() == plain.sequences.tolist()
     assert ours.streamed == plain.streamed
     assert torch.equal(ours.generator, plain.generator)
     if not isinstance(plain.output, torch.Tensor):
         assert ours.output.keys() == plain.output.keys()
-        for name in ("scores", "logits", "hidden_states"):
+        for name in (*OUTPUT, *(f"decoder_{name}" for name in OUTPUT), "encoder_hidden_states"):
             assert_close(ours.output.get(name), plain.output.get(name))
     if plain.cache is not None:
         assert_same_cache(ours.cache, plain.cache, call)
@@ -138,22 +180,37 @@ def assert_close(ours: Any, plain: Any) -> None:
 
 def assert_same_cache(ours: Any, plain: Any, call: RandomCall) -> None:
     """The same columns, wherever a column is attended."""
-    columns = plain.get_seq_length()
-    assert ours.get_seq_length() == columns
+    assert type(ours) is type(plain)
+    if isinstance(plain, EncoderDecoderCache):
+        ours, plain = ours.self_attention_cache, plain.self_attention_cache
+    columns = int(plain.get_seq_length())
+    assert int(ours.get_seq_length()) == columns
     mask = torch.ones(plain.layers[0].keys.shape[0], columns)
-    if call.mask is not None:
+    if call.mask is not None and call.model in MODELS:
         given = torch.tensor(call.mask).repeat_interleave(len(mask) // len(call.mask), 0)
         mask[:, : given.shape[1]] = given
     for a, b in zip(ours.layers, plain.layers, strict=True):
-        held = mask[:, -b.keys.shape[2] :, None].transpose(1, 2)[..., None]
+        assert a.keys.shape == b.keys.shape
+        held = last_columns(mask, b.keys.shape[2])[:, None, :, None].clone()
+        if isinstance(plain, StaticCache) and b.is_sliding:
+            held[:, :, 0] = 0  # a column that is never read again once it is the oldest
         torch.testing.assert_close(a.keys * held, b.keys * held, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(a.values * held, b.values * held, rtol=1e-6, atol=1e-6)
 
 
-def count(model: Any, tally: Tally) -> None:
+def last_columns(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """The last columns of a mask [rows, columns], or all and room behind them, [rows, count]."""
+    mask = mask[:, -count:]
+    return torch.nn.functional.pad(mask, (0, count - mask.shape[1]))
+
+
+def count(model: Any, tally: Tally, call: RandomCall) -> None:
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     assert stats.fallback_reason is None
     tally.num_accepted += stats.num_accepted
     tally.num_moved += stats.num_moved
     tally.engines[stats.engine] += 1
+    about = [name for name, holds in ABOUT.items() if holds(call)]
+    for name in (call.model, call.drafting, *about):
+        tally.accepted[name] += stats.num_accepted
