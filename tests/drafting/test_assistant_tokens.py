@@ -178,6 +178,8 @@ def test_same_tokens_are_taken_as_they_are() -> None:
 
 def test_tokenizers_differ_where_their_vocabularies_do() -> None:
     ours = KINDS["bytes"]()
-    assert not differ(None, ours) and not differ(ours, None) and not differ(ours, ours)
+    assert not differ(None, None) and not differ(ours, None) and not differ(ours, ours)
     assert not differ(ours, KINDS["bytes"]())
     assert differ(ours, KINDS["longer"]())
+    with pytest.raises(ValueError, match="needs tokenizer="):
+        differ(None, ours)
