@@ -22,7 +22,9 @@ __all__ = [
     "load",
     "model_parser",
     "num_columns",
+    "positive",
     "read_prompts",
+    "sampling",
     "with_random_weights",
 ]
 
@@ -93,6 +95,20 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     return parser
+
+
+def positive(text: str) -> int:
+    """A count of at least 1."""
+    count = int(text)
+    if count < 1:
+        raise ValueError
+    return count
+
+
+def sampling(text: str) -> tuple[float, float]:
+    """Temperature and top-p, as `0.7,0.95`."""
+    temperature, top_p = map(float, text.split(","))
+    return temperature, top_p
 
 
 def load(folder: str | None, dtype: str, device: str) -> tuple[Any, Any]:

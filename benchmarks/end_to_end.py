@@ -30,7 +30,6 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli.env import machine
 from lookahead_hf.cli.measuring import Run, measure, systems
-from lookahead_hf.cli.parsing import sampling
 from lookahead_hf.cli.screen import CommandError
 from lookahead_hf.cli.summary import summarize
 
@@ -87,7 +86,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=1, help="prompts of a family per call")
-    parser.add_argument("--sample", type=sampling, metavar="T,TOP_P", help="default: greedy")
+    parser.add_argument("--sample", type=common.sampling, metavar="T,TOP_P", help="default: greedy")
     parser.add_argument(
         "--with",
         dest="extras",

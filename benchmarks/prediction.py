@@ -30,7 +30,6 @@ from results import print_lines
 import lookahead_hf
 from lookahead_hf.cli.env import machine
 from lookahead_hf.cli.measuring import OURS, PLAIN, Batch, Call, Run, end_tokens, timed_call
-from lookahead_hf.cli.parsing import positive
 from lookahead_hf.cli.summary import summarize
 
 PREDICTED = "with prediction"
@@ -147,10 +146,10 @@ def measure(
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = common.model_parser(__doc__)
-    parser.add_argument("--edits", type=positive, default=len(REQUESTS), help="the first N")
-    parser.add_argument("--new-tokens", type=positive, default=300)
-    parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--threads", type=positive, help="torch's threads")
+    parser.add_argument("--edits", type=common.positive, default=len(REQUESTS), help="the first N")
+    parser.add_argument("--new-tokens", type=common.positive, default=300)
+    parser.add_argument("--rounds", type=common.positive, default=3)
+    parser.add_argument("--threads", type=common.positive, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines there")
     return parser.parse_args(argv)
 

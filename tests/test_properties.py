@@ -118,7 +118,7 @@ def drafted(call: RandomCall, truths: list[list[int]], turn: int) -> dict[str, A
 
 def configuration(call: RandomCall, *drafters: Any) -> SpeculativeConfig:
     fields = {"budget": call.budget, "draft_invariant": call.draft_invariant}
-    return SpeculativeConfig(drafters or None, learn=call.drafting == "pool", **fields)
+    return SpeculativeConfig(drafters or None, learn="pool" in drafters, **fields)
 
 
 @dataclass
