@@ -12,10 +12,13 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
+# Processes that run the tests, each with one thread.
+WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
 # What never meets transformers, and processors as only the newest version takes them.
 NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests/cli --ignore tests/logits
 
+PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
 .PHONY: demo test test-all test-oldest test-ecosystem lint bench clean
@@ -24,13 +27,13 @@ demo: .venv/.demo
 	.venv/bin/lookahead-hf demo $(ARGS)
 
 test: lint
-	TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m "not gpu and not slow" $(ARGS)
+	TRITON_INTERPRET=1 .venv/bin/python $(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-all: lint
-	.venv/bin/python -m pytest -q $(ARGS)
+	.venv/bin/python $(PYTEST) $(ARGS)
 
 test-oldest: .venv-oldest/.tests
-	.venv-oldest/bin/python -m pytest -q -m "not gpu and not slow" $(NOT_ON_OLDEST) $(ARGS)
+	.venv-oldest/bin/python $(PYTEST) -m "not gpu and not slow" $(NOT_ON_OLDEST) $(ARGS)
 
 test-ecosystem: .venv-ecosystem/.tests
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)

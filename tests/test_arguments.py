@@ -48,7 +48,7 @@ def test_predictions(prediction: Any, expected: list[list[int]]) -> None:
     "prediction",
     [
         3,
-        object(),
+        ...,
         {5: 6},
         [0.5],
         torch.tensor([0.5]),

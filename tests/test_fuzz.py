@@ -34,7 +34,7 @@ from tests.models import prompt, tiny
 AWKWARD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 65, 2**70, 0.0, 1.5, math.nan, math.inf, 1j, "", "auto", "ngram",
     "exact", "warn", "default", b"ngram", [], ["ngram"], ("ngram", "ngram"), ("pool",), {}, set(),
-    {"ngram"}, {"ngram": {}}, {"ngram": 3}, {"ngram": {3: 4}}, {"budget": -1}, object(), int,
+    {"ngram"}, {"ngram": {}}, {"ngram": 3}, {"ngram": {3: 4}}, {"budget": -1}, int,
     NgramPool, print, Ellipsis, range(3), Path("nowhere/pool"), SimpleNamespace(propose=3),
     np.array([1, 2]), np.array([]), np.array("auto"), np.int64(3), np.bool_(True),
     torch.tensor(3), torch.tensor([1, 2]), torch.tensor([]), torch.ones(2, dtype=torch.bfloat16),
