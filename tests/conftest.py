@@ -28,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # First what takes longest, so that no process waits for it at the end.
+    items.sort(key=lambda item: "test_real_model.py" not in item.nodeid)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -29,7 +29,8 @@ def loaded() -> Iterator[tuple[Any, Any]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     lookahead_hf.enable(model)
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     yield model, tokenizer
     torch.set_num_threads(threads)
 
