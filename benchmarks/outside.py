@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from step import SHAPES, load
+from step import load, shapes_parser
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -115,25 +115,13 @@ def plot(lines: list[Line], path: Path) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    default = ["0.1B", "1B"] if cuda else ["0.1B"]
-    parser.add_argument("--shapes", type=lambda text: text.split(","), default=default)
-    parser.add_argument("--model", help="a folder, in place of random weights")
+    parser = shapes_parser(__doc__, ["0.1B", "1B"] if torch.cuda.is_available() else ["0.1B"])
     numbers = {"nodes": 15, "context": 512, "new-tokens": 256, "rounds": 3}
     for name, number in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--plot", type=Path, help="also write a figure (needs matplotlib)")
-    options = parser.parse_args(argv)
-    unknown = set(options.shapes) - set(SHAPES)
-    if unknown:
-        parser.error(f"no shape {', '.join(sorted(unknown))}: choose from {', '.join(SHAPES)}")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -265,21 +265,36 @@ def plot(lines: list[Line], path: Path) -> None:
     figure.savefig(path)
 
 
+def shapes_parser(description: str | None, shapes: list[str]) -> argparse.ArgumentParser:
+    """A command line that says which shapes run, or which model, where and in which dtype."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--shapes", type=_known_shapes, default=shapes)
+    parser.add_argument("--model", help="a folder, in place of random weights")
+    return parser
+
+
+def _known_shapes(text: str) -> list[str]:
+    shapes = text.split(",")
+    unknown = set(shapes) - set(SHAPES)
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no shape {', '.join(sorted(unknown))}: choose from {', '.join(SHAPES)}"
+        )
+    return shapes
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     cuda = torch.cuda.is_available()
+    parser = shapes_parser(__doc__, list(SHAPES) if cuda else ["0.1B"])
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    default = list(SHAPES) if cuda else ["0.1B"]
-    parser.add_argument("--shapes", type=lambda text: text.split(","), default=default)
-    parser.add_argument("--model", help="a folder, in place of random weights")
     parser.add_argument("--nodes", type=numbers, default=[0, 7, 15, 31, 63])
     parser.add_argument("--batch", type=numbers, default=[1, 8] if cuda else [1])
     parser.add_argument("--context", type=numbers, default=[512, 4096] if cuda else [512])
@@ -289,9 +304,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the lines there, as they come")
     parser.add_argument("--plot", type=Path, help="write a figure there (needs matplotlib)")
     options = parser.parse_args(argv)
-    unknown = set(options.shapes) - set(SHAPES)
-    if unknown:
-        parser.error(f"no shape {', '.join(sorted(unknown))}: choose from {', '.join(SHAPES)}")
     if max(options.nodes) + options.rounds + 3 > min(options.context):
         parser.error("--context is shorter than nodes and rounds: take a longer one")
     return options

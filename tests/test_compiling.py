@@ -22,6 +22,7 @@ from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.steps import DraftTree
+from tests.compiling import nothing_compiled, settle
 from tests.models import prompt, tiny
 from tests.scripted import Scripted, right
 
@@ -48,25 +49,12 @@ class Ends(BaseStreamer):
         pass
 
 
-def settle() -> None:
-    if compilation._background is not None:
-        compilation._background.join()
-
-
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
     """What there is to compile; nothing has failed, and nothing has been said."""
-    pending: list[Callable[[], None]] = []
-    for name, value in {
-        "_pending": pending,
-        "_failure": None,
-        "_failed_at": 0.0,
-        "_background": None,
-    }.items():
-        monkeypatch.setattr(compilation, name, value)
     monkeypatch.setattr(compiled, "_is_said", False)
-    yield pending
-    settle()
+    with nothing_compiled(monkeypatch) as pending:
+        yield pending
 
 
 @pytest.fixture

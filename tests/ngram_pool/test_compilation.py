@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf.ngram_pool import NumbaMissingError, compilation
+from tests.compiling import nothing_compiled, settle
 
 pytest.importorskip("numba")
 
@@ -35,22 +36,8 @@ def double(x):
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
-    """What there is to compile, in place of our functions; nothing has failed yet."""
-    pending: list[Callable[[], None]] = []
-    for name, value in {
-        "_pending": pending,
-        "_failure": None,
-        "_failed_at": 0.0,
-        "_background": None,
-    }.items():
-        monkeypatch.setattr(compilation, name, value)
-    yield pending
-    settle()
-
-
-def settle() -> None:
-    if compilation._background is not None:
-        compilation._background.join()
+    with nothing_compiled(monkeypatch) as pending:
+        yield pending
 
 
 def test_a_call_waits_only_while_compiling(work: list[Callable[[], None]]) -> None:

@@ -56,31 +56,30 @@ def test_the_text_is_plains(name: str, settings: dict[str, Any], together: None)
                 assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_it_is_one_call_for_all_rows(together: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as plain calls it, with as many rows, where all rows get as far."""
-    rows_seen: list[int] = []
+TOP_H = {"do_sample": True, "top_k": 0, "top_h": 0.6}
+
+
+@pytest.fixture
+def rows_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each call of the warper of `TOP_H` was given."""
+    seen: list[int] = []
     stock = hf.TopHLogitsWarper.__call__
 
     def counting(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows_seen.append(len(scores))
+        seen.append(len(scores))
         return stock(self, input_ids, scores)
 
     monkeypatch.setattr(hf.TopHLogitsWarper, "__call__", counting)
-    settings = {"do_sample": True, "top_k": 0, "top_h": 0.6}
-    compared(smallest("llama"), lambda: call(4, **settings), 12, right(4))
+    return seen
+
+
+def test_it_is_one_call_for_all_rows(together: None, rows_seen: list[int]) -> None:
+    """As often as plain calls it, with as many rows, where all rows get as far."""
+    compared(smallest("llama"), lambda: call(4, **TOP_H), 12, right(4))
     assert rows_seen == [4] * 40  # twenty by plain, twenty by ours
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_on_a_cpu_a_token_costs_its_own_row(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows_seen: list[int] = []
-    stock = hf.TopHLogitsWarper.__call__
-
-    def counting(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows_seen.append(len(scores))
-        return stock(self, input_ids, scores)
-
-    monkeypatch.setattr(hf.TopHLogitsWarper, "__call__", counting)
-    settings = {"do_sample": True, "top_k": 0, "top_h": 0.6}
-    compared(smallest("llama"), lambda: call(rows, **settings), 12, RandomTrees(1))
+def test_on_a_cpu_a_token_costs_its_own_row(rows: int, rows_seen: list[int]) -> None:
+    compared(smallest("llama"), lambda: call(rows, **TOP_H), 12, RandomTrees(1))
     assert rows_seen == [rows] * 20 + [1] * 20 * rows
