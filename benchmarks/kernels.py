@@ -52,17 +52,17 @@ def bandwidth(device: torch.device, rounds: int) -> float:
 def microseconds(work: Callable[[], Any], device: torch.device, rounds: int) -> float:
     """Fastest of some rounds, each long enough for the clock."""
     work()
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     work()
-    _wait(device)
+    wait(device)
     repeats = max(1, int(2e-3 / (time.perf_counter() - start)))
     fastest = float("inf")
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(repeats):
             work()
-        _wait(device)
+        wait(device)
         fastest = min(fastest, (time.perf_counter() - start) / repeats)
     return fastest * 1e6
 
@@ -76,7 +76,8 @@ def rotated(device: torch.device, megabytes: int | None) -> int:
     return 3 * int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Wait for what a device was given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

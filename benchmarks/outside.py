@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from kernels import wait
 from step import load, shapes_parser
 
 import lookahead_hf
@@ -81,7 +82,7 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
         for _ in range(1 + options.rounds):
             with timed_forwards(model.device.type == "cuda") as spans:
                 model.generate(ids, **call, speculative=config)
-                _wait(model.device)
+                wait(model.device)
             stats = lookahead_hf.last_stats(model)
             assert stats is not None and stats.fallback_reason is None
             took = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
@@ -90,11 +91,6 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
             place = shape, stats.graphs, stats.num_steps, stats.tokens_per_step
             lines.append(Line(*place, step, forward, step - forward))
     return min(lines[1:], key=lambda line: line.outside)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def plot(lines: list[Line], path: Path) -> None:

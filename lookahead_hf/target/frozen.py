@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._device import DeviceContext
 
 from lookahead_hf import compat
-from lookahead_hf.target.standing import Standing, has_hooks
+from lookahead_hf.target.standing import Standing, global_hooks, has_hooks, hooks_of
 from lookahead_hf.target.values import Same
 
 
@@ -49,7 +49,7 @@ def passed_over(model: nn.Module) -> str | None:
     """What a captured step of a model would pass over, in words; None if there is nothing."""
     if _is_watched():
         return "calls of torch are being watched"
-    if _global_hooks():
+    if global_hooks():
         return "modules have hooks"
     for module in model.modules():
         if has_hooks(module):
@@ -64,15 +64,6 @@ def _is_watched() -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
     is_known = all(type(mode) is DeviceContext for mode in modes)
     return not is_known or torch._C._len_torch_dispatch_stack() > 0
-
-
-def _global_hooks() -> list[Any]:
-    hooks = torch.nn.modules.module
-    return [*hooks._global_forward_hooks.values(), *hooks._global_forward_pre_hooks.values()]
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -107,7 +98,7 @@ class Frozen:
         self._storages = [each.untyped_storage() for each in plain]
 
     def _hooks_around(self) -> list[Any]:
-        return _global_hooks() + _hooks(self._model)
+        return global_hooks() + hooks_of(self._model)
 
     def is_current(self) -> bool:
         """Whether the model still is just that: the same objects, the same tensors in them."""

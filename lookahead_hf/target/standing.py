@@ -33,8 +33,7 @@ def refusal(model: Any) -> str | None:
         return "autocast or autograd is on"
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return "calls of torch are being watched"
-    hooks = torch.nn.modules.module
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+    if global_hooks():
         return "modules have hooks"
     for module in model.modules():
         if module.training and type(module) not in ALIKE_IN_TRAINING:
@@ -51,10 +50,20 @@ def refusal(model: Any) -> str | None:
     return None
 
 
+def global_hooks() -> list[Any]:
+    """Hooks around the forwards of all modules of the process."""
+    hooks = torch.nn.modules.module
+    return [*hooks._global_forward_hooks.values(), *hooks._global_forward_pre_hooks.values()]
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has hooks that may do something in our forwards."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(map(compat.captures_outputs, hooks))
+    return not all(map(compat.captures_outputs, hooks_of(module)))
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """A module's own hooks around its forward."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def settings(model: Any, tensors: bool = True) -> tuple[Any, ...]:

@@ -176,11 +176,6 @@ class Engine:
         assert isinstance(self._decider, device.Device)
         return self._decider.scores(rows, draft, logits)
 
-    @property
-    def feeds_pads(self) -> bool:
-        """Whether finished rows are fed pads as the call goes on, rather than at its end."""
-        return self.name == Lockstep.name
-
     def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
         """Feed a finished row one more pad, as plain does until the last row ends.
 
