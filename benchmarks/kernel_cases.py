@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf import kernels
-from lookahead_hf.target import attention
+from lookahead_hf.runner import attention
 
 _MOST_COPIES = 64
 

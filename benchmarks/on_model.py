@@ -10,7 +10,7 @@ from record import Text, best_tokens
 from replay import Recorded, Seen, joined
 from transformers import DynamicCache
 
-from lookahead_hf.steps import ROOT, DraftTree
+from lookahead_hf.draft import ROOT, DraftTree
 
 
 class OnModel(Recorded):

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from replay import Contender, Seen
 
-from lookahead_hf.drafting import prompt_logits
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.recycling import RecyclingDrafter
 from lookahead_hf.drafting.registry import build
+from lookahead_hf.drafting.sources import prompt_logits
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Verdict
 
 UNUSED = torch.empty(1, 0, 0)
 """In the place of logits: what was recorded of them comes another way."""

@@ -27,8 +27,8 @@ from step import load, shapes_parser
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.target.device import DeviceTarget
-from lookahead_hf.target.forward import Target
+from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.host import Runner
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Line:
 def timed_forwards(on_device: bool) -> Iterator[list[Callable[[], float]]]:
     """Yields how long each forward took, in microseconds, to be asked when all have run."""
     spans: list[Callable[[], float]] = []
-    kind = DeviceTarget if on_device else Target
+    kind = CudaRunner if on_device else Runner
     forward = kind.forward
 
     def on_clock(target: Any, inputs: Any) -> Any:

@@ -28,7 +28,7 @@ from pool_text import read_text
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.cli import env
-from lookahead_hf.drafting.pool import PoolDrafter
+from lookahead_hf.drafting.sources.pool import PoolDrafter
 from lookahead_hf.ngram_pool import NgramPool, SuffixIndex
 
 CONTEXTS = (500, 5_000, 100_000)

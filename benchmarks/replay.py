@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from record import Text
 
-from lookahead_hf.steps import ROOT, DraftTree
+from lookahead_hf.draft import ROOT, DraftTree
 
 
 @dataclass(frozen=True)

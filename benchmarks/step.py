@@ -35,11 +35,12 @@ from kernels import bandwidth, microseconds
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 from lookahead_hf import kernels
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree
-from lookahead_hf.target import attention, graphs
-from lookahead_hf.target.device import DeviceTarget
-from lookahead_hf.target.forward import Target
+from lookahead_hf.runner import attention
+from lookahead_hf.runner.cuda import graphs
+from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.host import Runner
 
 SHAPES = {
     "0.1B": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
@@ -145,10 +146,10 @@ class Bench:
         """Our step; and on a CPU what the twins take of it."""
         on_device = self.model.device.type == "cuda"
         with attention.laid_under(self.model):
-            target: Any = Target(self.model, self.rows)
+            target: Any = Runner(self.model, self.rows)
             if on_device:
                 room = nodes + 1
-                target = DeviceTarget(self.model, self.rows, room=room, cuda_graphs=cuda_graphs)
+                target = CudaRunner(self.model, self.rows, room=room, cuda_graphs=cuda_graphs)
             target.start(self.prompt, DynamicCache(config=self.model.config))
             texts, draft = self._texts(), self._draft(nodes)
             try:
@@ -174,14 +175,14 @@ class Bench:
         return DraftTree.from_rows([(chain, list(range(-1, nodes - 1)))] * self.rows)
 
 
-def _on_device(target: DeviceTarget, texts: Rows, draft: DraftTree) -> None:
+def _on_device(target: CudaRunner, texts: Rows, draft: DraftTree) -> None:
     target.forward(target.layout(texts, draft)).walk.take()
 
 
 class _Host:
     """A step that is verified and compacted on the CPU."""
 
-    def __init__(self, target: Target, texts: Rows, draft: DraftTree) -> None:
+    def __init__(self, target: Runner, texts: Rows, draft: DraftTree) -> None:
         self.target, self.texts, self.draft = target, texts, draft
         rows, width = texts.num_rows, 1 + draft.max_nodes
         self.tokens = torch.zeros(rows, width, dtype=torch.long)

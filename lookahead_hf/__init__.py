@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lookahead_hf.config import SpeculativeConfig
+    from lookahead_hf.draft import DraftTree
     from lookahead_hf.drafting.drafter import Drafter
     from lookahead_hf.fallback import (
         FallbackReason,
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     )
     from lookahead_hf.pipelines import pipeline
     from lookahead_hf.stats import SpeculativeStats
-    from lookahead_hf.steps import DraftTree
-    from lookahead_hf.warming import warm_up
+    from lookahead_hf.warmup import warm_up
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "DraftTree": "steps",
+    "DraftTree": "draft",
     "Drafter": "drafting.drafter",
     "FallbackReason": "fallback",
     "SpeculationFallbackError": "fallback",
@@ -65,7 +65,7 @@ _HOME = {
     "SpeculativeConfig": "config",
     "SpeculativeStats": "stats",
     "pipeline": "pipelines",
-    "warm_up": "warming",
+    "warm_up": "warmup",
 }
 """The module of each public name; the others live in `hook`."""
 

@@ -16,8 +16,9 @@ from lookahead_hf import stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.session import memory_of
-from lookahead_hf.strategy import run
-from lookahead_hf.target import graphs, recorded
+from lookahead_hf.generation.strategy import run
+from lookahead_hf.runner import recorded
+from lookahead_hf.runner.cuda import graphs
 
 _Model = TypeVar("_Model")
 

@@ -14,8 +14,8 @@ from transformers import (
 )
 from transformers.pipelines import check_task
 
-from lookahead_hf.arguments import OURS
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.generation.options import OURS
 from lookahead_hf.hook import enable
 
 SERVED: dict[str, type[Any]] = {

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree, Verdict
 
 PHASES = ("prefill", "draft", "forward", "verify", "commit")
 """Parts of a call that are timed."""

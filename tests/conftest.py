@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Before any import that reads them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +19,8 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel's module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.fakes import PlainDecoding
+from tests.helpers.fakes import PlainDecoding
+from tests.helpers.llava import tiny_llava
 
 torch.set_num_threads(1)
 
@@ -64,5 +66,11 @@ def compiled() -> None:
 def decoding(monkeypatch: pytest.MonkeyPatch) -> PlainDecoding:
     """Plain decoding in place of ours: what matters is which calls reach it, and how."""
     fake = PlainDecoding()
-    monkeypatch.setattr("lookahead_hf.strategy.decode", fake)
+    monkeypatch.setattr("lookahead_hf.generation.strategy.decode", fake)
     return fake
+
+
+@pytest.fixture
+def llava() -> tuple[Any, Any]:
+    """A tiny model that reads pictures, with its processor."""
+    return tiny_llava()

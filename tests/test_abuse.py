@@ -23,10 +23,11 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
 import lookahead_hf
-from tests.device import on_device
-from tests.models import prompt
-from tests.random_calls import smallest
-from tests.scripted import (
+from tests.helpers.device import on_device
+from tests.helpers.encoder_decoder import texts, tiny_pair
+from tests.helpers.models import prompt
+from tests.helpers.random_calls import smallest
+from tests.helpers.scripted import (
     RandomTrees,
     Scripted,
     continuations,
@@ -34,7 +35,6 @@ from tests.scripted import (
     scripted,
     second_child_right,
 )
-from tests.test_encoder_decoder import texts, tiny_pair
 
 LENGTH = 16
 SETTINGS: dict[str, Any] = {"max_new_tokens": LENGTH, "pad_token_id": 0, "top_k": 0}

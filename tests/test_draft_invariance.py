@@ -14,9 +14,9 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import PlainScreen
 from lookahead_hf.drafting.session import INVARIANT_WIDTH
-from tests.models import prompt, tiny
-from tests.scripted import RandomTrees, continuations, scripted
-from tests.test_real_model import encode, texts
+from tests.helpers.models import prompt, tiny
+from tests.helpers.real_texts import encode, texts
+from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 DRAFTED: tuple[dict[str, Any], ...] = (
     {"drafters": ("ngram",), "budget": 15},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.tiny_chat import save_tiny_chat
+from tests.helpers.tiny_chat import save_tiny_chat
 
 EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
 

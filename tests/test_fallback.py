@@ -21,9 +21,9 @@ from transformers.generation import BaseStreamer
 import lookahead_hf
 from lookahead_hf import fallback
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.target import admission
-from tests.fakes import PlainDecoding
-from tests.models import prompt, tiny
+from lookahead_hf.runner import support
+from tests.helpers.fakes import PlainDecoding
+from tests.helpers.models import prompt, tiny
 
 Warned = lookahead_hf.SpeculationFallbackWarning
 
@@ -143,11 +143,11 @@ def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:
     assert len(decoding.calls) == 1
     model.train()
     with pytest.raises(Unserved, match="gradient checkpointing"):
-        admission.check_setup(model)
+        support.check_setup(model)
 
 
 def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "ENCODER_DECODERS", admission.ENCODER_DECODERS - {"mvp"})
+    monkeypatch.setattr(support, "ENCODER_DECODERS", support.ENCODER_DECODERS - {"mvp"})
     config = MvpConfig(
         vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48,
         decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -163,7 +163,7 @@ def test_recurrent_state(decoding: PlainDecoding) -> None:
     config = MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = MambaForCausalLM(config).eval()
     with pytest.raises(Unserved) as raised:
-        admission.check_setup(model)
+        support.check_setup(model)
     assert raised.value.reason == "stateful"
 
 
@@ -180,19 +180,19 @@ def test_a_decoding_loop_of_its_own(decoding: PlainDecoding) -> None:
 def test_other_models_that_are_not_served(model: Any) -> None:
     model._tp_size = 2
     with pytest.raises(Unserved, match="tensor_parallel"):
-        admission.check_setup(model)
+        support.check_setup(model)
     model._tp_size = None
     ALoraLinearVariant = type("ALoraLinearVariant", (), {})
     model.lm_head.lora_variant = {"default": ALoraLinearVariant()}
     with pytest.raises(Unserved, match="adapter"):
-        admission.check_setup(model)
+        support.check_setup(model)
     model.lm_head.lora_variant = {"default": object()}
-    admission.check_setup(model)
+    support.check_setup(model)
     model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
-    admission.check_setup(model)
+    support.check_setup(model)
     model.prepare_inputs_for_generation = tiny("llama").prepare_inputs_for_generation.__func__
     with pytest.raises(Unserved, match="adapter"):
-        admission.check_setup(model)
+        support.check_setup(model)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids:UserWarning")
@@ -242,7 +242,7 @@ def test_the_record_is_there_when_the_stream_ends(
         raise Unserved(FallbackReason.CACHE, "found late")
 
     if found_late:
-        monkeypatch.setattr(admission, "check_room", refuse)
+        monkeypatch.setattr(support, "check_room", refuse)
     run(model, speculative=False)
     reader = Reader(model)
     with pytest.warns(Warned):

@@ -25,11 +25,11 @@ from lookahead_hf.config import (
     PRESETS,
     VERIFICATIONS,
 )
-from lookahead_hf.drafting.recycling import MAX_TOP_K
+from lookahead_hf.drafting.sources.recycling import MAX_TOP_K
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.store import MOST_TOKENS
-from lookahead_hf.target import probe
-from tests.models import prompt, tiny
+from lookahead_hf.runner import self_test
+from tests.helpers.models import prompt, tiny
 
 AWKWARD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 65, 2**70, 0.0, 1.5, math.nan, math.inf, 1j, "", "auto", "ngram",
@@ -292,7 +292,7 @@ def test_no_model_is_tried_before_all_else_is_right(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe, "TRIED", frozenset())
+    monkeypatch.setattr(self_test, "TRIED", frozenset())
     model = tiny("llama", num_hidden_layers=1)
     forwards: list[Any] = []
     model.register_forward_pre_hook(lambda *_: forwards.append(1))

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import lookahead_hf
 from lookahead_hf.hook import Hook
-from tests.fakes import PlainDecoding
-from tests.models import prompt, tiny
+from tests.helpers.fakes import PlainDecoding
+from tests.helpers.models import prompt, tiny
 
 STOCK = GenerationMixin.generate
 

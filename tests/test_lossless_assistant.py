@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerFast
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting import Drafter
-from lookahead_hf.drafting.assistant import AssistantDrafter
-from lookahead_hf.drafting.lookahead import LookaheadDrafter
-from tests.models import VOCAB, characters, prompt, tiny
-from tests.test_lossless import padded
+from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
+from lookahead_hf.drafting.sources.lookahead import LookaheadDrafter
+from tests.helpers.calls import padded
+from tests.helpers.models import VOCAB, characters, prompt, tiny
+from tests.helpers.unsure import unsure
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "top_k": 20}
@@ -47,17 +48,6 @@ def compare(
     assert stats.fallback_reason is None
     assert stats.num_accepted > 0
     return stats
-
-
-def unsure(model: Any, noise: float = 0.1) -> Any:
-    """A copy of a model that mostly, but not always, writes the same."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            spread = noise * parameter.std() if parameter.numel() > 1 else 0.0
-            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
-    return other
 
 
 def translated(model: Any) -> tuple[Any, PreTrainedTokenizerFast]:

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import lookahead_hf
 from lookahead_hf.hook import custom_generate
-from tests.models import prompt, tiny
+from tests.helpers.models import prompt, tiny
 
 REPOSITORY = Path(__file__).parents[1] / "examples" / "custom_generate"
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}

@@ -10,10 +10,10 @@ import transformers
 from transformers import LlamaForSequenceClassification
 
 import lookahead_hf
-from lookahead_hf.drafting.pool import fingerprint
+from lookahead_hf.drafting.sources.pool import fingerprint
 from lookahead_hf.ngram_pool import NgramPool
-from tests.fakes import PlainDecoding
-from tests.models import characters, tiny
+from tests.helpers.fakes import PlainDecoding
+from tests.helpers.models import characters, tiny
 
 SETTINGS = {"max_new_tokens": 6, "do_sample": False}
 
@@ -117,33 +117,6 @@ def test_what_does_not_generate_is_refused(model: Any) -> None:
     assert "generate" not in vars(model)
     with pytest.raises(ValueError, match="speculative='fast'"):
         lookahead_hf.pipeline("text-generation", model, speculative="fast")
-
-
-@pytest.fixture
-def llava() -> tuple[Any, Any]:
-    """A tiny model that reads pictures, with its processor."""
-    pytest.importorskip("PIL")
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        image_size=16, patch_size=8, projection_dim=16,
-    )  # fmt: skip
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=tiny("llama").config, image_token_id=2
-    )
-    model = transformers.LlavaForConditionalGeneration(config).eval()
-    model.generation_config.eos_token_id = None
-    pictures = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
-    )
-    processor = transformers.LlavaProcessor(
-        pictures,
-        characters(pad_token="!", extra_special_tokens={"image_token": "#"}),
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="#",
-    )
-    return model, processor
 
 
 @pytest.mark.parametrize("task", ["image-text-to-text", "any-to-any"])

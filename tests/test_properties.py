@@ -15,10 +15,10 @@ from transformers import EncoderDecoderCache, StaticCache
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from tests.fakes import Recorder
-from tests.models import prompt
-from tests.random_calls import DRAFTING, MODELS, PAIRS, RandomCall, calls, smallest
-from tests.scripted import RandomTrees, Scripted, continuations, empty
+from tests.helpers.fakes import Recorder
+from tests.helpers.models import prompt
+from tests.helpers.random_calls import DRAFTING, MODELS, PAIRS, RandomCall, calls, smallest
+from tests.helpers.scripted import RandomTrees, Scripted, continuations, empty
 
 
 @dataclass

@@ -39,7 +39,7 @@ print(time.process_time() - start)
     assert min(float(in_a_fresh_process(code)) for _ in range(3)) < 0.03
 
 
-@pytest.mark.parametrize("module", ["config", "fallback", "stats", "steps"])
+@pytest.mark.parametrize("module", ["config", "fallback", "stats", "draft"])
 def test_the_lowest_rooms_need_no_torch(module: str) -> None:
     code = f"import lookahead_hf.{module}, sys; assert 'torch' not in sys.modules"
     assert in_a_fresh_process(code) == ""

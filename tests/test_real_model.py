@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead_hf
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import PlainScreen
+from tests.helpers.real_texts import encode, texts
 
-PROMPTS = Path(__file__).parents[1] / "benchmarks" / "data" / "prompts_dev.jsonl"
 NEW_TOKENS = 32
 CONFIG = lookahead_hf.SpeculativeConfig(budget=16)
 
@@ -33,22 +30,6 @@ def loaded() -> Iterator[tuple[Any, Any]]:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     yield model, tokenizer
     torch.set_num_threads(threads)
-
-
-def texts(per_family: int, longest: int = 1500) -> list[str]:
-    """Prompts of every family, short enough for a test."""
-    families: dict[str, list[str]] = defaultdict(list)
-    for line in PROMPTS.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if len(row["prompt"]) <= longest and len(families[row["family"]]) < per_family:
-            families[row["family"]].append(row["prompt"])
-    return [text for family in families.values() for text in family]
-
-
-def encode(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    rendered = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    return tokenizer(rendered, return_tensors="pt", padding=True, add_special_tokens=False)
 
 
 def assert_equal(model: Any, inputs: Any, **kwargs: Any) -> lookahead_hf.SpeculativeStats:

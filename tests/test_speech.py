@@ -11,9 +11,10 @@ from transformers.utils import ModelOutput
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
-from tests.fakes import Recorder
-from tests.models import VOCAB, characters
-from tests.speech import (
+from tests.helpers.fakes import Recorder
+from tests.helpers.models import VOCAB, characters
+from tests.helpers.outputs import assert_close
+from tests.helpers.speech import (
     FRAMES,
     frames,
     tiny_moonshine,
@@ -22,7 +23,6 @@ from tests.speech import (
     whisper_features,
     whisper_tokenizer,
 )
-from tests.test_records import assert_close
 
 DRAFTS = {"budget": 8, "drafters": ["ngram"]}
 LONG = 3 * FRAMES + 10
@@ -110,7 +110,7 @@ def test_what_was_said_before_is_a_padded_prompt(rows: int) -> None:
 def test_a_later_segment_that_cannot_be_speculated(
     monkeypatch: pytest.MonkeyPatch, on_fallback: str
 ) -> None:
-    from lookahead_hf import strategy
+    from lookahead_hf.generation import strategy
 
     decode, calls = strategy.decode, []
 

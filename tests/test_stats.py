@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.stats import (
     PHASES,
@@ -22,7 +23,6 @@ from lookahead_hf.stats import (
     last_stats,
     publish,
 )
-from lookahead_hf.steps import DraftTree, Verdict
 
 
 class Model:

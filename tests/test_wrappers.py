@@ -13,8 +13,8 @@ from transformers import GenerationMixin, LlamaForCausalLM
 
 import lookahead_hf
 from lookahead_hf.hook import unwrap
-from tests.fakes import PlainDecoding
-from tests.models import prompt, tiny
+from tests.helpers.fakes import PlainDecoding
+from tests.helpers.models import prompt, tiny
 
 STOCK = GenerationMixin.generate
 

@@ -7,7 +7,7 @@ import torch
 from replay import Contender, Seen
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from lookahead_hf.steps import DraftTree
+from lookahead_hf.draft import DraftTree
 
 
 class PromptLookup(Contender):

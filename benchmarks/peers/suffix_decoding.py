@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from replay import Contender, Seen
 
-from lookahead_hf.steps import ROOT, DraftTree
+from lookahead_hf.draft import ROOT, DraftTree
 
 END = -1
 """Stands between two texts; it is never matched and never drafted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from replay import Contender, Seen
 
-from lookahead_hf.steps import ROOT, DraftTree
+from lookahead_hf.draft import ROOT, DraftTree
 
 BEST = 8
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from lookahead_hf.cache import held
-from lookahead_hf.cache.layers import SlotCache, SlotGroup, SlotLayer
+from lookahead_hf.cache import hf_layers
+from lookahead_hf.cache.slots import SlotCache, SlotGroup, SlotLayer
 from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self_attention
 
 
@@ -71,8 +71,8 @@ class AdoptedCache:
         """Put layers with one mask and one window together; all others share the whole text."""
         found: dict[str, set[int | None]] = {name: set() for name in masks}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
-            if held.read(layer) is not None:
-                found[name].add(held.window(layer))
+            if hf_layers.read(layer) is not None:
+                found[name].add(hf_layers.window(layer))
         whole = SlotGroup(self.slots.extent)
         for name, windows in found.items():
             window = windows.pop() if trims and len(windows) == 1 else None
@@ -83,7 +83,7 @@ class AdoptedCache:
 
     def _take(self) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
-            content = held.read(layer)
+            content = hf_layers.read(layer)
             if content is None:
                 self.slots.add_empty()
                 continue
@@ -91,7 +91,7 @@ class AdoptedCache:
             if self._aside is not None:
                 self._aside.keep(layer, content, self.num_columns)
             self.slots.add(name, keys, values)  # first, for `_put_back` wherever this breaks off
-            held.release(layer, is_users_cache(self.original))
+            hf_layers.release(layer, is_users_cache(self.original))
 
     def _put_back(self) -> None:
         """Undo a take-over that broke off."""
@@ -146,7 +146,7 @@ class AdoptedCache:
         """
         whole = None, np.zeros_like(self.slots.lengths)
         return [
-            (_own_too(held.window(layer)), ours.group.dropped)
+            (_own_too(hf_layers.window(layer)), ours.group.dropped)
             if isinstance(ours, SlotLayer)
             else whole
             for layer, ours in zip(self._text.layers, self.slots.layers, strict=True)
@@ -166,13 +166,13 @@ class AdoptedCache:
         return self.original
 
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
-        most = held.most_columns(layer)
+        most = hf_layers.most_columns(layer)
         first = 0 if most is None else max(0, num_columns - most)
         keys = self._to_columns(ours.stores.k_store, ours.group, first, num_columns)
         values = self._to_columns(ours.stores.v_store, ours.group, first, num_columns)
         if self._aside is not None:
             self._aside.put_back(layer, (keys, values), first)
-        held.fill(layer, (keys, values), num_columns)
+        hf_layers.fill(layer, (keys, values), num_columns)
 
     def _to_columns(
         self, store: torch.Tensor, group: SlotGroup, first: int, last: int
@@ -190,9 +190,9 @@ class Aside:
 
     def __init__(self, unattended: np.ndarray) -> None:  # [rows, columns] bool
         self._rows, self._columns = np.nonzero(unattended)
-        self._kept: dict[int, tuple[np.ndarray, held.Content]] = {}
+        self._kept: dict[int, tuple[np.ndarray, hf_layers.Content]] = {}
 
-    def keep(self, layer: object, content: held.Content, num_columns: int) -> None:
+    def keep(self, layer: object, content: hf_layers.Content, num_columns: int) -> None:
         """Keep a layer's, of which `content` are the newest columns of `num_columns`."""
         first = num_columns - content[0].shape[2]
         index = np.flatnonzero(self._columns >= first)
@@ -200,7 +200,7 @@ class Aside:
         keys, values = (states[rows, :, places] for states in content)  # [kept, kv_heads, dim]
         self._kept[id(layer)] = index, (keys, values)
 
-    def put_back(self, layer: object, content: held.Content, first: int) -> None:
+    def put_back(self, layer: object, content: hf_layers.Content, first: int) -> None:
         """Write them into `content`, a layer's columns from `first` on."""
         index, kept = self._kept[id(layer)]
         still = np.flatnonzero(self._columns[index] >= first)

@@ -91,8 +91,8 @@ def _empty_cache(model: Any) -> Any:
 
 def _lasting_drafters() -> tuple[Any, ...]:
     """The default drafters, of which nothing is forgotten between calls."""
-    from lookahead_hf.drafting.lasting import LastingNgramDrafter
-    from lookahead_hf.drafting.recycling import RecyclingDrafter
+    from lookahead_hf.drafting.sources.lasting import LastingNgramDrafter
+    from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
     from lookahead_hf.ngram_pool import NumbaMissingError
 
     try:

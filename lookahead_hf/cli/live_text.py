@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf.cli.screen import Screen
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.steps import DraftTree, Verdict
 
 if TYPE_CHECKING:
     import torch

@@ -52,7 +52,7 @@ def _with_messages(run: Run) -> Run:
 
 
 def _build(arguments: Arguments, screen: Screen) -> int:
-    from lookahead_hf.drafting.pool import fingerprint
+    from lookahead_hf.drafting.sources.pool import fingerprint
     from lookahead_hf.ngram_pool import NgramPool
 
     total = sum(file.stat().st_size for file in arguments.files)

@@ -6,18 +6,18 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "AssistantDrafter": "assistant",
+    "AssistantDrafter": "sources.assistant.drafter",
     "Budget": "budget",
     "Calibration": "calibration",
-    "CostModel": "costs",
+    "CostModel": "cost_model",
     "Drafter": "drafter",
     "Ensemble": "ensemble",
     "KeptRates": "calibration",
-    "LookaheadDrafter": "lookahead",
-    "NgramDrafter": "ngram",
-    "PoolDrafter": "pool",
-    "PredictionDrafter": "prediction",
-    "RecyclingDrafter": "recycling",
+    "LookaheadDrafter": "sources.lookahead",
+    "NgramDrafter": "sources.ngram",
+    "PoolDrafter": "sources.pool",
+    "PredictionDrafter": "sources.prediction",
+    "RecyclingDrafter": "sources.recycling",
     "SourceCounts": "ensemble",
     "build": "registry",
 }
@@ -28,7 +28,7 @@ __all__ = [*sorted(_HOME), "DraftTree"]  # noqa: PLE0604
 def __getattr__(name: str) -> Any:
     """Import a public name where it is first asked for: most of them pull in numba or torch."""
     if name == "DraftTree":
-        return importlib.import_module("lookahead_hf.steps").DraftTree
+        return importlib.import_module("lookahead_hf.draft").DraftTree
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lookahead_hf.drafting.costs import SIZES, CostCurve, CostModel
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.cost_model import SIZES, CostCurve, CostModel
 from lookahead_hf.drafting.guard import Rest, Trust
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Verdict
 
 FIRST_TRIES = (8, 16, 32, 4, 64, 2, 24, 12, 48, 1, 128, 96, 192, 256)
 """Sizes in the order in which an unknown curve is measured: where drafts mostly pay, first."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.compiled import functions
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.steps import DraftTree, Verdict
 
 PRIOR_WEIGHT = 10.0
 """Tests that a source's own estimate of an acceptance rate is worth."""

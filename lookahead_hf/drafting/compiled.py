@@ -56,12 +56,12 @@ def _warm_up() -> None:
     """Draft a step from logits of both widths, as every call does."""
     import torch
 
+    from lookahead_hf.draft import Verdict
     from lookahead_hf.drafting.calibration import Calibration
     from lookahead_hf.drafting.ensemble import Ensemble
-    from lookahead_hf.drafting.recycling import RecyclingDrafter
+    from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
     from lookahead_hf.drafting.tree import head
     from lookahead_hf.rows import Rows
-    from lookahead_hf.steps import Verdict
 
     for dtype in (torch.bfloat16, torch.float32):
         source = RecyclingDrafter(top_k=2, capacity=4)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lookahead_hf.steps import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree, Verdict
 
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
-    from lookahead_hf.target.host_copy import HostCopy
+    from lookahead_hf.runner.cuda.transfer import HostCopy
 
 
 class Drafter(ABC):

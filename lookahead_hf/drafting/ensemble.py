@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration, unique_names
 from lookahead_hf.drafting.compiled import functions, say_once
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.tree import ANY_TOKEN, merge
 from lookahead_hf.ngram_pool import NumbaMissingError
-from lookahead_hf.steps import DraftTree, Verdict
 
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
-    from lookahead_hf.target.host_copy import HostCopy
+    from lookahead_hf.runner.cuda.transfer import HostCopy
 
 _Result = TypeVar("_Result")
 

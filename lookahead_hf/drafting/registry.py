@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.config import BUILT_IN_DRAFTERS, DEFAULT_DRAFTERS, drafter_name
-from lookahead_hf.drafting.adapted import Adapted
 from lookahead_hf.drafting.compiled import say_once
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.ngram_pool import NumbaMissingError
 
 _CLASSES = {
-    "ngram": ("ngram", "NgramDrafter"),
-    "recycling": ("recycling", "RecyclingDrafter"),
-    "prediction": ("prediction", "PredictionDrafter"),
-    "pool": ("pool", "PoolDrafter"),
-    "assistant": ("assistant", "AssistantDrafter"),
-    "lookahead": ("lookahead", "LookaheadDrafter"),
+    "ngram": ("sources.ngram", "NgramDrafter"),
+    "recycling": ("sources.recycling", "RecyclingDrafter"),
+    "prediction": ("sources.prediction", "PredictionDrafter"),
+    "pool": ("sources.pool", "PoolDrafter"),
+    "assistant": ("sources.assistant.drafter", "AssistantDrafter"),
+    "lookahead": ("sources.lookahead", "LookaheadDrafter"),
 }
 
 
@@ -131,7 +131,7 @@ def _by_name(
 
 
 def _make_pool(options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
-    from lookahead_hf.drafting.pool import open_pool
+    from lookahead_hf.drafting.sources.pool import open_pool
 
     if resources.pool is not None:
         pool = open_pool(resources.pool)

@@ -14,21 +14,21 @@ import numpy as np
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import loans
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import KeptRates
-from lookahead_hf.drafting.costs import CostModel
+from lookahead_hf.drafting.cost_model import CostModel
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
-from lookahead_hf.drafting.prompt_logits import seed
-from lookahead_hf.drafting.recycling import RecyclingDrafter
 from lookahead_hf.drafting.registry import Resources, build
-from lookahead_hf.drafting.roster import Roster
+from lookahead_hf.drafting.scheduler import Roster
+from lookahead_hf.drafting.sources.prompt_logits import seed
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Verdict
-from lookahead_hf.target.device import DeviceOutputs
-from lookahead_hf.target.forward import Target
+from lookahead_hf.runner.cuda.runner import DeviceOutputs
+from lookahead_hf.runner.host import Runner
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class DraftSession:
         do_sample: bool,
         vocab_size: int,
         max_new_tokens: int,
-        target: Target,
+        target: Runner,
         chains: bool = False,
     ) -> None:
         """Draft with what `sources_of` gave, and go on from what earlier calls learned.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lookahead_hf.draft import ROOT, DraftTree, Evidence
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.compiled import functions
-from lookahead_hf.steps import ROOT, DraftTree, Evidence
 
 ANY_TOKEN = 2**62
 """Vocabulary size where the caller knows none."""

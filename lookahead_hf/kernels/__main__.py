@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lookahead_hf.kernels.aot import Resources, Target
+    from lookahead_hf.kernels.aot import Resources, Runner
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def _compile(targets: list[str], part: str, jobs: int) -> int:
     return 1 if failures else 0
 
 
-def _one(todo: tuple[str, Target, int, str]) -> tuple[Resources | None, str]:
+def _one(todo: tuple[str, Runner, int, str]) -> tuple[Resources | None, str]:
     """Compile one kernel for one target: what it takes, or None and what went wrong."""
     from lookahead_hf.kernels import aot
 

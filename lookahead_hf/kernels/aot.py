@@ -28,7 +28,7 @@ from lookahead_hf.kernels.aot_cases import CASES
 
 
 @dataclass(frozen=True)
-class Target:
+class Runner:
     """A GPU to compile for.
 
     Attributes:
@@ -41,12 +41,12 @@ class Target:
 
 
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
-    "sm_86": Target(GPUTarget("cuda", 86, 32), 99 * 1024),
-    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * 1024),
+    "sm_80": Runner(GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": Runner(GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": Runner(GPUTarget("cuda", 100, 32), 227 * 1024),
+    "gfx942": Runner(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    "sm_86": Runner(GPUTarget("cuda", 86, 32), 99 * 1024),
+    "sm_120": Runner(GPUTarget("cuda", 120, 32), 99 * 1024),
 }
 
 
@@ -97,7 +97,7 @@ class Resources:
     spilled: int | None = None
 
 
-def launches(target: Target) -> list[Launch]:
+def launches(target: Runner) -> list[Launch]:
     """What all cases launch on a GPU of this kind, each compiled form once."""
     major = target.gpu.arch // 10 if target.gpu.backend == "cuda" else 0
     found: dict[str, Launch] = {}
@@ -168,7 +168,7 @@ def _specialised(value: Any, not_integers: bool) -> tuple[str, bool]:
     return ("constexpr", False) if value == 1 else (kind, value % 16 == 0)
 
 
-def compile_launch(launch: Launch, target: Target) -> Resources:
+def compile_launch(launch: Launch, target: Runner) -> Resources:
     """Compile one kernel for one target.
 
     Raises:

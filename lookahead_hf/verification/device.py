@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Verdict
-from lookahead_hf.target.device import DeviceOutputs, Scores
+from lookahead_hf.runner.cuda.runner import DeviceOutputs, Scores
+from lookahead_hf.verification.batched_walk import Waves
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.walk import Rules
-from lookahead_hf.verification.waves import Waves
 
 KNOWN = frozenset(
     {

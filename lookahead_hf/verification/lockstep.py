@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.records import Records
+from lookahead_hf.draft import ROOT, DraftTree, Verdict
+from lookahead_hf.generation.outputs import Records
+from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import ROOT, DraftTree, Verdict
-from lookahead_hf.streaming import ColumnStream
 
 
 class Lockstep:

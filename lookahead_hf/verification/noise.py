@@ -13,9 +13,9 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from lookahead_hf.target.host_copy import pinned
+from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.verification import mersenne
-from lookahead_hf.verification.generators import Parked, Replay
+from lookahead_hf.verification.rng import Parked, Replay
 
 _FEW = 1024
 """With more tokens of any probability, a CPU looks first which of them can win at all."""

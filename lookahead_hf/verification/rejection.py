@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Verdict
 from lookahead_hf.verification.walk import Decide, Walk
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lookahead_hf.logits.walkers import RowProcessors
-from lookahead_hf.records import Records
+from lookahead_hf.draft import ROOT, DraftTree, Verdict
+from lookahead_hf.generation.outputs import Records
+from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import ROOT, DraftTree, Verdict
-from lookahead_hf.streaming import ColumnStream
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
 from lookahead_hf.verification.stopping import RowStopping
 

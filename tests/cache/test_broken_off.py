@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import lookahead_hf
-from lookahead_hf.cache import held
-from lookahead_hf.cache.layers import SlotCache, SlotGroup
-from tests.models import prompt, tiny
-from tests.scripted import RandomTrees, continuations, scripted
+from lookahead_hf.cache import hf_layers
+from lookahead_hf.cache.slots import SlotCache, SlotGroup
+from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 ERRORS = (torch.OutOfMemoryError, KeyboardInterrupt)
 
@@ -81,7 +81,7 @@ def test_a_drop_that_broke_off_is_brought_to_its_end(
 def test_a_cache_that_is_taken_over_in_part_is_put_back(
     name: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids, release = tiny(name), prompt(2), held.release
+    model, ids, release = tiny(name), prompt(2), hf_layers.release
     cache, left = DynamicCache(config=model.config), [at]
 
     def released(layer: Any, users: bool) -> None:
@@ -92,7 +92,7 @@ def test_a_cache_that_is_taken_over_in_part_is_put_back(
 
     call = {"do_sample": False, "max_new_tokens": 8, "attention_mask": torch.ones_like(ids)}
     plain = model.generate(ids, pad_token_id=0, **call)
-    monkeypatch.setattr(held, "release", released)
+    monkeypatch.setattr(hf_layers, "release", released)
     with lookahead_hf.enabled(model), pytest.raises(KeyboardInterrupt):
         model.generate(ids, past_key_values=cache, speculative=True, pad_token_id=0, **call)
     assert {layer.keys.shape[2] for layer in cache.layers} == {7 if name == "mistral" else 12}

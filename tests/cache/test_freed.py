@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf.cache.layers import SlotCache
+from lookahead_hf.cache.slots import SlotCache
 from lookahead_hf.kernels import PathTable
-from lookahead_hf.target import graphs
-from tests.cache.test_layers import Cancelled, CancelsLate, cache_of
-from tests.device import on_device, taped
-from tests.models import prompt, tiny
-from tests.scripted import RandomTrees, continuations, scripted
-from tests.test_lossless import padded
+from lookahead_hf.runner.cuda import graphs
+from tests.cache.test_slots import Cancelled, CancelsLate, cache_of
+from tests.helpers.calls import padded
+from tests.helpers.device import on_device, taped
+from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 100}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lookahead_hf.cli import bench, main, measuring
-from tests.cli.tiny_chat import DRAFTING, save_tiny_chat
+from tests.helpers.tiny_chat import DRAFTING, save_tiny_chat
 
 SYSTEMS = ["plain", "HF prompt lookup", "speculative"]
 

@@ -19,7 +19,7 @@ from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
 from lookahead_hf.ngram_pool import SuffixIndex
-from tests.cli.tiny_chat import DRAFTING, save_tiny_chat, stage_on
+from tests.helpers.tiny_chat import DRAFTING, save_tiny_chat, stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
 

@@ -15,7 +15,7 @@ from lookahead_hf.cli.comparison import Stage, Timed, explain_parting, first_dif
 from lookahead_hf.cli.live_text import CLOSE, OPEN
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import PlainScreen
-from tests.cli.tiny_chat import DRAFTING, save_tiny_chat, stage_on
+from tests.helpers.tiny_chat import DRAFTING, save_tiny_chat, stage_on
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 
 from lookahead_hf.cli.live_text import LiveText, StepRecorder
 from lookahead_hf.cli.screen import PlainScreen
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Verdict
 
 
 class Bytes:

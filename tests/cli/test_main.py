@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lookahead_hf.cli import loading, main
 from lookahead_hf.fallback import FallbackReason
-from tests.cli.tiny_chat import save_tiny_chat
+from tests.helpers.tiny_chat import save_tiny_chat
 
 COMMANDS = ("demo", "generate", "chat", "bench", "pool", "env")
 

@@ -11,10 +11,10 @@ import pytest
 from transformers.utils import logging
 
 from lookahead_hf.cli import main
-from lookahead_hf.drafting.pool import fingerprint
+from lookahead_hf.drafting.sources.pool import fingerprint
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.suffix_index import NUM_BUCKETS
-from tests.cli.tiny_chat import byte_tokenizer
+from tests.helpers.tiny_chat import byte_tokenizer
 
 EVEN = np.full(NUM_BUCKETS, 0.5)
 

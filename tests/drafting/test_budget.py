@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import Calibration
-from lookahead_hf.drafting.costs import KEPT_SAMPLES, SIZES, STALE, CostCurve, CostModel, size_for
+from lookahead_hf.drafting.cost_model import (
+    KEPT_SAMPLES,
+    SIZES,
+    STALE,
+    CostCurve,
+    CostModel,
+    size_for,
+)
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.guard import LONGEST_REST, PATIENCE, PRICE, Rest, Trust
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Evidence, Verdict
 
 Cost = Callable[[int], float]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting import compiled, reference
-from lookahead_hf.drafting.adapted import Adapted
 from lookahead_hf.drafting.calibration import (
     KEPT_WEIGHT,
     MEMORY,
@@ -21,8 +21,8 @@ from lookahead_hf.drafting.calibration import (
 )
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.tree import merge
+from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Evidence, Verdict
 
 
 class Source(Drafter):

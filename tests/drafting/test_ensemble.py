@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lookahead_hf.drafting.adapted import Adapted
+from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
+from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree, Evidence, Verdict
 
 
 class Chains(Drafter):

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from lookahead_hf import drafting
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting import compiled
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.prediction import PredictionDrafter
 from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.ngram_pool import NgramPool, compilation
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import DraftTree
 
 GUESS = [np.array([1, 2, 3])]
 
@@ -132,7 +132,8 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
         "import numpy as np, torch\n"
         "import tests.drafting.test_registry as here\n"
         "from lookahead_hf import ngram_pool\n"
-        "from lookahead_hf.drafting import _numba, _recycling_numba, compiled\n"
+        "from lookahead_hf.drafting import _numba, compiled\n"
+        "from lookahead_hf.drafting.sources import _recycling_numba\n"
         "from lookahead_hf.ngram_pool import _logits_numba\n"
         "modules = (_numba, _recycling_numba, _logits_numba)\n"
         "count = lambda: [{k: len(v.signatures) for k, v in vars(m).items()\n"
@@ -149,8 +150,8 @@ def draft_two_steps() -> None:
     """Draft for two rows from all sources, as a call does."""
     import torch
 
+    from lookahead_hf.draft import Verdict
     from lookahead_hf.drafting.tree import head
-    from lookahead_hf.steps import Verdict
 
     sources = build(None, {}, Resources([np.array([1, 2, 3])] * 2))
     rows = Rows(np.tile(np.arange(6), (2, 2)), np.array([[False] + [True] * 11, [True] * 12]))

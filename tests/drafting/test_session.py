@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting import ensemble, session
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.recycling import RecyclingDrafter
 from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import ROOT, DraftTree, Verdict
 
 VOCAB = 1000
 

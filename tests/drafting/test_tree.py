@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookahead_hf.draft import ROOT, DraftTree, Evidence
 from lookahead_hf.drafting import compiled, reference
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.tree import head, likeliest_chain, merge
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import ROOT, DraftTree, Evidence
 
 NUM_BUCKETS = 4
 

@@ -9,7 +9,7 @@ import transformers
 
 import lookahead_hf
 from tests.ecosystem.room import Caller, Room
-from tests.speech import (
+from tests.helpers.speech import (
     tiny_moonshine,
     tiny_whisper,
     wave,

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
 from lookahead_hf import hook, stats
-from tests.cli.tiny_chat import save_tiny_chat
+from tests.helpers.tiny_chat import save_tiny_chat
 
 SPECULATIVE = {"budget": 8}
 """On a tiny model no draft is worth its cost; a budget drafts all the same."""

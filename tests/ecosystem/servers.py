@@ -15,7 +15,7 @@ import transformers
 import lookahead_hf
 from tests.ecosystem.callers import NEW_TOKENS, PROMPT, SAID
 from tests.ecosystem.room import ENTRY, Caller, Room
-from tests.speech import tiny_whisper, wave, whisper_features, whisper_tokenizer
+from tests.helpers.speech import tiny_whisper, wave, whisper_features, whisper_tokenizer
 
 JSON = "application/json"
 EDGE = "between-the-parts"

@@ -48,7 +48,7 @@ class Elsewhere:
     result: str
 
 
-_OWNERS, _PROCESSES = "tests/test_owners.py", "tests/processes/test_processes.py"
+_OWNERS, _PROCESSES = "tests/test_owners.py", "tests/distributed/test_coordinator.py"
 
 TESTED_ELSEWHERE = (
     Elsewhere(
@@ -76,7 +76,7 @@ TESTED_ELSEWHERE = (
     ),
     Elsewhere(
         "DeepSpeed ZeRO-3, two processes",
-        ("tests/processes/test_families.py::test_zero_3",),
+        ("tests/distributed/test_families.py::test_zero_3",),
         "speculates, same text",
     ),
     Elsewhere(

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import lookahead_hf
-from tests.compared import compared
-from tests.models import tiny
-from tests.test_encoder_decoder import GREEDY, SAMPLED, call, tiny_pair
-from tests.test_lossless import padded
-from tests.test_records import ALL, assert_close
+from tests.helpers.calls import padded
+from tests.helpers.compared import compared
+from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, tiny_pair
+from tests.helpers.models import tiny
+from tests.helpers.outputs import ALL, assert_close
 
 peft = pytest.importorskip("peft")
 pytestmark = [

@@ -12,12 +12,12 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting import Drafter
-from lookahead_hf.steps import DraftTree
-from tests import models
-from tests.compared import compared
-from tests.gpu.blocks import logits_of_a_tree
-from tests.scripted import RandomTrees, Scripted, continuations
+from tests.helpers import models
+from tests.helpers.blocks import logits_of_a_tree
+from tests.helpers.compared import compared
+from tests.helpers.scripted import RandomTrees, Scripted, continuations
 
 pytestmark = [
     pytest.mark.gpu,

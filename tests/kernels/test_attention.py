@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.trees import random_tree
+from tests.helpers.trees import random_tree
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = [

@@ -13,12 +13,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.target import attention, host_copy, probe, tree_attention
-from lookahead_hf.target.tree_attention import BlockTree
-from tests import models
-from tests.compared import compared
-from tests.device import on_device
-from tests.scripted import (
+from lookahead_hf.runner import attention, self_test, tree_attention
+from lookahead_hf.runner.cuda import transfer
+from lookahead_hf.runner.tree_attention import BlockTree
+from tests.helpers import models
+from tests.helpers.compared import compared
+from tests.helpers.device import on_device
+from tests.helpers.scripted import (
     RandomTrees,
     Scripted,
     continuations,
@@ -173,9 +174,9 @@ def test_drafting_learns_from_the_pass_of_verification(
     given = {"input_ids": models.prompt(2).to(device), "max_new_tokens": 24, "pad_token_id": 0}
     plain = model.generate(**given, do_sample=False)
     order: list[str] = []
-    send, topk = host_copy.HostCopy.send, kernels.topk_rows
+    send, topk = transfer.HostCopy.send, kernels.topk_rows
 
-    def sent(copy: host_copy.HostCopy) -> None:
+    def sent(copy: transfer.HostCopy) -> None:
         order.append("copy")
         send(copy)
 
@@ -184,7 +185,7 @@ def test_drafting_learns_from_the_pass_of_verification(
         order.append("topk")
         return topk(*args)
 
-    monkeypatch.setattr(host_copy.HostCopy, "send", sent)
+    monkeypatch.setattr(transfer.HostCopy, "send", sent)
     monkeypatch.setattr(kernels, "topk_rows", looked)
     few = {"recycling": {"top_k": 4, "num_next": 4}}
     config = SpeculativeConfig(drafters=("recycling",), budget=6, options=few)
@@ -246,7 +247,10 @@ def tiny_eager(model_type: str, device: torch.device, **fields: Any) -> Any:
             parameter.mul_(3.0)
     model.generation_config.eos_token_id = None
     model.to(device)
-    assert probe.refusal(model) == ("", "")  # looks once at every kind, with forwards of its own
+    assert self_test.refusal(model) == (
+        "",
+        "",
+    )  # looks once at every kind, with forwards of its own
     return model
 
 
@@ -361,15 +365,15 @@ def test_trees_leave_every_bit_alone(
 def test_one_forward_shows_whose_attention_it_is(calls: Counter[str], device: torch.device) -> None:
     model = models.tiny("llama", num_hidden_layers=1).to(device)
     for _ in range(2):  # the second time it is known
-        assert probe.keeps_bits_in_trees(model, 2)
+        assert self_test.keeps_bits_in_trees(model, 2)
     assert calls["tree_attention"] == 1
     own = models.tiny("gpt2", attn="eager", n_layer=1).to(device)
-    assert not probe.keeps_bits_in_trees(own, 2)
+    assert not self_test.keeps_bits_in_trees(own, 2)
 
 
 def test_where_the_kernel_cannot_attend_drafts_are_chains(device: torch.device) -> None:
     model = models.tiny("llama", num_hidden_layers=1, head_dim=264).to(device)
-    assert not probe.keeps_bits_in_trees(model, 16)
+    assert not self_test.keeps_bits_in_trees(model, 16)
     text, _, _ = invariant(model, "device", budget=0)
     drafter = Scripted([row[70:] for row in text], RandomTrees(hit=1.0))
     same, _, stats = invariant(model, "device", drafters=(drafter,), budget=12)

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.kernels.trees import random_tree
+from tests.helpers.trees import random_tree
 
 SHAPES = [(3, 0, 17), (2, 1, 1009), (8, 5, 17), (4, 63, 1009), (2, 5, 8193)]
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.kernels.trees import plant, random_tree, walk
+from tests.helpers.trees import plant, random_tree, walk
 
 SHAPES = [
     (3, 0, 17),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import lookahead_hf
-from tests.models import VOCAB, prompt
-from tests.random_calls import smallest
-from tests.scripted import continuations, scripted, second_child_right
+from tests.helpers.models import VOCAB, prompt
+from tests.helpers.random_calls import smallest
+from tests.helpers.scripted import continuations, scripted, second_child_right
 
 
 class Budgeted:

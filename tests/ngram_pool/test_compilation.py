@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf.ngram_pool import NumbaMissingError, compilation
-from tests.compiling import nothing_compiled, settle
+from tests.helpers.compiling import nothing_compiled, settle
 
 pytest.importorskip("numba")
 

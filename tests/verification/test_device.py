@@ -12,11 +12,11 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.target.host_copy import HostCopy
-from tests.device import on_device
-from tests.models import NAMES, prompt, tiny
-from tests.scripted import RandomTrees, continuations, right, scripted
-from tests.test_lossless import GREEDY, WARPERS, compare, padded
+from lookahead_hf.runner.cuda.transfer import HostCopy
+from tests.helpers.calls import GREEDY, WARPERS, compare, padded
+from tests.helpers.device import on_device
+from tests.helpers.models import NAMES, prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, right, scripted
 
 SAMPLE = ("llama", "mistral", "gpt2")
 """Architectures that are also tried where time is short."""

@@ -10,10 +10,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.draft import Verdict
 from lookahead_hf.stats import SpeculativeStats
-from lookahead_hf.steps import Verdict
-from tests.models import prompt, tiny
-from tests.scripted import continuations, right, scripted
+from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import continuations, right, scripted
 
 
 class Unknown(LogitsProcessor):

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
-from lookahead_hf.verification import generators, mersenne
-from lookahead_hf.verification.generators import same_as_multinomial
+from lookahead_hf.verification import mersenne, rng
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
+from lookahead_hf.verification.rng import same_as_multinomial
 
 SHAPES = [
     pytest.param(rows, vocab, id=f"B{rows}-V{vocab}")
@@ -68,8 +68,8 @@ def test_the_generator_stands_where_plain_leaves_it_after_fewer_or_more_steps_th
 def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(generators, "_RECENT", 5)
-    monkeypatch.setattr(generators, "_CHECKPOINT", 8)
+    monkeypatch.setattr(rng, "_RECENT", 5)
+    monkeypatch.setattr(rng, "_CHECKPOINT", 8)
     torch.manual_seed(1)
     expected = [torch.empty(2, 50).exponential_() for _ in range(60)]
     torch.manual_seed(1)
@@ -85,7 +85,7 @@ def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
 def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(generators, "_RECENT", 16)
+    monkeypatch.setattr(rng, "_RECENT", 16)
     with Noise(2, 50, "cpu", max_bytes=0) as noise:
         noise.block(500)
         drawn = []

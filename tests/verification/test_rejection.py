@@ -19,21 +19,21 @@ from transformers.generation.stopping_criteria import (
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.drafting.adapted import Adapted
-from lookahead_hf.drafting.assistant_picks import Drawn
+from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.sources.assistant.picks import Drawn
 from lookahead_hf.drafting.tree import head
-from lookahead_hf.logits.walkers import RowProcessors
-from lookahead_hf.records import Records
+from lookahead_hf.drafting.user_drafter import Adapted
+from lookahead_hf.generation.outputs import Records
+from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
-from lookahead_hf.steps import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.verification import rejection
 from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules
-from tests.models import prompt, tiny
+from tests.helpers.models import prompt, tiny
 
 VOCAB, TEXTS, LENGTH = 4, 1500, 3
 CRITICAL = 103.4

@@ -1,0 +1,323 @@
+"""Our cache: rows left-aligned, each with its own length, so that rolling back moves no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.cache.storage import Extent, Stores
+from lookahead_hf.compat import Cache, DynamicLayer, EmptyLayer
+from lookahead_hf.kernels import PathTable
+
+GROWTH_SLOTS = 64
+"""Least slots added at once; beyond 1,024 slots a sixteenth, which keeps memory within 1.1 x."""
+
+REHEARSED_LENGTH = 7
+"""Length of every row in a rehearsal: not 0, which a model might take for a prompt."""
+
+
+@dataclass(slots=True)
+class Block:
+    """Where the tokens of the forward in progress go, the same for every layer of a group."""
+
+    start: int | None  # first slot where all rows write the same range, else None
+    flat_slots: torch.Tensor | None  # [rows * width] int64 into [rows * capacity], else None
+    width: int
+    visible: int  # slots that the attention sees, [0, visible)
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A move of every row's newest tokens to the front of all stores, one store after the other.
+
+    Attributes:
+        slots: Where the tokens stand that are kept, [rows, most kept] int64.
+        dropped: `SlotGroup.dropped` once all stores were moved, [rows] int64.
+        num_moved: Stores that were moved.
+        content: What the next store is to begin with, None while that was not read.
+    """
+
+    slots: torch.Tensor
+    dropped: np.ndarray
+    num_moved: int = 0
+    content: torch.Tensor | None = None
+
+
+class SlotLayer(DynamicLayer):
+    """One layer's K and V as `[rows, slots, kv_heads, head_dim]`, shown to the model transposed.
+
+    One token is one contiguous chunk, so that writing, compaction and decode attention touch
+    contiguous memory.
+    """
+
+    def __init__(self, group: SlotGroup, stores: Stores) -> None:
+        super().__init__()
+        self.group, self.stores = group, stores
+        keys = stores.k_store
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the block's K and V, [rows, kv_heads, width, head_dim]; show all visible slots."""
+        block, keys, values = self.group.block, self.stores.k_store, self.stores.v_store
+        assert block is not None
+        for store, states in ((keys, key_states), (values, value_states)):
+            if block.start is not None:
+                store[:, block.start : block.start + block.width].copy_(states.transpose(1, 2))
+            else:
+                flat = store.view(-1, *store.shape[2:])
+                slots = self.group.flat_slots_on(store.device)
+                flat.index_copy_(0, slots, states.transpose(1, 2).reshape(-1, *store.shape[2:]))
+        seen = slice(0, block.visible)
+        return keys[:, seen].transpose(1, 2), values[:, seen].transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return self.group.extent.longest
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        block = self.group.block
+        return (self.group.longest + query_length if block is None else block.visible), 0
+
+
+class SlotGroup:
+    """Layers that take the same mask: every token has the same slot in each of them.
+
+    Layers that look back a limited number of tokens hold no more than those: when their room is
+    used up, what nobody sees any more is dropped, and the rest moves to the front.
+
+    Attributes:
+        extent: How far the rows of the cache are.
+        layers: K and V of the layers that hold something.
+        window: Tokens before its own that a token may see, None for all.
+        dropped: Tokens of each row that stood before its first slot, [rows] int64.
+        capacity: Slots that every layer has room for.
+        block: Where the forward in progress writes.
+    """
+
+    def __init__(self, extent: Extent, window: int | None = None) -> None:
+        self.extent, self.window = extent, window
+        self.layers: list[Stores] = []
+        self.dropped = np.zeros_like(extent.lengths)
+        self.capacity = 0
+        self.block: Block | None = None
+        self._shift: Shift | None = None
+        self._path_table: PathTable | None = None
+        self._slots_by_device: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Slots of each row that are in use, [rows] int64."""
+        return self.extent.lengths - self.dropped
+
+    @property
+    def longest(self) -> int:
+        """Most slots that a row uses."""
+        return int(self.lengths.max())
+
+    @property
+    def visible(self) -> int:
+        """Slots that the attention sees in the forward in progress."""
+        assert self.block is not None
+        return self.block.visible
+
+    @property
+    def stores(self) -> list[torch.Tensor]:
+        """K and V of every layer, [rows, capacity, kv_heads, head_dim] each."""
+        return [store for layer in self.layers for store in (layer.k_store, layer.v_store)]
+
+    @property
+    def path_table(self) -> PathTable:
+        """K and V of every layer, prepared for compaction."""
+        if self._path_table is None:
+            self._path_table = PathTable(self.stores)
+        return self._path_table
+
+    def roomy(self, slots: int) -> int:
+        """The capacity to have where so many slots are needed."""
+        least = GROWTH_SLOTS if self.window is None else GROWTH_SLOTS // 4
+        return slots + max(least, slots // 16)
+
+    def reserve(self, slots: int, width: int = 0) -> None:
+        """Make room for `slots` in every layer, the last `width` of them for a block.
+
+        Behind a window that room is enough, since its layers drop before they grow.
+        """
+        if slots > self.capacity:
+            is_whole = self.window is None
+            self.grow(self.roomy(slots) if is_whole else max(slots, self.roomy(slots - width)))
+
+    def grow(self, capacity: int) -> None:
+        """Give every layer exactly this room."""
+        self._path_table = None  # which would hold all K and V until the last layer has grown
+        for layer in self.layers:
+            layer.grow(capacity)
+        self.capacity = capacity
+
+    def move_to(
+        self, stores: list[tuple[torch.Tensor, torch.Tensor]], capacity: int, table: PathTable
+    ) -> None:
+        """Go on in other K and V of this capacity, to which the content is copied.
+
+        What stands behind it is zero, since masked NaN would spread.
+        """
+        for layer, pair in zip(self.layers, stores, strict=True):
+            for new, old in zip(pair, (layer.k_store, layer.v_store), strict=True):
+                held = min(capacity, old.shape[1])
+                new[:, :held].copy_(old[:, :held])
+                new[:, held:].zero_()
+            layer.k_store, layer.v_store = pair
+        self.capacity, self._path_table = capacity, table
+
+    def place(self, width: int) -> None:
+        """Put the next `width` tokens of every row behind its length."""
+        if self.window is not None and self.longest + width > self.capacity:
+            self._drop(np.minimum(self.lengths, self.window + self.extent.lead))
+        lengths = self.lengths
+        self.reserve(int(lengths.max()) + width, width)
+        visible = max(int(lengths.max()) + width, self.extent.shown or 0)
+        # Where shapes are fixed, compiled code has no number of the host's in it either.
+        if self.extent.shown is None and bool((lengths == lengths[0]).all()):
+            self.block = Block(int(lengths[0]), None, width, visible)
+            return
+        rows = np.arange(len(lengths))[:, None] * self.capacity
+        flat = rows + lengths[:, None] + np.arange(width)[None]
+        self._slots_by_device.clear()
+        self.block = Block(None, torch.from_numpy(flat.reshape(-1)), width, visible)
+
+    def place_at(self, flat_slots: torch.Tensor, width: int, visible: int) -> None:
+        """Put the next tokens where their device says, [rows * width] into [rows * capacity]."""
+        self.block = Block(None, flat_slots, width, visible)
+        self._slots_by_device = {flat_slots.device: flat_slots}
+
+    def _drop(self, kept: np.ndarray) -> None:
+        """Keep only the newest tokens of every row, [rows], at the front."""
+        gone = self.lengths - kept
+        if not gone.any():
+            return
+        slots = torch.from_numpy(gone[:, None] + np.arange(kept.max())[None])
+        self._shift = Shift(slots.clamp_(max=self.capacity - 1), self.dropped + gone)
+        self.settle()
+
+    def settle(self) -> None:
+        """Drop to the end where dropping broke off, so that all layers hold the same tokens.
+
+        What a store is to hold is read before anything is written and known until the next one's
+        turn: no store is moved twice, wherever an interrupt fell or memory ran out.
+        """
+        shift = self._shift
+        if shift is None:
+            return
+        rows = torch.arange(len(shift.slots))[:, None]
+        for index, store in enumerate(self.stores):
+            if index < shift.num_moved:
+                continue
+            if shift.content is None:
+                at = rows.to(store.device), shift.slots.to(store.device)
+                self._shift = shift = replace(shift, content=store[at])
+            assert shift.content is not None
+            store[:, : shift.slots.shape[1]] = shift.content
+            self._shift = shift = replace(shift, num_moved=index + 1, content=None)
+        self.dropped, self._shift = shift.dropped, None
+
+    def flat_slots_on(self, device: torch.device) -> torch.Tensor:
+        """The block's flat slots on a layer's device, copied once per step."""
+        assert self.block is not None and self.block.flat_slots is not None
+        if device not in self._slots_by_device:
+            self._slots_by_device[device] = self.block.flat_slots.to(device)
+        return self._slots_by_device[device]
+
+
+class SlotCache(Cache):
+    """A cache of `SlotLayer`s with one length per row.
+
+    Attributes:
+        extent: How far the rows are.
+        groups: The layers by the mask that they take, by its name; several names may share one.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(layers=[])
+        self.extent = Extent(np.zeros(num_rows, np.int64))
+        self.groups: dict[str, SlotGroup] = {}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row that are kept, [rows] int64."""
+        return self.extent.lengths
+
+    @lengths.setter
+    def lengths(self, lengths: np.ndarray) -> None:
+        self.extent.lengths = lengths
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return self.extent.longest
+
+    @property
+    def shown(self) -> int | None:
+        """Slots that the attention sees in every forward, None for those that are in use."""
+        return self.extent.shown
+
+    def each_group(self) -> list[SlotGroup]:
+        """Every group once."""
+        return list(dict.fromkeys(self.groups.values()))
+
+    def add(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append a layer of the group of that name, from stores `[rows, slots, heads, dim]`."""
+        group, stores = self.groups[name], Stores(keys, values)
+        group.layers.append(stores)
+        group.capacity = keys.shape[1]
+        self.layers.append(SlotLayer(group, stores))
+
+    def add_empty(self) -> None:
+        """A layer that shares the K and V of another one holds nothing."""
+        self.layers.append(EmptyLayer())
+
+    def fix(self, slots: int) -> None:
+        """Make room for `slots` at once and show them all in every forward."""
+        for group in self.each_group():
+            if slots > group.capacity:
+                group.grow(slots)
+        self.extent.shown = slots
+
+    @contextmanager
+    def rehearsal(self, width: int) -> Iterator[None]:
+        """Stand for a few tokens of zeros, with room for `width` more; afterwards all is as before.
+
+        What forwards write meanwhile is forgotten: neither slots nor room depend on them, on which
+        in half precision the bits of later steps do.
+        """
+        groups = self.each_group()
+        layers = [layer for group in groups for layer in group.layers]
+        saved = [(each, dict(vars(each))) for each in (self.extent, *groups, *layers)]
+        try:
+            self.lengths = np.full_like(self.lengths, REHEARSED_LENGTH)
+            self.extent.shown, room = None, REHEARSED_LENGTH + width
+            for group in groups:
+                group.dropped = np.zeros_like(self.lengths)
+                group.capacity, group._slots_by_device = room, {}
+            for layer in layers:
+                layer.k_store, layer.v_store = (
+                    store.new_zeros(store.shape[0], room, *store.shape[2:])
+                    for store in (layer.k_store, layer.v_store)
+                )
+            yield
+        finally:
+            for each, attributes in saved:
+                vars(each).update(attributes)
+
+    def place(self, width: int) -> None:
+        """Put the next `width` tokens of every row behind its length.
+
+        Args:
+            width: Tokens per row, padding included.
+        """
+        for group in self.each_group():
+            group.place(width)

@@ -1,0 +1,176 @@
+"""The compiled growth of recycling trees; `recycling_reference` says what it does."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead_hf.drafting._heap import pop, push
+from lookahead_hf.drafting.sources.recycling_reference import (
+    NEXT_START,
+    NO_BUCKET,
+    NUM_PROBS,
+    PROB_EDGES,
+    RANK_EDGES,
+    SINGLE_START,
+)
+from lookahead_hf.ngram_pool._logits_numba import find
+from lookahead_hf.ngram_pool.jit import jit
+
+TOKEN, PARENT, DEPTH, MEMORY_BUCKET, NEXT_BUCKET = range(5)
+
+
+@jit
+def grow_trees(
+    keys, tokens, probs, contexts, next_tokens, next_probs, live, rates, max_nodes, cutoff
+):
+    num_rows, top_k = len(contexts), tokens.shape[1]
+    capacity = num_rows * max_nodes
+    offsets = np.zeros(num_rows + 1, np.int64)
+    nodes = np.empty((5, capacity), np.int32)
+    score = np.empty(capacity, np.float32)
+    room = (max_nodes + 1) * top_k + next_tokens.shape[1]
+    candidates = np.empty((5, room), np.int32)
+    reach = np.empty(room, np.float64)
+    heap = np.empty(room, np.int32)
+    top = room - 1
+    written = 0
+    for row in range(num_rows):
+        first = written
+        size, count = 0, 0
+        if live[row]:
+            before, last = contexts[row, 0], contexts[row, 1]
+            entry, base = _recall(keys, before, last)
+            count = _add_remembered(
+                entry, base, -1, 1, 1.0, tokens, probs, rates, candidates, reach, 0
+            )
+            count = _add_next(next_tokens[row], next_probs[row], rates, candidates, reach, count)
+            _share(0, count, 1.0, reach)
+            size = _enqueue(0, count, heap, top, 0, reach, cutoff)
+        while size > 0 and written - first < max_nodes:
+            best = heap[top]
+            size = pop(heap, top, size, reach)
+            nodes[:, written] = candidates[:, best]
+            score[written] = reach[best]
+            parent = candidates[PARENT, best]
+            before = nodes[TOKEN, first + parent] if parent >= 0 else contexts[row, 1]
+            entry, base = _recall(keys, before, candidates[TOKEN, best])
+            new = _add_remembered(
+                entry, base, written - first, candidates[DEPTH, best] + 1, reach[best],
+                tokens, probs, rates, candidates, reach, count,
+            )  # fmt: skip
+            _share(count, new, reach[best], reach)
+            size = _enqueue(count, new, heap, top, size, reach, cutoff)
+            count = new
+            written += 1
+        offsets[row + 1] = written
+    entry_offsets, buckets = _flatten_buckets(nodes, written)
+    return (
+        offsets,
+        nodes[TOKEN, :written].astype(np.int64),
+        nodes[PARENT, :written].copy(),
+        nodes[DEPTH, :written].copy(),
+        score[:written],
+        entry_offsets,
+        buckets,
+    )
+
+
+@jit
+def bucket_of(rank, prob):
+    found = 0
+    for edge in RANK_EDGES:
+        found += NUM_PROBS * (rank >= edge)
+    for prob_edge in PROB_EDGES:
+        found += int(np.float64(prob) >= prob_edge)
+    return found
+
+
+@jit
+def _recall(keys, before, last):
+    """Entry of the last two tokens or else of the last one, and where its buckets begin."""
+    entry = find(keys, before, last)
+    if entry >= 0:
+        return entry, 0
+    return find(keys, -1, last), SINGLE_START
+
+
+@jit
+def _add_remembered(
+    entry, base, parent, depth, above, tokens, probs, rates, candidates, reach, count
+):
+    """Append the tokens of a memory entry as candidates below `parent`; returns the new count."""
+    if entry < 0:
+        return count
+    for rank in range(tokens.shape[1]):
+        if tokens[entry, rank] < 0:
+            break
+        bucket = base + bucket_of(rank, probs[entry, rank])
+        candidates[TOKEN, count] = tokens[entry, rank]
+        candidates[PARENT, count] = parent
+        candidates[DEPTH, count] = depth
+        candidates[MEMORY_BUCKET, count] = bucket
+        candidates[NEXT_BUCKET, count] = NO_BUCKET
+        reach[count] = above * np.float64(rates[bucket])
+        count += 1
+    return count
+
+
+@jit
+def _add_next(next_tokens, next_probs, rates, candidates, reach, count):
+    """Add the last logits' other candidates at the root; returns the new count."""
+    remembered = count
+    for rank in range(len(next_tokens)):
+        if next_tokens[rank] < 0:
+            break
+        bucket = NEXT_START + bucket_of(rank, next_probs[rank])
+        at = 0
+        while at < remembered and candidates[TOKEN, at] != next_tokens[rank]:
+            at += 1
+        rate = np.float64(rates[bucket])
+        if at == remembered:
+            at = count
+            candidates[TOKEN, at] = next_tokens[rank]
+            candidates[PARENT, at] = -1
+            candidates[DEPTH, at] = 1
+            candidates[MEMORY_BUCKET, at] = NO_BUCKET
+            reach[at] = rate
+            count += 1
+        else:
+            reach[at] = 1.0 - (1.0 - reach[at]) * (1.0 - rate)
+        candidates[NEXT_BUCKET, at] = bucket
+    return count
+
+
+@jit
+def _share(begin, end, above, reach):
+    """Scale siblings whose chances exceed their parent's."""
+    total = 0.0
+    for candidate in range(begin, end):
+        total += reach[candidate]
+    if total > above:
+        for candidate in range(begin, end):
+            reach[candidate] *= above / total
+
+
+@jit
+def _enqueue(begin, end, heap, top, size, reach, cutoff):
+    for candidate in range(begin, end):
+        if reach[candidate] > cutoff:
+            size = push(heap, top, size, candidate, reach)
+    return size
+
+
+@jit
+def _flatten_buckets(nodes, count):
+    offsets = np.zeros(count + 1, np.int64)
+    buckets = np.empty(2 * count, np.int32)
+    end = 0
+    for node in range(count):
+        for field in (MEMORY_BUCKET, NEXT_BUCKET):
+            if nodes[field, node] != NO_BUCKET:
+                buckets[end] = nodes[field, node]
+                end += 1
+        offsets[node + 1] = end
+    return offsets, buckets[:end]

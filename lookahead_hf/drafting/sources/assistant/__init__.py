@@ -1,0 +1,1 @@
+"""An assistant model that drafts."""

@@ -1,0 +1,153 @@
+"""The assistant during a call: ragged rows in a cache of its own, fed and rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner import support
+from lookahead_hf.runner.host import Runner
+
+Branches = tuple[list[int], list[int]]
+"""Token ids and parents of nodes; parent -1 is the end of the chain before them."""
+
+EncoderInputs = tuple[torch.Tensor, torch.Tensor | None]
+"""What an encoder is given, [rows, ...], and what of it is attended, if not all."""
+
+
+class AssistantModel:
+    """A model that has read every row up to a point of its own, and can forget the newest tokens.
+
+    The rows are texts in the assistant's tokens; how they come about is not its concern.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        contexts: Sequence[np.ndarray],
+        encoder_inputs: EncoderInputs | None = None,
+    ) -> None:
+        """Read the rows' first tokens in one forward.
+
+        Args:
+            model: The assistant.
+            contexts: Tokens of every row, [tokens] int64 each; one row at least has some.
+            encoder_inputs: What its encoder is given, if it has one.
+
+        Raises:
+            Unserved: The model cannot be fed so.
+            ValueError: Its encoder has nothing to read.
+        """
+        support.check_setup(model)
+        ids, attended = _left_padded(contexts)
+        mask = torch.from_numpy(attended).to(model.device)
+        if model.config.is_encoder_decoder:
+            kwargs = _decoder_arguments(model, mask, encoder_inputs)
+        else:
+            kwargs = _prefill_arguments(model, mask)
+        support.check(model, model.generation_config, kwargs)
+        self._rows = Rows(ids, attended)
+        self._target = Runner(model, len(contexts))
+        with torch.no_grad():
+            prompt = torch.from_numpy(ids).to(model.device)
+            self._target.prefill(prompt, model.generation_config, kwargs)
+        self._chains: Sequence[Sequence[int]] = []
+
+    def read(self, row: int) -> np.ndarray:
+        """Tokens of a row that the assistant has read and kept, `[tokens]` int64 (a view)."""
+        return self._rows.context(row)
+
+    def forget(self, row: int, num_tokens: int) -> None:
+        """Forget the newest tokens of a row that were kept; the first ones it read stay."""
+        counts = np.zeros(self._rows.num_rows, np.int64)
+        counts[row] = num_tokens
+        assert num_tokens <= self._rows.num_emitted[row]
+        self._rows.num_emitted -= counts
+        self._target.keep(-counts)
+
+    def feed(
+        self, chains: Sequence[Sequence[int]], branches: Sequence[Branches] | None = None
+    ) -> torch.Tensor:
+        """Run further tokens in one forward; nothing of them is kept until `keep`.
+
+        Args:
+            chains: What follows in each row; rows may have none.
+            branches: Nodes that hang on each chain's end.
+
+        Returns:
+            Logits, [rows, width, vocab]: place i follows a row's i-th token, chain before branches.
+        """
+        self._chains = chains
+        kept = self._rows.num_emitted.copy()
+        for row, chain in enumerate(chains):
+            if chain:
+                self._rows.emit(row, chain[0])
+        nodes = branches or [([], [])] * len(chains)
+        draft = DraftTree.from_rows(map(_hung, chains, nodes))
+        with torch.no_grad():
+            outputs = self._target.forward(self._target.layout(self._rows, draft))
+        self._rows.num_emitted[:] = kept
+        return outputs.logits
+
+    def keep(self, counts: np.ndarray) -> None:
+        """Keep the first tokens of the chains fed last, [rows]."""
+        for row, count in enumerate(counts.tolist()):
+            for token in self._chains[row][:count]:
+                self._rows.emit(row, token)
+        self._target.keep(counts)
+
+
+def _hung(chain: Sequence[int], branches: Branches) -> Branches:
+    """A row's block without its first token: the rest of the chain, and the nodes at its end."""
+    tokens, parents = branches
+    rest = max(len(chain) - 1, 0)
+    return [*chain[1:], *tokens], [*range(-1, rest - 1), *(parent + rest for parent in parents)]
+
+
+def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and which of them are attended, [rows, longest] each."""
+    width = max(map(len, contexts))
+    ids = np.zeros((len(contexts), width), np.int64)
+    attended = np.zeros((len(contexts), width), bool)
+    for row, context in enumerate(contexts):
+        ids[row, width - len(context) :] = context
+        attended[row, width - len(context) :] = True
+    return ids, attended
+
+
+def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
+    """What `generate` would prepare beside the prompt."""
+    position_ids = (attended.long().cumsum(-1) - 1).clamp_(min=0)
+    kwargs: dict[str, Any] = {
+        "attention_mask": attended.long(),
+        "position_ids": position_ids,
+        "past_key_values": compat.empty_cache(model),
+        "use_cache": True,
+    }
+    if "logits_to_keep" in compat.forward_arguments(model):
+        kwargs["logits_to_keep"] = 1  # none is needed: what follows the prompt is known
+    return kwargs
+
+
+def _decoder_arguments(
+    model: Any, attended: torch.Tensor, encoder_inputs: EncoderInputs | None
+) -> dict[str, Any]:
+    """What `generate` would prepare beside the prompt of a decoder, with its encoder's outputs."""
+    if encoder_inputs is None:
+        raise ValueError("an encoder-decoder model can assist none that has no encoder")
+    inputs, mask = encoder_inputs
+    inputs = inputs.to(model.device, model.dtype if inputs.is_floating_point() else None)
+    kwargs: dict[str, Any] = {"past_key_values": compat.empty_cache(model), "use_cache": True}
+    if mask is not None:
+        kwargs["attention_mask"] = mask = mask.to(model.device)
+    with torch.no_grad():
+        kwargs["encoder_outputs"] = compat.encoded(model, inputs, mask)
+    if not attended.all():
+        kwargs["decoder_attention_mask"] = attended.long()
+    return kwargs

@@ -1,0 +1,97 @@
+"""The best next tokens at every verified node, with probabilities, from the target's logits.
+
+On a device they are found for all nodes at once, where steps are verified there from what the
+step's own pass over the logits has left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.kernels import RowScan
+    from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
+
+
+class BestTokens:
+    """Finds the k best logits of nodes: by a kernel for all at once, else when asked."""
+
+    def __init__(self, logits: torch.Tensor, top_k: int) -> None:
+        """Look for them later.
+
+        Args:
+            logits: Logits of all rows, [rows, width, vocab], on any device.
+            top_k: Tokens to find per node.
+        """
+        self._top_k = top_k
+        self._width = logits.shape[1]
+        self._flat = logits.detach().flatten(0, 1)  # [rows * width, vocab]
+        self._ticket: Ticket | None = None
+        self._held: np.ndarray | None = None
+
+    def bring(self, copy: HostCopy) -> None:
+        """Start to look on the device, and come to the host together with other things."""
+        if self._on_device():
+            self._ticket = copy.add(_pack(self._flat, self._top_k, copy.scan))
+
+    def _on_device(self) -> bool:
+        from lookahead_hf.kernels import backend
+
+        device = self._flat.device
+        return device.type != "cpu" or backend(device) == "triton"
+
+    def take(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Best tokens of chosen nodes.
+
+        Args:
+            rows: Row of each node, [nodes] int64.
+            places: Its place in the row's logits, [nodes] int64.
+
+        Returns:
+            tokens: Best first, -1: none, [nodes, top_k] int32.
+            probs: Their probabilities, [nodes, top_k] float32; on the CPU approximate.
+        """
+        which = rows * self._width + places
+        if self._ticket is None and self._flat.device.type == "cpu":
+            from lookahead_hf.ngram_pool.logits_memory import top_rows
+
+            return top_rows(_bits(self._flat), which, self._top_k)
+        if self._held is None:
+            on_way = self._ticket
+            self._held = on_way.take() if on_way else _pack(self._flat, self._top_k).cpu().numpy()
+        tokens, probs = self._held[:, which]
+        return _padded(tokens.astype(np.int32), self._top_k, -1), _padded(probs, self._top_k, 0.0)
+
+
+def _pack(logits: torch.Tensor, top_k: int, scan: RowScan | None = None) -> torch.Tensor:
+    """Tokens and probabilities as one float32 tensor [2, rows, k], so that one copy fetches both.
+
+    float32 holds whole numbers up to 2**24, more than any vocabulary.
+    """
+    import torch
+
+    from lookahead_hf.kernels import topk_rows
+
+    values, ids, log_sum = topk_rows(logits, min(top_k, logits.shape[1]), scan)
+    return torch.stack([ids.float(), (values - log_sum[:, None]).exp()])
+
+
+def _bits(logits: torch.Tensor) -> np.ndarray:
+    """Bit patterns of CPU logits: int16 of bfloat16, int32 of everything else as float32."""
+    import torch
+
+    logits = logits.contiguous()  # the compiled search knows one layout
+    if logits.dtype == torch.bfloat16:
+        return logits.view(torch.int16).numpy()
+    return logits.float().view(torch.int32).numpy()
+
+
+def _padded(values: np.ndarray, top_k: int, fill: float) -> np.ndarray:
+    """`values` [nodes, k] widened to `top_k` columns."""
+    wide = np.full((len(values), top_k), fill, values.dtype)
+    wide[:, : values.shape[1]] = values
+    return wide

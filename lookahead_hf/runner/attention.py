@@ -1,0 +1,276 @@
+"""Attention inside our forward: a group's query heads folded into rows, or our own kernel."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from lookahead_hf import compat
+from lookahead_hf.runner import torch_compile, tree_attention
+from lookahead_hf.runner.tree_attention import BlockTree
+
+SERVED = ("eager", "sdpa")
+"""Implementations that take an additive mask of our own."""
+
+_PREFIX = "lookahead:"
+OURS = f"{_PREFIX}sdpa"
+"""What transformers' sdpa is called while ours lies under it."""
+
+_thread = threading.local()
+_lock = threading.Lock()
+_num_without_cudnn, _had_cudnn = 0, True
+_users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+Noting = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes of a function one that is noted when it is called."""
+
+
+class _Step:
+    """What the layers of one forward share."""
+
+    def __init__(self, trees: Sequence[BlockTree], noting: Noting | None) -> None:
+        self.folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.noting = noting
+        self._trees = {id(tree.mask): tree for tree in trees}
+
+    def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
+        """What is known of this very mask; a copy that the model made may say something else."""
+        return self._trees.get(id(mask))
+
+
+@contextmanager
+def step(
+    device: torch.device | None = None,
+    trees: Sequence[BlockTree] = (),
+    noting: Noting | None = None,
+) -> Iterator[None]:
+    """Mark the forward in progress, on this thread, as ours; keep cuDNN out of it on CUDA.
+
+    There torch prefers cuDNN's attention, which builds a plan for every new length of the cache.
+
+    Args:
+        device: Where the forward runs.
+        trees: Masks of the forward that the kernel can do without.
+        noting: Notes the attention of every layer as one call.
+    """
+    on_cuda = device is not None and device.type == "cuda"
+    outer = getattr(_thread, "step", None)
+    _thread.step = _Step(trees, noting)
+    try:
+        with _without_cudnn() if on_cuda else nullcontext():
+            yield
+    finally:
+        _thread.step = outer
+
+
+@contextmanager
+def left_to_kernel(always: bool = True) -> Iterator[Counter[bool]]:
+    """Leave attention to the kernel wherever that can attend, on this thread, if `always`.
+
+    Yields:
+        How many attentions in our forwards were the kernel's, and how many not.
+    """
+    outer, counts = getattr(_thread, "by_kernel", None), Counter[bool]()
+    _thread.by_kernel = counts if always else None
+    try:
+        yield counts
+    finally:
+        _thread.by_kernel = outer
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Keep cuDNN out of attention; the switch is the process's, so the last one out resets it."""
+    global _num_without_cudnn, _had_cudnn
+    with _lock:
+        if not _num_without_cudnn:
+            _had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        _num_without_cudnn += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_without_cudnn -= 1
+            if not _num_without_cudnn:
+                torch.backends.cuda.enable_cudnn_sdp(_had_cudnn)
+
+
+@contextmanager
+def laid_under(model: nn.Module) -> Iterator[None]:
+    """Put our attention under the model's own for the length of a call.
+
+    Another thread's plain call on the same model meanwhile passes through it unchanged.
+    """
+    configs = compat.registry_configs(model)
+    with _lock:
+        _users[model] = _users.get(model, 0) + 1
+        for name in _replaced(model):
+            _rename(configs, name, _registered(name))
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[model] -= 1
+            if not _users[model]:
+                del _users[model]
+                for name in SERVED:
+                    _rename(configs, _PREFIX + name, name)
+
+
+def _replaced(model: nn.Module) -> tuple[str, ...]:
+    """Implementations that ours go under.
+
+    Eager attention is each modelling file's own, so only where flash attention could stand for it
+    (soft-capped scores, sinks, which sdpa has not) and where our kernel may. None under compiled
+    code, which was made for the name and would not stand what a step's layers share.
+    """
+    if torch_compile.is_compiled(model):
+        return ()
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None or not tree_attention.serves(device, 1):
+        return ("sdpa",)
+    return SERVED if compat.has_only_flash_beside_eager(model) else ("sdpa",)
+
+
+def _rename(configs: list[Any], old: str, new: str) -> None:
+    for config in configs:
+        if compat.attention_name(config) == old:
+            compat.set_attention_name(config, new)
+
+
+def _registered(name: str) -> str:
+    ours = _PREFIX + name
+    if compat.attention_function(ours) is None:
+        compat.register_attention(ours, _ours(name), like=name)
+    return ours
+
+
+def _ours(name: str) -> Callable[..., Any]:
+    """An attention function of ours inside our forward, the one of that name everywhere else."""
+    registered = compat.attention_function(name)
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,  # [rows, heads, width, dim]
+        key: torch.Tensor,  # [rows, kv_heads, slots, dim]
+        value: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        step: _Step | None = getattr(_thread, "step", None)
+        if step is not None and step.noting is not None:
+            noting, step.noting = step.noting, None
+            try:
+                return noting(attention)(
+                    module,
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    dropout=dropout,
+                    scaling=scaling,
+                    **kwargs,
+                )
+            finally:
+                step.noting = noting
+        if step is not None and kwargs.get("position_bias") is None:
+            tree = step.tree(attention_mask)
+            more = kwargs.get("softcap"), kwargs.get("s_aux")
+            # sdpa refuses these or looks past them, as transformers' version has it.
+            has_them = registered is None or more == (None, None)
+            if _leaves_to_kernel(tree if has_them else None, query, key, value, kwargs):
+                assert tree is not None
+                return tree_attention.attend(tree, query, key, value, scaling, *more), None
+            if registered is not None and _folds(query, key, attention_mask, kwargs):
+                mask, groups = attention_mask, query.shape[1] // key.shape[1]
+                if mask is not None:
+                    mask = _folded_mask(step.folded, mask, groups)
+                return fold(query, key, value, mask, groups, scaling), None
+        original = registered or compat.eager_attention(module)
+        return original(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+
+    return attention
+
+
+def _leaves_to_kernel(
+    tree: BlockTree | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the kernel attends; it has no weights to show."""
+    counts: Counter[bool] | None = getattr(_thread, "by_kernel", None)
+    asked = tree_attention.is_faster if counts is None else tree_attention.can_attend
+    attends = tree is not None and not kwargs.get("output_attentions")
+    attends = attends and asked(query, key, value)
+    if counts is not None:
+        counts[attends] += 1
+    return attends
+
+
+def _folds(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    """Whether there is a group to fold, and nothing that folding has no place for."""
+    if query.shape[1] == key.shape[1] or kwargs.get("softcap"):
+        return False
+    return mask is not None or _folds_unmasked(query)
+
+
+def _folds_unmasked(query: torch.Tensor) -> bool:
+    """Whether a single token that sees everything is better folded.
+
+    In bfloat16 on a CPU that takes 121 instead of 623 us at context 1,100 (and mostly gives the
+    same bits); in float32 it takes as long either way.
+    """
+    return query.shape[2] == 1 and query.dtype != torch.float32
+
+
+def _folded_mask(
+    folded: dict[int, tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor, groups: int
+) -> torch.Tensor:
+    """The mask with its rows repeated once per head of a group, made once per step and mask."""
+    known = folded.get(id(mask))
+    if known is None or known[1].shape[2] != groups * mask.shape[2]:
+        known = mask, mask.repeat(1, 1, groups, 1)  # holding the mask keeps its id taken
+        folded[id(mask)] = known
+    return known[1]
+
+
+def fold(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,  # [rows, 1, groups * width, slots]
+    groups: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of `[rows, heads, width, dim]` queries, returned as `[rows, width, heads, v_dim]`.
+
+    SDPA with a mask copies K and V for every query head (at context 1,500 and one row 693 against
+    108 us on a CPU); as rows of their group the query heads read them once.
+    """
+    rows, heads, width, dim = query.shape
+    out = scaled_dot_product_attention(
+        query.reshape(rows, heads // groups, groups * width, dim),
+        key,
+        value,
+        attn_mask=mask,
+        scale=scaling,
+    )
+    return out.reshape(rows, heads, width, -1).transpose(1, 2).contiguous()

@@ -1,0 +1,174 @@
+"""The graphs of one kind of call, with the tensors that they read and write."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.kernels import PathTable
+from lookahead_hf.runner import torch_compile
+from lookahead_hf.runner.cuda.capture import Recorder, Recording, Step
+from lookahead_hf.runner.cuda.step import StepState, only_group
+
+LEAST_VISIBLE = 512
+"""Slots that the attention of the first graphs sees; doubled as the texts grow."""
+
+_capturing = threading.Lock()
+"""Held while steps are captured: torch allows one capture at a time in a process, in which nobody
+may wait for the whole device."""
+
+
+class Uncapturable(Exception):
+    """Steps cannot be recorded; they run one operation after the other.
+
+    Attributes:
+        is_lasting: Whether that is so as long as the model is as it is.
+    """
+
+    def __init__(self, reason: str, is_lasting: bool = False) -> None:
+        super().__init__(reason)
+        self.is_lasting = is_lasting
+
+    @classmethod
+    def after(cls, error: Exception) -> Uncapturable:
+        """What an accident comes to, which need not happen again."""
+        return cls(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+def bucket(slots: int) -> int:
+    """Slots in steps of a factor of two, so that few graphs serve all lengths."""
+    return torch_compile.doubled(LEAST_VISIBLE, slots)
+
+
+@dataclass(eq=False)
+class GraphSet:
+    """The graphs of one model and one kind of call.
+
+    Attributes:
+        key: What a call must have in common with the one that made the set.
+        capacity: Slots of K and V.
+        state: Lengths, positions and drafts.
+        stores: K and V of every layer.
+        table: What compaction knows of them.
+        in_use: Held by the call that replays; two replays must not overlap.
+    """
+
+    key: tuple[Any, ...]
+    capacity: int
+    state: StepState
+    stores: list[tuple[torch.Tensor, torch.Tensor]]
+    table: PathTable
+    recorder: Recorder
+    recordings: dict[tuple[int, int], Recording] = field(default_factory=dict)
+    in_use: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V."""
+        return sum(store.nbytes for pair in self.stores for store in pair)
+
+    def visible_for(self, slots: int) -> int:
+        """The slots that a graph shows where so many are in use."""
+        return min(bucket(slots), self.capacity)
+
+    def move_in(self, cache: AdoptedCache, state: StepState) -> None:
+        """Let a call go on in the set's tensors."""
+        self.recorder.begin()
+        only_group(cache).move_to(self.stores, self.capacity, self.table)
+        state.fit(cache)
+        self.state.copy_(state)
+
+    def capture(
+        self,
+        visible: int,
+        run: Callable[[int, int], Step],
+        widths: list[int],
+        *,
+        waits: bool = False,
+    ) -> bool:
+        """Record steps of all widths, largest first, so that the smaller ones fit its memory.
+
+        Args:
+            visible: Slots that the attention sees.
+            run: The step, of a width and of so many slots.
+            widths: Tokens per row.
+            waits: Whether to wait for another capture in the process.
+
+        Returns:
+            False where another capture is in progress.
+
+        Raises:
+            Uncapturable: It cannot be done.
+        """
+        if not _capturing.acquire(blocking=waits):
+            return False
+        try:
+            for width in sorted(widths, reverse=True):
+                if (width, visible) not in self.recordings:
+                    self._capture(width, visible, run)
+        except Uncapturable:
+            raise
+        except Exception as error:
+            raise Uncapturable.after(error) from error
+        finally:
+            _capturing.release()
+        return True
+
+    def _capture(self, width: int, visible: int, run: Callable[[int, int], Step]) -> None:
+        """Both trial and recording write K and V behind the lengths only, which are put back."""
+        lengths = self.state.lengths.clone()
+        self.state.rehearse(width)
+
+        def step() -> Step:
+            self.state.lengths.copy_(lengths)
+            return run(width, visible)
+
+        try:
+            reason = self.recorder.try_out(step)
+            if reason is not None:
+                raise Uncapturable(reason, is_lasting=True)
+            self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
+        finally:
+            self.state.lengths.copy_(lengths)
+
+    def retire(self) -> None:
+        """Free all graphs."""
+        recordings, self.recordings = list(self.recordings.values()), {}
+        if recordings:
+            with _capturing:
+                self.recorder.release(recordings)
+
+
+def bytes_per_slot(cache: AdoptedCache) -> int:
+    """What a slot takes in K and V of all layers and rows."""
+    layers = only_group(cache).layers
+    return sum(store[:, 0].nbytes for la in layers for store in (la.k_store, la.v_store))
+
+
+def new_set(
+    key: tuple[Any, ...],
+    cache: AdoptedCache,
+    state: StepState,
+    capacity: int,
+    recorder: Recorder,
+) -> GraphSet:
+    """A set without graphs for calls like one, with room for so many slots.
+
+    Raises:
+        RuntimeError: There is not enough memory.
+    """
+    layers = only_group(cache).layers
+    with torch.inference_mode(False):  # later calls write to them outside of it
+        stores = [(_room(la.k_store, capacity), _room(la.v_store, capacity)) for la in layers]
+        table = PathTable([store for pair in stores for store in pair])
+        return GraphSet(key, capacity, state.with_room(capacity), stores, table, recorder)
+
+
+def _room(store: torch.Tensor, capacity: int) -> torch.Tensor:
+    shape = store.shape[0], capacity, *store.shape[2:]
+    return torch.zeros(shape, dtype=store.dtype, device=store.device)

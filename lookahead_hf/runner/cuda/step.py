@@ -1,0 +1,273 @@
+"""A whole step as a function of tensors that stay where they are, so that a graph can replay it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.slots import SlotGroup
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.kernels import TreeWalk
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner import attention, tree_attention
+from lookahead_hf.runner.cuda.device_ops import DraftViews, compact, walk
+from lookahead_hf.runner.cuda.transfer import pinned
+from lookahead_hf.runner.masks import MaskKind
+from lookahead_hf.runner.passthrough_kwargs import widened
+from lookahead_hf.runner.tree_attention import BlockTree
+
+MAX_WIDTH = 64
+"""Tokens per row of a block, the last one included: one bit each in the ancestor words."""
+
+
+def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.ndarray:
+    """A step's draft as one array, [rows * (4 * width + 3)] int64, in the order of `DraftViews`.
+
+    Args:
+        rows: The texts.
+        draft: What is fed behind the last tokens.
+        lengths: Tokens of each row that are kept in the cache, [rows].
+        width: Tokens per row, padding included.
+    """
+    sizes = np.diff(draft.row_offsets)
+    row = np.repeat(np.arange(rows.num_rows), sizes)
+    place = np.arange(1, draft.num_nodes + 1) - np.repeat(draft.row_offsets[:-1], sizes)
+    fields = np.zeros((4, rows.num_rows, width), np.int64)
+    fields[0, :, 0], fields[1] = rows.last_tokens, -1
+    fields[0, row, place] = draft.token_ids
+    fields[1, row, place] = draft.parents + 1
+    fields[2, row, place] = draft.depth
+    fields[3] = _ancestor_bits(fields[1])
+    return np.concatenate([fields.reshape(-1), sizes, rows.live.astype(np.int64), lengths])
+
+
+def _ancestor_bits(parents: np.ndarray) -> np.ndarray:  # [rows, width] both
+    """Every node's own bit and those of its ancestors, by doubling the distance looked up."""
+    width = parents.shape[1]
+    bits = np.broadcast_to(np.uint64(1) << np.arange(width, dtype=np.uint64), parents.shape)
+    above = np.where(parents < 0, np.arange(width), parents)
+    for _ in range(max(width - 1, 1).bit_length()):
+        bits = bits | np.take_along_axis(bits, above, 1)
+        above = np.take_along_axis(above, above, 1)
+    return bits.astype(np.int64)
+
+
+_FIELDS = ("lengths", "prompt_lengths", "pads", "next_position", "columns")
+
+
+def only_group(cache: AdoptedCache) -> SlotGroup:
+    """The group of all layers; a cache that was taken over without trimming has just one."""
+    (group,) = cache.slots.each_group()
+    return group
+
+
+class StepState:
+    """Tensors that a step reads and writes in place.
+
+    Attributes:
+        lengths: Tokens of each row that are kept, [rows] int64; the step adds what it keeps.
+        prompt_lengths: The same after the prompt, [rows] int64.
+        pads: Columns of the prompt that a row does not attend, [rows] int64.
+        next_position: Position of the token after the prompt, [..., rows, 1].
+        columns: Column of the token in every slot, [rows, capacity] int64.
+    """
+
+    def __init__(self, cache: AdoptedCache, next_position: torch.Tensor) -> None:
+        device = next_position.device
+        self.lengths = torch.from_numpy(cache.slots.lengths.copy()).to(device)
+        self.prompt_lengths = self.lengths.clone()
+        self.pads = torch.from_numpy(np.array(cache.pads, np.int64)).to(device)
+        self.next_position = next_position.clone()
+        self.columns = self.pads.new_zeros(len(self.pads), 0)
+        self.fit(cache)
+        self._drafts: dict[int, torch.Tensor] = {}
+
+    def fit(self, cache: AdoptedCache) -> None:
+        """Follow the cache to the room that it has now."""
+        group = only_group(cache)
+        if self.columns.shape[1] != group.capacity:
+            columns = cache.token_columns(group, group.capacity)
+            self.columns = torch.from_numpy(columns).to(self.pads.device)
+
+    def copy_(self, other: StepState) -> None:
+        """Take over another call's values, where the tensors have the same shapes."""
+        for name in _FIELDS:
+            getattr(self, name).copy_(getattr(other, name))
+
+    def shapes(self) -> tuple[Any, ...]:
+        """What has to be alike for `copy_`, the number of slots apart."""
+        fields = [getattr(self, name) for name in _FIELDS[:-1]]
+        return tuple((tuple(field.shape), field.dtype, field.device) for field in fields)
+
+    def with_room(self, capacity: int) -> StepState:
+        """A state of the same shapes, for a cache of so many slots."""
+        other = copy.copy(self)
+        for name in _FIELDS[:-1]:
+            setattr(other, name, getattr(self, name).clone())
+        other.columns = other.pads.new_zeros(len(self.columns), capacity)
+        other._drafts = {}
+        return other
+
+    def draft(self, width: int) -> DraftViews:
+        """The draft of a step of this width."""
+        rows = len(self.lengths)
+        flat = self._draft(width)
+        fields = flat[: 4 * rows * width].view(4, rows, width)
+        sizes = flat[4 * rows * width :].view(3, rows)
+        return DraftViews(*fields.unbind(0), *sizes.unbind(0))
+
+    def load(self, packed: np.ndarray, width: int) -> None:
+        """Bring a packed draft to the device, without waiting for it."""
+        self._draft(width).copy_(pinned(packed, self.lengths.device), non_blocking=True)
+
+    def rehearse(self, width: int) -> None:
+        """Put a draft of this width in place that has no nodes, for rows that go on."""
+        draft = self.draft(width)
+        for field, value in zip(draft, (0, -1, 0, 1, 0, 1, 0), strict=True):
+            field.fill_(value)
+        draft.bits.bitwise_left_shift_(torch.arange(width, device=draft.bits.device))
+
+    def save(self, width: int) -> torch.Tensor:
+        """The draft of this width that was loaded, for `restore`."""
+        return self._draft(width).clone()
+
+    def restore(self, saved: torch.Tensor, width: int) -> None:
+        """Load a draft that was saved."""
+        self._draft(width).copy_(saved)
+
+    def _draft(self, width: int) -> torch.Tensor:
+        if width not in self._drafts:
+            with torch.inference_mode(False):  # graphs' drafts are written outside of it, too
+                size = len(self.lengths) * (4 * width + 3)
+                device = self.lengths.device
+                self._drafts[width] = torch.zeros(size, dtype=torch.int64, device=device)
+        return self._drafts[width]
+
+
+class DeviceStep:
+    """The step function of one model over one cache."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: AdoptedCache,
+        state: StepState,
+        extras: dict[str, Any],
+        kinds: list[MaskKind],
+        takes_dict: bool,
+    ) -> None:
+        """`extras`: what plain passes with every forward."""
+        self._model, self._cache, self._state = model, cache, state
+        self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
+
+    def run(self, width: int, visible: int) -> tuple[torch.Tensor, ...]:
+        """Everything from the masks to the new lengths, with the likeliest token at every node.
+
+        Args:
+            width: Tokens per row, at most `MAX_WIDTH`.
+            visible: Slots that the attention sees.
+
+        Returns:
+            Logits, [rows, width, vocab], `TreeWalk.packed`, and the tensors of a `RowScan` of the
+            logits where a kernel made one.
+        """
+        logits = self.forward(width, visible)
+        done = self.decide(width, logits, keep_scan=True)
+        return (logits, done.packed, *(done.scan or ()))
+
+    def forward(self, width: int, visible: int) -> torch.Tensor:
+        """Masks, positions and the model's forward: logits, [rows, width, vocab]."""
+        state, draft = self._state, self._state.draft(width)
+        # A text that has ended keeps what the host kept of it, which may be less than was accepted.
+        state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
+        fed = state.lengths - state.prompt_lengths
+        fed = fed.minimum((fed * draft.live).max())  # see `Target.layout`
+        built = self._masks(draft, width, visible)
+        inputs = {
+            **widened(self._extras, width),
+            "input_ids": draft.tokens,
+            "position_ids": state.next_position + (fed[:, None] + draft.depth),
+            "attention_mask": built if self._takes_dict else next(iter(built.values())),
+            "past_key_values": self._cache.slots,
+            "use_cache": True,
+        }
+        with attention.step(state.lengths.device, self._trees(built, draft)):
+            logits: torch.Tensor = self._model(**inputs, return_dict=True).logits
+        return logits
+
+    def decide(
+        self,
+        width: int,
+        scores: torch.Tensor,  # [rows, width, vocab]
+        noise: torch.Tensor | None = None,  # [rows, depths, vocab]
+        keep_scan: bool = False,
+    ) -> TreeWalk:
+        """Walk, keep the accepted path in the cache, add to the lengths; see `walk`."""
+        state, draft = self._state, self._state.draft(width)
+        done = walk(scores, draft, noise, keep_scan)
+        compact(only_group(self._cache).path_table, state.lengths, done.packed)
+        state.lengths.add_((done.num_accepted + 1) * draft.live)
+        return done
+
+    def _trees(self, built: dict[str, torch.Tensor], draft: DraftViews) -> list[BlockTree]:
+        """The masks in the terms of the kernel, which knows windows but no chunks."""
+        state = self._state
+        if not tree_attention.serves(state.lengths.device, draft.tokens.shape[1]):
+            return []
+        return [
+            BlockTree(
+                built[kind.name],
+                state.lengths,
+                draft.bits,
+                kind.window or 0,
+                state.columns if kind.window else None,
+                state.pads,
+            )
+            for kind in self._kinds
+            if kind.chunk is None
+        ]
+
+    def _masks(self, draft: DraftViews, width: int, visible: int) -> dict[str, torch.Tensor]:
+        """Place the block; the mask of every kind, by its name."""
+        group = only_group(self._cache)
+        place = torch.arange(width, device=draft.tokens.device)
+        row = torch.arange(len(draft.tokens), device=place.device)[:, None]
+        flat = row * group.capacity + self._state.lengths[:, None] + place
+        group.place_at(flat.reshape(-1), width, visible)
+        return {kind.name: self._mask(kind, draft, visible) for kind in self._kinds}
+
+    def _mask(self, kind: MaskKind, draft: DraftViews, visible: int) -> torch.Tensor:
+        """`[rows, 1, width, visible]`, 0 where a slot is seen and the lowest number elsewhere."""
+        state, width = self._state, draft.tokens.shape[1]
+        slot = torch.arange(visible, device=draft.tokens.device)
+        node = slot - state.lengths[:, None]  # [rows, visible]
+        drafted = draft.bits[:, :, None] >> node.clamp(0, width - 1)[:, None] & 1 == 1
+        seen = (node < 0)[:, None] | ((node >= 0) & (node < width))[:, None] & drafted
+        if kind.window is not None or kind.chunk is not None:
+            newest = state.lengths + state.pads
+            query = newest[:, None] + draft.depth
+            of_block = query.gather(1, node.clamp(0, width - 1))
+            key = torch.where(node < 0, state.columns[:, :visible], of_block)
+            seen &= _near(kind, query[:, :, None], key[:, None], state.pads[:, None, None])
+        dtype = self._model.dtype
+        lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=node.device)
+        return torch.where(seen[:, None], torch.zeros_like(lowest), lowest)
+
+
+def _near(
+    kind: MaskKind, query: torch.Tensor, key: torch.Tensor, pads: torch.Tensor
+) -> torch.Tensor:
+    """Which columns a kind of mask lets a column see, besides causality."""
+    near = torch.ones_like(query - key, dtype=torch.bool)
+    if kind.window is not None:
+        near &= query - key < kind.window
+    if kind.chunk is not None:
+        # Columns before the row's first attended one hold nothing; the sign does not matter there.
+        near &= torch.div(query - pads, kind.chunk, rounding_mode="floor") == torch.div(
+            key - pads, kind.chunk, rounding_mode="floor"
+        )
+    return near

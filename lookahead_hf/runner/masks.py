@@ -1,0 +1,111 @@
+"""Attention masks of a block: who sees which slot, with windows and chunks counted in columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.draft import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class MaskKind:
+    """One kind of mask that the model takes, by transformers' name for its layer type."""
+
+    name: str
+    window: int | None = None  # columns, the token's own included
+    chunk: int | None = None  # columns, counted from the row's first attended one
+
+    def within(self, kept: int | None) -> MaskKind:
+        """This kind where plain's cache keeps so many earlier columns, None for all."""
+        if kept is None or self.window is not None:
+            return self
+        return replace(self, window=kept + 1)
+
+
+def of_model(model: Any) -> list[MaskKind]:
+    """The masks that the model's layers need."""
+    config = compat.text_config(model)
+    limits = {
+        "full_attention": {},
+        "sliding_attention": {"window": getattr(config, "sliding_window", None)},
+        "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
+    }
+    names = [name for name in compat.mask_kinds(model) if name in limits]
+    return [MaskKind(name, **limits[name]) for name in names]
+
+
+def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
+    """Which of a row's block tokens each one sees: its ancestors and itself.
+
+    Args:
+        draft: The draft.
+        row: The row.
+        width: Tokens of the block, 1 + most nodes; what stands behind the row's nodes is padding.
+
+    Returns:
+        [width, width] bool; index 0 is the last token, index 1 + i node i.
+    """
+    seen = np.zeros((width, width), bool)
+    seen[np.arange(width), np.arange(width)] = True
+    parents = draft.parents[draft.row(row)] + 1
+    for node, parent in enumerate(parents.tolist(), 1):
+        seen[node] |= seen[parent]
+    return seen
+
+
+def block_depths(draft: DraftTree, num_rows: int, width: int) -> np.ndarray:
+    """Depth of every block token, [rows, width] int64: 0 for the last token and for padding."""
+    depths = np.zeros((num_rows, width), np.int64)
+    for row in range(num_rows):
+        nodes = draft.depth[draft.row(row)]
+        depths[row, 1 : 1 + len(nodes)] = nodes
+    return depths
+
+
+def allowed(
+    kind: MaskKind,
+    seen: np.ndarray,  # [rows, width, width] bool
+    lengths: np.ndarray,  # [rows]
+    visible: int,
+    columns: tuple[np.ndarray, np.ndarray] | None,
+    pads: np.ndarray,  # [rows]
+) -> np.ndarray:
+    """Who sees which slot, [rows, width, visible] bool.
+
+    Args:
+        kind: What the layers of this kind add to causality.
+        seen: Who sees which token of the block.
+        lengths: Kept tokens of every row; its block stands in the slots behind.
+        visible: Slots shown to the attention.
+        columns: Column of every block token [rows, width] and of every slot [rows, visible]; needed
+            where the kind has a window or chunks.
+        pads: Columns of the prompt that the row does not attend.
+    """
+    rows, width = seen.shape[:2]
+    mask = np.zeros((rows, width, visible), bool)
+    for row, length in enumerate(lengths.tolist()):
+        mask[row, :, :length] = True
+        mask[row, :, length : length + width] = seen[row]
+    if columns is not None:
+        query, key = columns[0][:, :, None], columns[1][:, None, :]
+        if kind.window is not None:
+            mask &= query - key < kind.window
+        if kind.chunk is not None:
+            first = pads[:, None, None]
+            mask &= (query - first) // kind.chunk == (key - first) // kind.chunk
+    return mask
+
+
+def additive(mask: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[rows, 1, width, visible]` with 0 where a slot is seen and the lowest number elsewhere.
+
+    Every backend takes this form; a bool mask would be converted again in every layer.
+    """
+    seen = torch.from_numpy(mask)[:, None].to(device)
+    out = torch.zeros(seen.shape, dtype=dtype, device=device)
+    return out.masked_fill_(~seen, torch.finfo(dtype).min)

@@ -1,0 +1,86 @@
+"""How far a call's positions may go: tables of learned ones end, some rotary ones change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.runner import prefix_tuning
+
+
+def of_prompt(
+    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Position ids of the decoder's prompt, [..., rows, columns]; None where there are none.
+
+    Args:
+        model: The target.
+        input_ids: Prompt tokens, [rows, columns].
+        model_kwargs: As prepared by `generate`.
+    """
+    name, before = compat.decoder_names(model).positions, prefix_tuning.of_model(model)
+    if name is None or before.by_column:
+        return before.count + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    given = model_kwargs.get(name)
+    return None if given is None else given + before.count
+
+
+def check_length(
+    model: Any,
+    position_ids: torch.Tensor,  # [..., rows, columns]
+    num_columns: int,
+    num_new: int,
+) -> None:
+    """Raise Unserved where the call crosses the length from which on its positions change.
+
+    Such a model computes the frequencies of a forward from the longest position in it, also for the
+    tokens before, so that a draft beyond the length would alter what stands before it.
+
+    Args:
+        model: The target.
+        position_ids: Of the prompt.
+        num_columns: Columns of the prompt.
+        num_new: Most tokens that the call generates; the last of them is never fed.
+    """
+    limits = compat.rope_limits(model)
+    if not limits:
+        return
+    newest = position_ids[..., -1]
+    shortest = min(int(newest.min()) + 1, num_columns)
+    longest = max(int(newest.max()) + 1, num_columns) + num_new - 1
+    for rope_type, limit in limits.items():
+        # Long factors hold for every forward that has one position beyond the limit.
+        stays_long = rope_type == "longrope" and shortest > limit
+        if longest > limit and not stays_long:
+            raise Unserved(
+                FallbackReason.MODEL,
+                f"its {rope_type!r} positions change beyond {limit} tokens",
+                f"keep the prompt and max_new_tokens together within {limit} tokens",
+            )
+
+
+def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
+    """Tokens that drafts may reach into: all, or as many as a table of positions has room for.
+
+    Plain feeds every row one token per step, so no row needs more than the longest has room for. A
+    text that goes on beyond the table fails as it does in plain.
+
+    Args:
+        model: The target.
+        position_ids: Of the prompt, [..., rows, columns].
+        num_new: Most tokens that the call generates; the last of them is never fed.
+    """
+    table = compat.position_table(model)
+    newest = int(position_ids[..., -1].max())
+    if table is None or newest >= table:
+        return num_new
+    return min(num_new, table - newest)
+
+
+def room(model: Any) -> int | None:
+    """Tokens that the model takes before its positions end or change; None: any number."""
+    ends = [*compat.rope_limits(model).values(), compat.position_table(model)]
+    return min((end for end in ends if end is not None), default=None)

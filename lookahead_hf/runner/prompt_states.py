@@ -1,0 +1,88 @@
+"""Logits inside the prompt: what the target expected there, for drafting, a few rows at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.runner.torch_compile import is_compiled
+
+CHUNK = 64
+"""Positions whose logits exist at once."""
+
+
+class PromptStates:
+    """The prompt's last hidden states, kept from its prefill until drafting has looked at them.
+
+    Attributes:
+        wanted: Whether they are kept at all: to look at them takes a part of the model, which a
+            single one of several processes may not be able to run.
+    """
+
+    wanted = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._states: torch.Tensor | None = None  # [rows, columns of the last forward, hidden]
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Keep what the decoder returns to this thread; nothing where the model has no decoder.
+
+        Nor where it is compiled: a hook would be compiled along, for good or not at all.
+        """
+        decoder = self._model.get_decoder() if hasattr(self._model, "get_decoder") else None
+        if (
+            not self.wanted
+            or is_compiled(self._model)
+            or decoder is None
+            or decoder is self._model
+            or self._head() is None
+        ):
+            yield
+            return
+        thread = threading.get_ident()
+
+        def keep(_: Any, __: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                states = getattr(output, "last_hidden_state", None)
+                self._states = states if isinstance(states, torch.Tensor) else None
+
+        handle = decoder.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _head(self) -> Any:
+        return self._model.get_output_embeddings()
+
+    def drop(self) -> None:
+        """Free the states."""
+        self._states = None
+
+    @property
+    def num_columns(self) -> int:
+        """Newest columns of the prompt whose logits can be had."""
+        return 0 if self._states is None else int(self._states.shape[1])
+
+    @torch.no_grad()
+    def logits(self, row: int, columns: np.ndarray) -> Iterator[torch.Tensor]:
+        """Logits after chosen tokens of a row, in pieces, [1, at most 64, vocab] each.
+
+        A scale or cap that the model puts on its logits is left out: it keeps their order.
+
+        Args:
+            row: The row.
+            columns: Ascending places among the newest columns, [tokens], 0 the oldest that is held.
+        """
+        assert self._states is not None
+        head, states = self._head(), self._states[row]
+        for first in range(0, len(columns), CHUNK):
+            index = torch.from_numpy(columns[first : first + CHUNK]).to(states.device)
+            yield head(states.index_select(0, index))[None]

@@ -1,0 +1,212 @@
+"""Which models, caches and arguments the target can serve, decided before the prompt is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.cache import hf_layers
+from lookahead_hf.distributed import sharding
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.runner import prefix_tuning, self_test, torch_compile
+from lookahead_hf.runner.attention import SERVED
+
+MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+UNSERVED_TYPES = frozenset(
+    {
+        "bloom",
+        "cpmant",
+        "ctrl",
+        "deepseek_v4",
+        "git",
+        "minimax",
+        "moshi",
+        "mpt",
+        "openai-gpt",
+        "prophetnet",
+    }
+    | {"reformer", "roformer", "rwkv", "xlm", "xlnet", "xlstm"}
+)
+"""Model types whose positions or biases do not follow from position ids and a mask."""
+
+ENCODER_DECODERS = frozenset(
+    {"bart", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "moonshine"}
+    | {"mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
+)
+"""Types whose decoder counts positions in a way that is known: a table, or a bias by distance; or
+takes them from us."""
+
+
+def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise Unserved where this call's model, cache or arguments cannot be served."""
+    check_call(model, generation_config, model_kwargs)
+    check_trial(model)
+
+
+def check_call(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """The same without a trial of the model, which takes some forwards."""
+    check_kind(model)
+    shows = generation_config.return_dict_in_generate and generation_config.output_attentions
+    check_cache(model, model_kwargs.get("past_key_values"), bool(shows))
+    _check_arguments(model, model_kwargs)
+    prefix_tuning.check(model, generation_config, model_kwargs)
+
+
+def check_model(model: Any) -> None:
+    """Raise Unserved where this kind of model cannot be served in any call."""
+    check_kind(model)
+    check_trial(model)
+
+
+def check_trial(model: Any) -> None:
+    """Raise Unserved where a model that nobody tried before fails in its trial."""
+    if compat.decoder_names(model).positions is None:
+        return
+    found, fix = self_test.refusal(model)
+    if found:
+        raise Unserved(FallbackReason.MODEL, found, fix)
+
+
+def check_kind(model: Any) -> None:
+    """Raise Unserved where the model itself says that it cannot be served in any call."""
+    config = compat.text_config(model)
+    if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
+        raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
+    if getattr(config, "use_prompt", False):  # MVP's, keys that no mask of ours knows of
+        raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
+    if compat.is_stateful(model):
+        raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
+    names = compat.decoder_names(model)
+    missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
+    if missing:
+        raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
+    unknown = set(compat.mask_kinds(model)) - MASK_KINDS
+    if unknown:
+        raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
+    _check_attention(model)
+
+
+def check_room(
+    model: Any,
+    input_ids: torch.Tensor,  # [rows, columns]
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Raise Unserved where a cache has no room for a call's longest text; plain says so itself.
+
+    Args:
+        model: The target.
+        input_ids: Prompt tokens; with a cache of the caller's perhaps only the new ones.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`.
+    """
+    room = hf_layers.room(
+        compat.self_attention(model_kwargs["past_key_values"]), compat.window(model)
+    )
+    columns = input_ids.shape[1]
+    if not compat.counts_positions(model):
+        columns = compat.known_mask_length(generation_config, model_kwargs) or columns
+    most_fed = columns + generation_config.max_length - input_ids.shape[1] - 1
+    if room is not None and most_fed > room:
+        fix = f"give it room for {most_fed}, or pass a DynamicCache"
+        raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns", fix)
+
+
+def on_device(model: Any, input_ids: torch.Tensor) -> bool:
+    """Whether steps can stay on the device: all of the model is there, and told its positions."""
+    everywhere = all(parameter.device == input_ids.device for parameter in model.parameters())
+    is_told = not compat.counts_positions(model) and not prefix_tuning.of_model(model).count
+    return everywhere and is_told
+
+
+def check_invariance(model: Any) -> None:
+    """Raise Unserved where a token's bits depend on the other tokens of its block."""
+    if compat.has_experts(model):
+        raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
+
+
+def _check_attention(model: Any) -> None:
+    name = compat.attention_name(compat.text_config(model))
+    if name is not None and name.removeprefix("lookahead:") not in SERVED:
+        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
+
+
+def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
+    """Raise Unserved where a cache cannot be taken over.
+
+    Args:
+        model: The target.
+        given: The cache that its forwards are given, its own or the caller's.
+        shows_attention: Whether the caller asked for attention weights.
+    """
+    cache = compat.self_attention(given)
+    if type(cache) not in compat.CACHES:
+        raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
+    if name := hf_layers.unserved_layer(cache):
+        raise Unserved(FallbackReason.CACHE, name)
+    if shows_attention and type(cache) is compat.StaticCache:
+        detail = "attention weights over all of a static cache's room"
+        fix = "pass a DynamicCache, or leave output_attentions out"
+        raise Unserved(FallbackReason.CACHE, detail, fix)
+    if compat.counts_positions(model) and given.get_seq_length() > 0:
+        detail = "a decoder that goes on with an earlier text"
+        raise Unserved(FallbackReason.CACHE, detail, "leave past_key_values out")
+
+
+def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
+    names = compat.decoder_names(model)
+    if names.positions is not None and model_kwargs.get(names.positions) is None:
+        detail = "position_ids that generate could not prepare"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass them, [rows, columns]")
+    mask = model_kwargs.get(names.mask)
+    if mask is not None and mask.dim() != 2:
+        detail = f"an attention mask of {mask.dim()} dimensions"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass one of [rows, columns]")
+    known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
+    if names.positions is None:
+        known |= {"attention_mask"}  # the encoder's
+    for name, value in model_kwargs.items():
+        if name not in known and isinstance(value, torch.Tensor):
+            raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")
+
+
+def check_setup(model: Any) -> None:
+    """Raise Unserved where the model is set up so, by now, that it cannot be speculated with."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
+        raise Unserved(FallbackReason.ENCODER_DECODER, name)
+    if compat.is_stateful(model):
+        raise Unserved(FallbackReason.STATEFUL, name)
+    if compat.has_own_loop(model):
+        raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
+    sharding.check(model)
+    prefix_tuning.of_model(model)
+    compiled = False
+    for module in model.modules():
+        own = vars(module)  # a module's getattr is slow for what it has not
+        compiled = compiled or bool(torch_compile.compiled_calls(module))
+        if own["training"]:
+            _check_training(module)
+        if own.get("lora_variant"):
+            _check_adapter(own["lora_variant"])
+    torch_compile.note(model, compiled)
+
+
+def _check_training(module: Any) -> None:
+    """Look at what a module does only in training mode."""
+    if getattr(module, "gradient_checkpointing", False):
+        raise Unserved(FallbackReason.CHECKPOINTING, type(module).__name__)
+    for name, value in vars(module).items():
+        is_rate = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+        if is_rate and isinstance(value, (int, float)) and value > 0:
+            raise Unserved(FallbackReason.DROPOUT, f"{type(module).__name__}.{name}={value}")
+
+
+def _check_adapter(variants: Any) -> None:
+    """PEFT's activated LoRA masks the last tokens of each block that a layer is fed."""
+    for variant in variants.values():
+        if type(variant).__name__.startswith("ALora"):
+            raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)

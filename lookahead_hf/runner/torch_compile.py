@@ -1,0 +1,81 @@
+"""Which models run compiled code, and the few shapes that their blocks then have."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lookahead_hf.cache.slots import SlotCache
+
+WIDTHS = (64, 16, 1)
+"""Tokens per row of the blocks of a compiled model; a draft takes the narrowest that holds it."""
+
+LEAST_SHOWN = 256
+"""Slots that the attention of the first blocks sees; doubled as the texts grow."""
+
+
+_known: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+
+
+def note(model: torch.nn.Module, compiled: bool) -> None:
+    """Keep what a walk over the model's modules has found: a call looks at them once."""
+    _known[model] = compiled
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the model, or a part of it, is called through `torch.compile`, as last noted."""
+    known = _known.get(model)
+    return any(compiled_calls(module) for module in model.modules()) if known is None else known
+
+
+def has_own_graphs(model: torch.nn.Module) -> bool:
+    """Whether its compiler captures CUDA graphs itself, as with `mode="reduce-overhead"`."""
+    if not is_compiled(model):
+        return False
+    for call in (call for module in model.modules() for call in compiled_calls(module)):
+        ask = getattr(call, "get_compiler_config", None)
+        settings = ask() if ask is not None else None  # None for other compilers than inductor
+        if settings and settings.get("triton.cudagraphs"):
+            return True
+    return False
+
+
+def compiled_calls(module: torch.nn.Module) -> list[Any]:
+    """What `torch.compile` made of a module's forward."""
+    own = vars(module)
+    calls = own.get("_compiled_call_impl"), own.get("forward")
+    return [call for call in calls if hasattr(call, "_torchdynamo_orig_callable")]
+
+
+def width_for(tokens: int) -> int:
+    """The width of a block that holds so many tokens per row."""
+    return min((width for width in WIDTHS if width >= tokens), default=tokens)
+
+
+def doubled(least: int, slots: int) -> int:
+    """`least` or, in steps of a factor of two, as much as holds so many slots."""
+    while least < slots:
+        least *= 2
+    return least
+
+
+def make_room(slots: SlotCache, used: int) -> int:
+    """Show a power of two of slots, which is all that the layers have, in every forward.
+
+    A compiled forward is made for the shape of the layers as well as for what is seen of them.
+
+    Args:
+        slots: The cache.
+        used: Slots that the next forward needs.
+
+    Returns:
+        The slots that are shown.
+    """
+    if slots.shown is None or used > slots.shown:
+        capacity = max(group.capacity for group in slots.each_group())
+        shown = doubled(LEAST_SHOWN, max(used, capacity))
+        slots.fix(shown)
+        return shown
+    return slots.shown

@@ -1,0 +1,61 @@
+"""The walk of all rows at once, node by node, where a launch costs more than a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.rows import Rows
+from lookahead_hf.verification.noise import Noise
+from lookahead_hf.verification.walk import Walk, child_of, verdict_of
+
+
+def pays(device: torch.device, num_rows: int) -> bool:
+    """Whether rows are better asked together than one by one."""
+    return device.type != "cpu" and num_rows > 1
+
+
+class Waves(Walk):
+    """Chooses the next token of every row that goes on, then the one after it, and so on.
+
+    What looks at scores alone is called once a wave, with as many rows as plain's batch has: it
+    rounds as there, and a row's token costs what it costs there where all rows get as far.
+    """
+
+    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        """Decide one step and emit its tokens; see `Walk.verify`."""
+        if self._choices_are_free:
+            return super().verify(rows, draft, logits)
+        live = rows.live
+        tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
+        paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
+        self._live, self._paths = live, paths
+        going = np.flatnonzero(live).tolist()
+        while going:
+            nodes = [paths[row][-1] + 1 if paths[row] else 0 for row in going]
+            at = torch.tensor([going, nodes], device=logits.device)
+            chosen = self._choose_each(rows, going, logits[at[0], at[1]])
+            on_path = []
+            for row, node, token in zip(going, nodes, chosen, strict=True):
+                tokens[row].append(token)
+                child = child_of(draft, row, node - 1, token)
+                if not self._emit(rows, row, token) and child is not None:
+                    paths[row].append(child)
+                    on_path.append(row)
+            going = on_path
+        self._paths = None
+        return verdict_of(tokens, paths, live, rows.finished.copy())
+
+    def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
+        """The tokens that plain would choose after these logits, [going, vocab]."""
+        rules = self.rules
+        raw = logits.to(copy=True, dtype=torch.float32, device=rules.device)
+        scores = rules.processors.of_rows(going, lambda row: self._ids(rows, row), raw)
+        for row, chosen_by, given in zip(going, scores, raw, strict=True):
+            rules.records.choose(row, chosen_by, given)
+        if rules.noise is None:
+            chosen: list[int] = scores.argmax(-1).tolist()
+            return chosen
+        assert isinstance(rules.noise, Noise)
+        return rules.noise.pick_each(scores.softmax(-1), going, rows.num_emitted[going])

@@ -1,0 +1,140 @@
+"""Compile, record and measure ahead of the first call, instead of during it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.compiled import compile_or_say
+from lookahead_hf.drafting.cost_model import SIZES
+from lookahead_hf.drafting.session import cost_setting, memory_of
+from lookahead_hf.fallback import Unserved
+from lookahead_hf.hook import unwrap
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner import attention, positions, support
+from lookahead_hf.runner.compiled import CompiledRunner
+from lookahead_hf.runner.cuda.runner import CudaRunner, Scores
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.recorded import Wanted
+from lookahead_hf.runner.torch_compile import is_compiled
+from lookahead_hf.verification import device
+
+REPEATS = 5
+
+
+def warm_up(
+    model: Any,
+    *,
+    batch_size: int = 1,
+    context_length: int = 256,
+    max_draft_nodes: int = 64,
+    max_new_tokens: int = 256,
+    do_sample: bool = False,
+) -> None:
+    """Compile, record and capture what is done once, and measure what draft tokens cost this model.
+
+    Without it the first call decodes plainly until numba has compiled (seconds, once per
+    installation), the first steps of a model find out what they cost, steps on a CPU are recorded,
+    their weights packed, only after a while, and steps on a GPU are captured in mid-call.
+
+    Args:
+        model: The model that will generate.
+        batch_size: Rows of the calls to come.
+        context_length: Tokens of their texts, roughly: costs are told apart by powers of two. What
+            a model has no positions for is not tried.
+        max_draft_nodes: Most draft tokens per row, as in the configuration.
+        max_new_tokens: Tokens that calls on a GPU may write behind such a text. What is captured
+            serves all calls that need no more room.
+        do_sample: Whether such calls sample or have logits processors: then only the forward is
+            captured. What is captured serves one of the two kinds.
+
+    Raises:
+        ValueError: A number that is no int from 1 on, or no model in `model`.
+    """
+    for name, value in (
+        ("batch_size", batch_size),
+        ("context_length", context_length),
+        ("max_draft_nodes", max_draft_nodes),
+        ("max_new_tokens", max_new_tokens),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
+    model = unwrap(model)
+    compile_or_say()
+    try:
+        support.check_setup(model)
+        support.check_model(model)
+    except Unserved:
+        return  # its calls will run plain generate
+    if model.config.is_encoder_decoder:
+        return  # what its steps cost is learned in its calls
+    room = positions.room(model)
+    most = max_draft_nodes if room is None else min(max_draft_nodes, room // 2)
+    sizes = [n for n in SIZES if n <= most]
+    if room is not None:
+        context_length = max(1, min(context_length, room - 1 - sizes[-1]))
+        max_new_tokens = max(1, min(max_new_tokens, room - context_length))
+    target = _target(model, batch_size, max_new_tokens, do_sample)
+    try:
+        _measure(target, context_length, sizes)
+    finally:
+        target.end()
+
+
+def _target(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> Runner:
+    """What will run the steps of calls like these."""
+    nothing = torch.empty(num_rows, 0, device=model.device)
+    if device.serves(model.device) and support.on_device(model, nothing):
+        scoring = _unaltered if do_sample else None
+        return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
+    if is_compiled(model):
+        return CompiledRunner(model, num_rows)
+    return Runner(model, num_rows, wanted=Wanted())
+
+
+def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
+    return Scores(logits.to(copy=True, dtype=torch.float32))
+
+
+@torch.no_grad()
+def _measure(target: Runner, context_length: int, sizes: list[int]) -> None:
+    """Time steps of every size, the sizes in turn, so that a disturbance hits all of them."""
+    model, num_rows = target.model, target.num_rows
+    vocab = int(compat.text_config(model).vocab_size)
+    ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
+    rows = Rows(ids)
+    with attention.laid_under(model):
+        prompt = torch.from_numpy(ids).to(model.device)
+        target.start(prompt, compat.DynamicCache(config=model.config))
+        for row in range(num_rows):
+            rows.emit(row, int(ids[row, 0]))
+        if isinstance(target, CudaRunner):
+            target.capture()
+        else:
+            target.record(rows, at_once=True)
+        costs, setting = memory_of(model).costs, cost_setting(model)
+        curve = costs.curve(num_rows, context_length, setting, target.mode)
+        for turn in range(REPEATS + 1):
+            for size in sizes:
+                seconds = _time_step(target, rows, ids[0, 0] % vocab, size)
+                if turn:  # the first of a shape allocates
+                    curve.observe(size, seconds)
+
+
+def _time_step(target: Runner, rows: Rows, token: int, num_nodes: int) -> float:
+    """Seconds of a step that verifies a chain of `num_nodes` in every row and keeps nothing."""
+    draft = DraftTree.from_chains([[[token] * num_nodes]] * rows.num_rows)
+    start = time.perf_counter()
+    outputs = target.forward(target.layout(rows, draft))
+    if isinstance(target, CudaRunner):
+        outputs.walk.take()
+        seconds = time.perf_counter() - start
+        target.forget()
+        return seconds
+    outputs.logits[:, -1, -1].cpu()  # waits for the device
+    return time.perf_counter() - start

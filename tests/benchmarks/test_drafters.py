@@ -1,0 +1,257 @@
+"""The drafters' benchmark: what it records, how it replays, and that the peers do what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+
+from lookahead_hf.draft import DraftTree  # noqa: E402
+from tests.helpers.tiny_chat import save_tiny_chat  # noqa: E402
+
+TOP = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        yield
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+def text_of(tokens: list[int], num_prompt: int, tops: dict[int, list[int]] | None = None) -> Any:
+    """A text; the target's likeliest token is the next one, others only where `tops` says so."""
+    ids = np.full((len(tokens) - 1, TOP), 900, np.int32) + np.arange(TOP, dtype=np.int32)
+    ids[:, 0] = tokens[1:]
+    for place, best in (tops or {}).items():
+        ids[place, : len(best)] = best
+    probs = np.full(ids.shape, 0.01, np.float32)
+    prompt, output = np.array(tokens[:num_prompt]), np.array(tokens[num_prompt:])
+    return module("record").Text("made up", 0, prompt, output, ids, probs)
+
+
+def begun(contender: Any, text: Any) -> Any:
+    """The contender after the prompt and the first token of the output."""
+    length = len(text.prompt) + 1
+    contender.begin(text.tokens[:length], module("replay").seen(text, 0, length - 1))
+    return contender
+
+
+def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+    """All paths from the root to a leaf."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return {path for node, path in enumerate(paths) if node not in set(tree.parents.tolist())}
+
+
+def test_what_is_recorded_is_what_generate_writes(folder: str, tmp_path: Path) -> None:
+    model, tokenizer = module("common").load(folder, "float32", "cpu")
+    (text,) = [
+        text
+        for text in module("record").recorded(lambda: (model, tokenizer), slice(0, 1), 12, tmp_path)
+        if text.family == "qa"
+    ]
+    prompt = torch.from_numpy(text.prompt)[None]
+    plain = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+    )
+    assert plain[0].tolist() == text.tokens.tolist()
+    probs = model(plain[:, :-1]).logits[0].softmax(-1)
+    held = torch.from_numpy(text.top_probs)
+    torch.testing.assert_close(held, probs.gather(1, torch.from_numpy(text.top_ids).long()))
+    torch.testing.assert_close(held[:, 0], probs.amax(1))
+
+
+def test_all_drafters_are_compared_and_texts_are_kept(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", folder, "--prompts-per-family", "1", "--new-tokens", "24"]
+    words += ["--texts", str(tmp_path / "texts"), "--nodes", "4,8"]
+    drafters = module("drafters")
+    drafters.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())
+    by_name = {(line["family"], line["drafter"]): line for line in lines}
+    families = {line["family"] for line in lines}  # some have long prompts only, in bytes
+    assert {"chat", "qa", "all"} <= families
+    assert by_name["all", "ours, 8 nodes"]["texts"] == len(families) - 1
+    assert by_name["all", "ours, 8 nodes"]["tokens_per_step"] > 1.0
+    assert 0 < by_name["all", "ours, 4 nodes"]["nodes_per_step"] <= 4
+    kept = by_name["all", "ours, 8 nodes, memory kept"]
+    assert kept["tokens_per_step"] > 1.0
+    assert "ours, 4 nodes, beside the best other" in capsys.readouterr().out
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the texts are there already")
+
+    monkeypatch.setattr(module("record"), "generate", refuse)
+    drafters.main([*words, "--plots", str(tmp_path / "plots")])
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "acceptance.svg", "drafters.svg", "nodes.svg",
+    ]  # fmt: skip
+
+
+def test_tokens_per_step_count_accepted_and_bonus_tokens() -> None:
+    replay = module("replay")
+
+    class Knows(replay.Contender):  # type: ignore[misc, name-defined]
+        """Always drafts the next two tokens, beside a wrong one."""
+
+        name, settings = "knows", ""
+
+        def __init__(self, right: bool) -> None:
+            self.right = right
+
+        def begin(self, tokens: np.ndarray, prompt: Any) -> None:
+            self.last = int(tokens[-1])
+            assert prompt.last.tolist() == [1, 2]
+
+        def propose(self) -> DraftTree:
+            chain = [self.last + 1, self.last + 2] if self.right else [self.last + 2]
+            return DraftTree.from_chains([[[0], chain]])
+
+        def observe(self, draft: DraftTree, path: list[int], emitted: Any, seen: Any) -> None:
+            # After the last token and every accepted one the target named the next.
+            assert seen.top_ids[:, 0].tolist() == emitted.tolist()
+            assert seen.last.tolist() == [self.last, *emitted.tolist()[:-1]]
+            self.last = int(emitted[-1])
+
+    text = text_of(list(range(1, 12)), 2)
+    (right,) = replay.replay([text], Knows(True))
+    # 3 is given; then 4 5 6, 7 8 9, and 10 11, of which 11 ends the text as a bonus token.
+    assert (right.emitted, right.steps, right.drafted) == (8, 3, 9)
+    (wrong,) = replay.replay([text], Knows(False))
+    assert (wrong.emitted, wrong.steps) == (8, 8)
+
+
+def test_on_the_model_rejected_nodes_are_seen_as_in_a_text_of_their_own(
+    folder: str, tmp_path: Path
+) -> None:
+    replay = module("replay")
+    model, tokenizer = module("common").load(folder, "float32", "cpu")
+    texts = module("record").recorded(lambda: (model, tokenizer), slice(0, 1), 12, tmp_path)
+    text = texts[0]
+    tokens, length = text.tokens, len(text.prompt) + 2
+    right = tokens[length : length + 2].tolist()
+    wrong = [int(token) for token in text.top_ids[length - 1, 5:8]]
+    draft = DraftTree.from_chains([[wrong[:2], right, [right[0], wrong[2]]]])
+    path = replay.accepted_path(draft, tokens[length:-1])
+    assert draft.token_ids[path].tolist() == right
+    target = module("on_model").OnModel(model)
+    target.begin(text)
+    seen = target.seen(text, length, draft, path)
+    assert seen.last.tolist() == [*wrong, tokens[length - 1], *right]
+    assert seen.before[:3].tolist() == [tokens[length - 1], wrong[0], right[0]]
+    chains = [[wrong[0]], wrong[:2], [right[0], wrong[2]], [], right[:1], right]
+    for place, chain in enumerate(chains):
+        ids = torch.tensor([[*tokens[:length].tolist(), *chain]])
+        probs = model(ids).logits[0, -1].softmax(-1)
+        torch.testing.assert_close(
+            torch.from_numpy(seen.top_probs[place]),
+            probs[torch.from_numpy(seen.top_ids[place]).long()],
+        )
+
+
+def test_prompt_lookup_copies_after_the_first_longest_match() -> None:
+    text = text_of([1, 2, 7, 8, 3, 2, 5, 1, 2, 9], 8)
+    drafted = begun(module("peers").PromptLookup(num_tokens=3), text).propose()
+    assert paths_of(drafted) == {(7, 8, 3)}
+
+
+def test_the_recycling_templates_are_the_published_ones() -> None:
+    recycling, sam = module("peers.token_recycling"), module("peers.sam_decoding")
+    for template, levels in (
+        (recycling.TEMPLATE_80, [8, 21, 25, 15, 8, 3]),
+        (sam.TEMPLATE_60, [7, 20, 21, 8, 4]),
+    ):
+        assert [sum(level) for level in template] == levels
+        assert len(recycling.parents_and_ranks(template)) == sum(levels)
+        # Better ranks have at least as many children.
+        assert list(template[1]) == sorted(template[1], reverse=True)
+
+
+def test_token_recycling_follows_the_newest_best_tokens() -> None:
+    text = text_of([1, 2, 3, 4, 3], 2, {2: [4, 50, 51], 3: [3, 60]})
+    contender = begun(module("peers").TokenRecycling(), text)
+    assert contender.propose().num_nodes == 0  # the prompt is not recycled
+    contender.observe(DraftTree.empty(1), [], np.array([4, 3]), module("replay").seen(text, 2, 4))
+    tree = contender.propose()
+    assert tree.token_ids[:3].tolist() == [4, 50, 51]
+    assert {(4, 3, 4, 3, 4, 3), (4, 60)} <= paths_of(tree)
+
+
+def test_sam_decoding_copies_from_five_tokens_on() -> None:
+    peers = module("peers")
+    story = [*range(10, 60)]
+    copied = begun(peers.SamDecoding(), text_of([*story, 1, *story[:5], 0], 55)).propose()
+    assert paths_of(copied) == {tuple(range(15, 54))}
+    too_short = begun(peers.SamDecoding(), text_of([*story, 1, *story[:4], 0], 54)).propose()
+    assert too_short.max_nodes > len(paths_of(too_short)) > 1  # the tree of recycled logits
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30))
+def test_the_automaton_finds_the_longest_match_and_where_it_first_ended(tokens: list[int]) -> None:
+    automaton = module("peers.suffix_automaton").SuffixAutomaton()
+    automaton.extend(tokens[:-1])
+    state, length = automaton.matched(tokens[-1])
+    before, end = tokens[:-1], len(tokens)
+
+    def ends(size: int) -> list[int]:
+        wanted = tokens[end - size :]
+        return [p for p in range(size, end) if before[p - size : p] == wanted]
+
+    sizes = [size for size in range(1, end) if ends(size)]
+    assert length == max(sizes, default=0)
+    if length:
+        assert automaton.states[state].first_end == ends(length)[0]
+
+
+def test_logitspec_guesses_the_token_after_next_and_goes_on_by_lookup() -> None:
+    # After 5 the target considered 6 and 8; both have followed something in the prompt.
+    text = text_of([6, 7, 1, 8, 9, 2, 5, 4, 0], 7, {6: [4, 6, 8]})
+    tree = begun(module("peers").LogitSpec(), text).propose()
+    paths = paths_of(tree)
+    assert {(6, 7, 1, 8), (8, 9, 2, 5)} <= paths
+    assert tree.num_nodes <= 63
+    assert not any(path[0] == 4 for path in paths)  # 4 is what was said
+
+
+def test_suffix_decoding_weighs_continuations_by_frequency() -> None:
+    peers = module("peers")
+    tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 9, 5, 1, 2, 0]
+    text = text_of(tokens, 14)
+    chain = begun(peers.SuffixDecoding(), text).propose()
+    assert paths_of(chain) == {(3, 9)}  # two of four, then one of two
+    tree = begun(peers.SuffixDecoding(tree=True, factor=4.0, depth=64), text).propose()
+    assert tree.num_nodes == 8  # four times the match
+    assert {path[:2] for path in paths_of(tree)} == {(3, 9), (3, 8), (4, 9)}
+
+
+def test_suffix_decoding_remembers_the_outputs_of_other_texts() -> None:
+    contender = begun(module("peers").SuffixDecoding(), text_of([1, 2, 3, 4, 5], 2))
+    contender.observe(DraftTree.empty(1), [], np.array([4, 5]), None)
+    contender.end()
+    begun(contender, text_of([7, 3, 4, 0], 2))
+    assert paths_of(contender.propose()) == {(5,)}

@@ -1,0 +1,142 @@
+"""The end-to-end benchmark runs all its systems and adds them up as it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lookahead_hf.cli import measuring
+from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer, save_tiny_chat
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("end_to_end")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_all_systems_are_compared(
+    benchmark: ModuleType,
+    folder: str,
+    tmp_path: Path,
+    batch: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = {**measuring.systems(batch), measuring.OURS: {"speculative": DRAFTING}}
+    monkeypatch.setattr(benchmark, "systems", lambda size: ways)
+    words = ["--model", folder, "--families", "qa,translation", "--prompts-per-family", "2"]
+    words += ["--rounds", "1", "--new-tokens", "40", "--batch", str(batch)]
+    benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    by_name = {(line["family"], line["system"]): line for line in lines}
+    systems = {system for _, system in by_name}
+    assert systems == {"plain", "speculative", "budget 0"} | (
+        {"HF prompt lookup"} if batch == 1 else set()
+    )
+    assert by_name["all", "plain"]["texts"] == 4
+    assert by_name["all", "plain"]["ratio"] == 1.0
+    assert by_name["all", "speculative"]["identical"] == 1.0
+    assert by_name["all", "speculative"]["tokens_per_step"] > 1.0
+    assert by_name["all", "budget 0"]["tokens_per_step"] == 1.0
+
+
+def test_a_familys_speed_is_all_its_tokens_by_all_its_seconds(benchmark: ModuleType) -> None:
+    def run(system: str, seconds: list[float], num_tokens: int) -> object:
+        calls = [measuring.Call(s, (tuple(range(num_tokens)),), num_tokens) for s in seconds]
+        return benchmark.Run("qa", system, calls)
+
+    runs = [run("plain", [9.0, 1.0, 1.0], 10), run("plain", [3.0, 3.0, 3.0], 30)]
+    runs += [run("other", [0.5, 0.5, 0.5], 10), run("other", [0.5, 0.5, 0.5], 30)]
+    plain, other = (line for line in benchmark.summarize(runs) if line.family == "qa")
+    assert (plain.tokens, plain.tokens_per_second) == (40, 10.0)
+    assert (other.tokens_per_second, other.ratio, other.identical) == (40.0, 4.0, 1.0)
+
+
+def test_an_unknown_family_names_the_known_ones(benchmark: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"no family named poetry; there are: chat, code"):
+        benchmark.common.read_prompts(["poetry"])
+
+
+def test_prompts_that_are_too_long_are_not_counted(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark.common, "MAX_PROMPT_TOKENS", 20)
+    prompts = {"words": ["a", "b" * 40, "c", "d", "e", "f"]}
+    found = list(benchmark.common.batches(byte_tokenizer(), prompts, slice(1, 4), 2))
+    assert [batch.indices for batch in found] == [(2, 3), (4,)]
+    assert [batch.inputs["input_ids"].shape[0] for batch in found] == [2, 1]
+
+
+def test_an_interrupted_run_gives_what_there_is(
+    benchmark: ModuleType,
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = measuring.timed_call
+    calls: list[object] = []
+
+    def interrupted(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 4 + 4 + 2:  # warm-up, the first prompt, half of the second
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(measuring, "timed_call", interrupted)
+    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "2"]
+    benchmark.main([*words, "--new-tokens", "8", "--rounds", "1"])
+    shown = capsys.readouterr()
+    assert "interrupted" in shown.err
+    assert shown.out.count("of 1 |") == 2 * 4  # one text each, in its family and in all
+
+
+def test_random_weights_are_another_model_of_the_same_kind(
+    benchmark: ModuleType, folder: str, tmp_path: Path
+) -> None:
+    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "1", "--rounds", "1"]
+    words += ["--new-tokens", "20", "--random-weights", "--no-cache-only"]
+    benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    assert {line["system"] for line in lines} == {"plain", "HF prompt lookup", "speculative"}
+    model, _ = benchmark.common.load(folder, "float32", "cpu")
+    fresh = benchmark.common.with_random_weights(model)
+    assert type(fresh) is type(model)
+    assert not fresh.get_output_embeddings().weight.equal(model.get_output_embeddings().weight)
+
+
+def test_outputs_processors_and_streamers_are_asked_of_all_systems(
+    benchmark: ModuleType, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {**measuring.systems(), measuring.OURS: {"speculative": DRAFTING}}
+    monkeypatch.setattr(benchmark, "systems", lambda size: ways)
+    streamed: list[str] = []
+    monkeypatch.setattr(
+        benchmark.SilentStreamer,
+        "on_finalized_text",
+        lambda self, text, stream_end=False: streamed.append(text),
+    )
+    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "1", "--rounds", "1"]
+    words += ["--new-tokens", "40", "--no-cache-only", "--with", "scores,processors,streamer"]
+    benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    ours = next(
+        line for line in lines if (line["family"], line["system"]) == ("all", "speculative")
+    )
+    assert ours["identical"] == 1.0
+    assert ours["tokens_per_step"] > 1.0
+    assert streamed
+
+
+def test_an_unknown_extra_names_the_known_ones(benchmark: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"--with beams is not known; there are: scores, proc"):
+        benchmark.extra_arguments(["beams"], byte_tokenizer())

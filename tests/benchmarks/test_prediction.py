@@ -1,0 +1,64 @@
+"""The benchmark of predictions makes the edits that it says, and measures them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.helpers.tiny_chat import DRAFTING, save_tiny_chat
+
+TEXT = """def total(numbers):
+    result = 0
+    for number in numbers:
+        result += number
+    return result
+
+
+print(total([1, 2, 3]))
+"""
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("prediction")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_edits_are_what_they_say(benchmark: ModuleType, seed: int) -> None:
+    old = {kind: make(TEXT, random.Random(seed)) for kind, make in benchmark.KINDS.items()}
+    new = TEXT.splitlines()
+    renamed = old["rename"].replace("my_", "")
+    assert renamed == TEXT and old["rename"].count("my_") > 1
+    inserted = old["insert"].splitlines()
+    assert 2 <= len(new) - len(inserted) <= 4 and set(inserted) <= set(new)
+    deleted = old["delete"].splitlines()
+    assert len(deleted) == len(new) + 2 and [line for line in new if line not in deleted] == []
+    changed = old["change"].splitlines()
+    assert sum(a != b for a, b in zip(new, changed, strict=True)) == 3
+
+
+def test_the_table_has_all_kinds(
+    benchmark: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = save_tiny_chat(tmp_path / "model")
+    # What the tiny model writes has no lines and no names; the old file is then its text.
+    monkeypatch.setattr(benchmark, "KINDS", {"same": lambda text, rng: text})
+    monkeypatch.setattr(benchmark, "SPECULATIVE", DRAFTING)
+    words = ["--model", str(folder), "--edits", "1", "--rounds", "1", "--new-tokens", "100"]
+    benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    systems = {line["system"]: line for line in lines if line["family"] == "all"}
+    assert set(systems) == {"plain", "speculative", "with prediction"}
+    assert all(line["identical"] == 1.0 for line in lines)
+    assert systems["with prediction"]["tokens_per_step"] > 1.0
+    benchmark.main([*words[:-1], "50"])
+    assert "1 left out" in capsys.readouterr().err

@@ -1,0 +1,17 @@
+"""benchmarks/step.py runs where there is no GPU, and writes what it measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers.benchmark_runs import lines_of
+
+
+def test_on_cpu(tmp_path: Path) -> None:
+    lines = lines_of("step", tmp_path, "--nodes 0,4 --batch 1,2 --context 32")
+    places = [(rows, nodes, s) for rows in (1, 2) for nodes in (0, 4) for s in ("eager", "ours")]
+    assert [(line["rows"], line["nodes"], line["system"]) for line in lines] == places
+    assert all(line["milliseconds"] > 0 and line["floor"] > 0 for line in lines)
+    assert all(
+        0 < line["twins"] < line["milliseconds"] for line in lines if line["system"] == "ours"
+    )

@@ -1,0 +1,171 @@
+"""Caches by name and caches of the caller's: plain's text, and the object that plain leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import lookahead_hf
+from lookahead_hf.fallback import FallbackReason
+from tests.helpers.calls import padded
+from tests.helpers.compared import compared
+from tests.helpers.models import prompt, tiny
+
+Warned = lookahead_hf.SpeculationFallbackWarning
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+NAMES = ("static", "sliding_window", "hybrid", "hybrid_chunked", "dynamic")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("model_name", ["llama", "mistral", "gemma3"])
+def test_a_static_cache_by_name(model_name: str, rows: int) -> None:
+    inputs = {"input_ids": prompt()} if rows == 1 else padded("left")
+    call = {**inputs, **GREEDY, "cache_implementation": "static"}
+    compared(tiny(model_name), lambda: dict(call), inputs["input_ids"].shape[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_that_is_served(name: str) -> None:
+    call = {"input_ids": prompt(), **GREEDY, "cache_implementation": name}
+    compared(tiny("gemma3"), lambda: dict(call), 12)
+
+
+def test_room_for_longer_texts_changes_nothing() -> None:
+    call = {
+        "input_ids": prompt(),
+        **GREEDY,
+        "cache_implementation": "static",
+        "max_cache_len": 128,
+        "return_dict_in_generate": True,
+    }
+    both = compared(tiny("mistral"), lambda: dict(call), 12)
+    assert_same_static(both.ours.past_key_values, both.plain.past_key_values)
+
+
+@pytest.mark.parametrize("model_name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_turns_on_a_static_cache_of_the_callers(model_name: str, rows: int) -> None:
+    """Speculated and plain turns alternate on one object, whose tensors stay where they are."""
+    model, ids = tiny(model_name), prompt(rows, seed=2)
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        mask[1, :5] = 0
+    caches = iter([StaticCache(config=model.config, max_cache_len=100) for _ in range(2)])
+    used: list[StaticCache] = []
+
+    def call() -> dict[str, Any]:
+        used.append(next(caches))
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": used[-1], **GREEDY}
+
+    first = compared(model, call, 12).ours
+    plain, ours = used
+    assert_same_static(ours, plain)
+    addresses = [layer.keys.data_ptr() for layer in ours.layers]
+    for turn in range(2):
+        ids = torch.cat([first, prompt(rows, 4, seed=3 + turn)], 1)
+        mask = torch.cat([mask, mask.new_ones(rows, ids.shape[1] - mask.shape[1])], 1)
+        caches = iter([plain, ours])
+        if turn == 0:
+            first = compared(model, call, ids.shape[1]).ours
+            assert_same_static(ours, plain)
+            continue
+        assert model.generate(**call()).tolist() == model.generate(**call()).tolist()
+    assert [layer.keys.data_ptr() for layer in ours.layers] == addresses
+
+
+def assert_same_static(ours: Any, plain: Any) -> None:
+    assert type(ours) is StaticCache and ours.get_seq_length() == plain.get_seq_length()
+    for a, b in zip(ours.layers, plain.layers, strict=True):
+        assert type(a) is type(b)
+        assert int(a.cumulative_length) == int(b.cumulative_length) or a.is_sliding
+        assert a.get_seq_length() == b.get_seq_length()
+        assert a.keys.shape == b.keys.shape
+        first = 1 if a.is_sliding else 0  # a sliding layer never reads its oldest column again
+        assert torch.allclose(a.keys[0, :, first:], b.keys[0, :, first:], atol=5e-4, rtol=1e-3)
+        assert torch.allclose(a.values[0, :, first:], b.values[0, :, first:], atol=5e-4, rtol=1e-3)
+
+
+def refused(model: Any, reason: FallbackReason, detail: str, **call: Any) -> None:
+    with pytest.warns(Warned, match=rf"{detail}.*\[{reason}\]"), lookahead_hf.enabled(model):
+        model.generate(prompt(), **GREEDY, **call, speculative=True)
+
+
+def test_a_static_cache_that_is_too_small_is_left_to_plain() -> None:
+    model = tiny("llama")
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with pytest.raises(IndexError):
+        model.generate(prompt(), **GREEDY, past_key_values=cache)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with pytest.raises(IndexError):
+        refused(model, FallbackReason.CACHE, "20 columns", past_key_values=cache)
+
+
+def test_a_sliding_layer_made_for_less_than_the_window_ends_there() -> None:
+    model = tiny("mistral", sliding_window=64)
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    refused(model, FallbackReason.CACHE, "20 columns", past_key_values=cache)
+
+
+def test_attentions_over_a_static_cache_are_left_to_plain() -> None:
+    shown = {"return_dict_in_generate": True, "output_attentions": True}
+    refused(
+        tiny("llama", "eager"),
+        FallbackReason.CACHE,
+        "room",
+        cache_implementation="static",
+        **shown,
+    )
+
+
+class Stream:
+    """What offloaded caches wait for, where there is nothing to wait for."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets transformers' offloaded caches run without an accelerator, where they would raise."""
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+
+
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
+def test_an_offloaded_cache_by_name_is_left_to_plain(name: str, streams: None) -> None:
+    model = tiny("gemma3")
+    expected = model.generate(prompt(), **GREEDY)
+    reason = rf"cache_implementation='{name}'.*\[{FallbackReason.CACHE_IMPLEMENTATION}\]"
+    with pytest.warns(Warned, match=reason), lookahead_hf.enabled(model):
+        got = model.generate(prompt(), **GREEDY, cache_implementation=name, speculative=True)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_an_offloaded_cache_of_the_callers_is_left_to_plain(kind: Any, streams: None) -> None:
+    model = tiny("gemma3")
+    room = {"max_cache_len": 60} if kind is StaticCache else {}
+    cache = kind(config=model.config, offloading=True, **room)
+    expected = model.generate(prompt(), **GREEDY)
+    with pytest.warns(Warned, match=r"offloaded cache.*\[cache\]"), lookahead_hf.enabled(model):
+        got = model.generate(prompt(), **GREEDY, past_key_values=cache, speculative=True)
+    assert got.tolist() == expected.tolist()
+    assert cache.get_seq_length() == got.shape[1] - 1
+
+
+class Own(DynamicCache):
+    """A subclass may do anything."""
+
+
+def test_other_caches_are_refused_by_name() -> None:
+    model = tiny("llama")
+    refused(model, FallbackReason.CACHE, "Own", past_key_values=Own(config=model.config))

@@ -1,0 +1,175 @@
+"""Slots: windows drop what nobody sees, and the cache takes little more memory than plain's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import lookahead_hf
+from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.slots import SlotCache, SlotGroup
+from tests.helpers.calls import padded
+from tests.helpers.compared import compared
+from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, right, scripted
+
+
+def cache_of(window: int | None, lengths: list[int]) -> SlotCache:
+    """A cache of one layer in which token t of a row is the number t."""
+    cache = SlotCache(len(lengths))
+    cache.groups["only"] = SlotGroup(cache.extent, window)
+    store = torch.zeros(len(lengths), 4, 1, 2)
+    cache.add("only", store, store.clone())
+    for token in range(max(lengths)):
+        feed(cache, [token] * len(lengths), [token < length for length in lengths])
+    return cache
+
+
+def feed(cache: SlotCache, tokens: list[int], keeps: list[bool]) -> None:
+    cache.place(1)
+    states = torch.tensor(tokens, dtype=torch.float32)[:, None, None, None].expand(-1, 1, 1, 2)
+    cache.layers[0].update(states, states)
+    cache.lengths += np.array(keeps)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("lengths", [[100, 100], [100, 31], [5, 90]])
+def test_the_newest_tokens_of_every_row_stand_in_order(
+    window: int | None, lengths: list[int]
+) -> None:
+    cache = cache_of(window, lengths)
+    (group,) = cache.each_group()
+    for row, length in enumerate(lengths):
+        held = group.layers[0].k_store[row, : group.lengths[row], 0, 0].tolist()
+        assert held == list(range(int(group.dropped[row]), length))
+        assert len(held) >= min(length, window or length)
+    if window is not None:
+        assert group.capacity < 40
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("lengths", [[100, 100], [100, 31]])
+def test_a_rehearsal_leaves_everything_as_it_was(window: int | None, lengths: list[int]) -> None:
+    cache = cache_of(window, lengths)
+    cache.fix(150)
+    (group,) = cache.each_group()
+    path_table = group.path_table
+    stores, copies = group.stores, [store.clone() for store in group.stores]
+    dropped, capacity = group.dropped.copy(), group.capacity
+    with pytest.raises(KeyboardInterrupt), cache.rehearsal(80):
+        cache.place(80)
+        states = torch.ones(2, 1, 80, 2)
+        seen, _ = cache.layers[0].update(states, states)
+        assert seen.shape[2] == cache.get_seq_length() + 80
+        raise KeyboardInterrupt
+    assert all(a is b for a, b in zip(group.stores, stores, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(stores, copies, strict=True))
+    assert cache.lengths.tolist() == lengths
+    assert (group.dropped.tolist(), group.capacity) == (dropped.tolist(), capacity)
+    assert group.path_table is path_table
+    assert cache.shown == 150
+
+
+def test_a_row_that_may_be_handed_back_keeps_what_the_slowest_sees() -> None:
+    cache = cache_of(7, [10, 10])
+    cache.extent.starts = cache.lengths.copy()
+    for token in range(10, 60):
+        feed(cache, [token, token], [True, token < 20])
+    (group,) = cache.each_group()
+    assert group.dropped[0] <= 20 - 7 and group.dropped[1] <= 20 - 7
+
+
+def bytes_of(cache: Any) -> int:
+    held = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    return sum(t.numel() * t.element_size() for t in held)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_memory_stays_near_plains_from_2048_tokens_on(name: str) -> None:
+    """With a window of 512, as small models have it, and drafts of up to 16 nodes."""
+    own = {} if name == "llama" else {"sliding_window": 512}
+    model = tiny(name, max_position_embeddings=4096, **own)
+    ids = prompt(1, 2048)
+    with torch.no_grad():
+        plain, taken = (
+            model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
+            for _ in range(2)
+        )
+    from lookahead_hf import compat
+
+    adopted = AdoptedCache(taken, None, 1, compat.layer_masks(model))
+    per_column = bytes_of(plain) / sum(layer.keys.shape[2] for layer in plain.layers)
+    worst = 0.0
+    for length in range(2048, 4000, 9):
+        adopted.slots.lengths[:] = length
+        adopted.slots.place(17)
+        stores = [s for la in adopted.slots.layers for s in (la.stores.k_store, la.stores.v_store)]
+        ours = sum(store.numel() * store.element_size() for store in stores)
+        windows = [getattr(layer, "sliding_window", None) for layer in plain.layers]
+        columns = [length if w is None else w - 1 for w in windows]
+        worst = max(worst, ours / (per_column * sum(columns)))
+    assert 1.0 <= worst <= 1.1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_texts_far_beyond_the_window_are_plains(name: str, rows: int) -> None:
+    inputs = padded("left", rows, 40)
+    call = {**inputs, "max_new_tokens": 90, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    assert compared(tiny(name), lambda: dict(call), 40).stats.num_moved > 0
+
+
+class Cancelled(Exception):
+    """What the caller's streamer raises."""
+
+
+class CancelsLate:
+    """Ends a call from within, after so many tokens."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Cancelled
+
+    def end(self) -> None:
+        """Nothing to end."""
+
+
+def test_a_call_that_was_cancelled_hands_back_a_cache_to_go_on_with() -> None:
+    """Also where one row was far ahead and its window had moved on."""
+    model = tiny("mistral")
+    inputs = padded("left", 2, 16)
+    settings = {"do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**inputs, **settings, max_new_tokens=60)
+    truths = continuations(plain, 16)
+    scripts = iter([right(6), RandomTrees(hit=0.0)] * 100)
+
+    def uneven(rest: list[int]) -> Any:
+        return next(scripts)(rest)
+
+    cache = DynamicCache(config=model.config)
+    with lookahead_hf.enabled(model), pytest.raises(Cancelled):
+        model.generate(
+            **inputs,
+            **settings,
+            max_new_tokens=60,
+            past_key_values=cache,
+            streamer=CancelsLate(15),
+            speculative=scripted(truths, uneven),
+        )
+    seen = cache.get_seq_length()
+    assert 16 < seen < 60
+    ids, mask = plain[:, : seen + 1], inputs["attention_mask"]
+    mask = torch.cat([mask, mask.new_ones(2, seen + 1 - 16)], 1)
+    left = 60 - (seen + 1 - 16)
+    rest = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=left, **settings
+    )
+    assert rest.tolist() == plain.tolist()

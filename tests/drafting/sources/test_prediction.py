@@ -1,0 +1,257 @@
+"""The drafter that follows the caller's guess of the answer."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.sources.prediction import PredictionDrafter
+from lookahead_hf.drafting.sources.prediction_alignment import HEAD, NUM_RIGHT
+from lookahead_hf.rows import Rows
+
+NO_LOGITS = torch.empty(0)
+
+
+def begun(predictions: list[list[int]], first: list[int]) -> tuple[PredictionDrafter, Rows]:
+    """A drafter whose rows have emitted one token each."""
+    rows = Rows(np.full((len(first), 2), 999))
+    for row, token in enumerate(first):
+        rows.emit(row, token)
+    drafter = PredictionDrafter([np.array(prediction, np.int64) for prediction in predictions])
+    drafter.begin(rows)
+    return drafter, rows
+
+
+def paths(draft: DraftTree, row: int = 0) -> list[list[int]]:
+    """Path of every node of a row."""
+    found: list[list[int]] = []
+    nodes = draft.row(row)
+    for token, parent in zip(draft.token_ids[nodes], draft.parents[nodes], strict=True):
+        found.append([*(found[parent] if parent >= 0 else []), int(token)])
+    return found
+
+
+def step(drafter: PredictionDrafter, rows: Rows, draft: DraftTree, truth: list[int]) -> int:
+    """Let the only row emit what the target would: the accepted tokens of `truth` and one more."""
+    nodes = {tuple(path): node for node, path in enumerate(paths(draft))}
+    accepted = 0
+    while accepted + 1 < len(truth) and tuple(truth[: accepted + 1]) in nodes:
+        accepted += 1
+    emitted = truth[: accepted + 1]
+    path = [nodes[tuple(truth[: depth + 1])] for depth in range(accepted)]
+    for token in emitted:
+        rows.emit(0, token)
+    verdict = Verdict(
+        np.array([0, len(emitted)]),
+        np.array(emitted),
+        np.array([0, accepted]),
+        np.array(path, np.int32),
+        np.array([True]),
+        np.array([False]),
+    )
+    drafter.observe(rows, draft, verdict, NO_LOGITS)
+    return len(emitted)
+
+
+def steps_for(prediction: list[int], text: list[int], max_nodes: int = 32) -> int:
+    """Steps in which a target emits `text` after its first token."""
+    drafter, rows = begun([prediction], text[:1])
+    calibration = Calibration([drafter])
+    done, steps = 1, 0
+    while done < len(text):
+        draft = drafter.propose(rows, max_nodes)
+        assert draft.num_nodes <= max_nodes
+        assert len({tuple(path) for path in paths(draft)}) == draft.num_nodes
+        before = done
+        done += step(drafter, rows, draft, text[done:])
+        assert rows.emitted(0).tolist() == text[:done]
+        assert done > before
+        steps += 1
+    assert (calibration.rates > 0).all()
+    return steps
+
+
+NEWLINE, INDENT = 1, 2
+
+
+def source_file(num_lines: int = 40, seed: int = 0) -> list[list[int]]:
+    """Lines of 6 to 14 tokens; few words are frequent, all end alike and many begin alike."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for length in rng.integers(4, 12, num_lines):
+        words = 3 + rng.zipf(1.4, length) % 300
+        lines.append([INDENT, *words.tolist(), NEWLINE])
+    return lines
+
+
+def joined(lines: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lines))
+
+
+def test_it_begins_at_the_head_and_goes_on() -> None:
+    drafter, rows = begun([[10, 11, 12, 13, 14, 15, 16]], [10])
+    draft = drafter.propose(rows, 3)
+    assert paths(draft) == [[11], [11, 12], [11, 12, 13]]
+    step(drafter, rows, draft, [11, 12, 13, 14, 15, 16])
+    assert paths(drafter.propose(rows, 8)) == [[15], [15, 16]]
+
+
+def test_evidence_counts_the_right_tokens() -> None:
+    drafter, rows = begun([list(range(10, 40))], [10])
+    draft = drafter.propose(rows, 20)
+    evidence = draft.evidence
+    assert evidence is not None
+    assert evidence.offsets.tolist() == list(range(21))
+    assert set(evidence.source.tolist()) == {0}
+    right_class = [1] + 2 * [2] + 4 * [3] + 8 * [4] + 5 * [5]
+    assert evidence.bucket.tolist() == [HEAD * NUM_RIGHT + right for right in right_class]
+    rates = drafter.rates[evidence.bucket]
+    np.testing.assert_allclose(draft.score, np.cumprod(rates), rtol=1e-5)
+
+
+def test_nothing_is_drafted_beyond_the_end() -> None:
+    drafter, rows = begun([[10, 11], []], [10, 10])
+    assert paths(drafter.propose(rows, 8), 0) == [[11]]
+    assert paths(drafter.propose(rows, 8), 1) == []
+    drafter, rows = begun([[10]], [10])
+    assert drafter.propose(rows, 8).num_nodes == 0
+
+
+def test_after_a_replaced_token_it_goes_on_behind_it() -> None:
+    drafter, rows = begun([[10, 11, 12, 13, 14, 15]], [10])
+    step(drafter, rows, drafter.propose(rows, 8), [11, 99, 13])
+    assert [13, 14, 15] in paths(drafter.propose(rows, 8))
+
+
+def test_after_an_inserted_token_it_goes_on_before_it() -> None:
+    drafter, rows = begun([[10, 11, 12, 13, 14, 15]], [10])
+    step(drafter, rows, drafter.propose(rows, 8), [11, 99, 12])
+    assert [12, 13, 14, 15] in paths(drafter.propose(rows, 8))
+
+
+def test_after_deleted_tokens_it_goes_on_behind_them() -> None:
+    drafter, rows = begun([[10, 11, 12, 13, 14, 15, 16]], [10])
+    step(drafter, rows, drafter.propose(rows, 8), [11, 14, 15])
+    assert [15, 16] in paths(drafter.propose(rows, 8))
+
+
+def test_ambiguous_places_share_their_prefix() -> None:
+    # The text comes back with "7 8", which stands in three places: two go on alike at first.
+    prediction = [10, 11, 12, 7, 8, 20, 21, 9, 7, 8, 20, 22, 9, 7, 8, 30]
+    drafter, rows = begun([prediction], [10])
+    draft = drafter.propose(rows, 8)
+    step(drafter, rows, draft, [11, 90])
+    for token in (91, 92, 93, 94, 7, 8):
+        step(drafter, rows, DraftTree.empty(1), [token])
+    found = paths(drafter.propose(rows, 16))
+    assert [20, 21] in found
+    assert [20, 22] in found
+    assert [30] in found
+    assert found.count([20]) == 1
+
+
+def test_a_place_that_holds_is_followed_alone() -> None:
+    prediction = [5, 6, 7, 8, 5, 6, 7, 9, *range(20, 40)]
+    drafter, rows = begun([prediction], [99])
+    for token in (5, 6, 7, 9, *range(20, 28)):
+        step(drafter, rows, drafter.propose(rows, 8), [token])
+    assert paths(drafter.propose(rows, 64))[-1] == list(range(28, 40))
+    assert drafter.propose(rows, 64).num_nodes == 12
+
+
+def test_every_row_follows_its_own_prediction() -> None:
+    drafter, rows = begun([[10, 11], [10, 12]], [10, 10])
+    draft = drafter.propose(rows, 4)
+    assert [paths(draft, row) for row in range(2)] == [[[11]], [[12]]]
+    rows.finished[0] = True
+    draft = drafter.propose(rows, 4)
+    assert [paths(draft, row) for row in range(2)] == [[], [[12]]]
+
+
+def test_rows_of_one_prompt_share_its_prediction() -> None:
+    drafter, rows = begun([[10, 11], [10, 12]], [10] * 4)
+    draft = drafter.propose(rows, 4)
+    assert [paths(draft, row)[0] for row in range(4)] == [[11], [11], [12], [12]]
+
+
+def test_the_number_of_predictions_must_fit() -> None:
+    with pytest.raises(ValueError, match="2 predictions were given for 3 rows"):
+        begun([[1], [1]], [1, 1, 1])
+    with pytest.raises(ValueError, match="predictions is empty"):
+        PredictionDrafter([])
+
+
+def test_learned_rates_decide_how_much_is_drafted() -> None:
+    drafter, rows = begun([list(range(10, 60))], [10])
+    calibration = Calibration([drafter])
+    assert drafter.propose(rows, 64).num_nodes == 49
+    calibration.rates[:] = 0.1
+    assert drafter.propose(rows, 64).num_nodes == 3
+
+
+def test_the_same_text_takes_as_few_steps_as_the_nodes_allow() -> None:
+    text = joined(source_file())
+    assert steps_for(text, text) == -(-(len(text) - 1) // 33)
+
+
+@pytest.mark.parametrize("edit", ["insert", "delete", "replace"])
+def test_lines_after_an_edit_are_found_again(edit: str) -> None:
+    edited, other = source_file(), source_file(num_lines=3, seed=7)
+    new_lines = {"insert": other, "delete": [], "replace": other[:2]}[edit]
+    edited[20 : 20 if edit == "insert" else 22] = new_lines
+    text = joined(edited)
+    # Every new token costs a step, finding the place again a few more.
+    unchanged = -(-len(text) // 33)
+    assert steps_for(joined(source_file()), text) <= unchanged + len(joined(new_lines)) + 3
+
+
+def test_a_renamed_word_costs_steps_at_two_places() -> None:
+    prediction = joined(source_file())
+    text = [998 if token == 5 else token for token in prediction]
+    assert text.count(998) > 20
+    assert steps_for(prediction, text) <= -(-len(text) // 33) + 6
+
+
+def test_a_name_of_several_tokens_becomes_one_of_another_length() -> None:
+    lines = source_file()
+    name, other = [950, 951, 952], [960, 951, 961, 962]
+    for line in lines[::3]:
+        line[2:2] = name
+    prediction = joined(lines)
+    text = joined([replaced(line, name, other) for line in lines])
+    assert text.count(962) > 10
+    assert steps_for(prediction, text) <= -(-len(text) // 33) + 12
+
+
+def replaced(line: list[int], old: list[int], new: list[int]) -> list[int]:
+    for at in range(len(line)):
+        if line[at : at + len(old)] == old:
+            return [*line[:at], *new, *line[at + len(old) :]]
+    return line
+
+
+def test_what_was_replaced_once_is_predicted_again() -> None:
+    prediction = joined(source_file())
+    first, *others = [at for at, token in enumerate(prediction) if token == 5]
+    assert len(others) > 20
+    text = [*prediction[:first], 998, *prediction[first + 1 :]]
+    assert steps_for(prediction, text) <= -(-len(text) // 33) + 3
+
+
+def test_a_renaming_that_stops_is_taken_back() -> None:
+    prediction = joined(source_file())
+    places = [at for at, token in enumerate(prediction) if token == 5]
+    middle = places[len(places) // 2]
+    text = [998 if token == 5 and at < middle else token for at, token in enumerate(prediction)]
+    assert steps_for(prediction, text) <= -(-len(text) // 33) + 12
+
+
+def test_an_unrelated_text_is_not_disturbed() -> None:
+    prediction = joined(source_file())
+    text = np.random.default_rng(3).integers(400, 800, 60).tolist()
+    assert steps_for(prediction, text) == len(text) - 1

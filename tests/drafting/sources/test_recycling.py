@@ -1,0 +1,244 @@
+"""Drafts from the target's own logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+torch = pytest.importorskip("torch")
+
+from lookahead_hf.draft import ROOT, DraftTree, Verdict  # noqa: E402
+from lookahead_hf.drafting.calibration import Calibration  # noqa: E402
+from lookahead_hf.drafting.sources import _recycling_numba as compiled  # noqa: E402
+from lookahead_hf.drafting.sources import recycling_reference as reference  # noqa: E402
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter  # noqa: E402
+from lookahead_hf.ngram_pool.logits_memory import LogitsMemory  # noqa: E402
+from lookahead_hf.rows import Rows  # noqa: E402
+
+VOCAB = 40
+LIKELY, POSSIBLE = 8.0, 4.0
+
+
+def drafter_for(rows: Rows, **options: object) -> RecyclingDrafter:
+    drafter = RecyclingDrafter(**options)  # type: ignore[arg-type]
+    Calibration([drafter])
+    drafter.begin(rows)
+    return drafter
+
+
+def rows_of(*texts: list[int]) -> Rows:
+    """Rows whose last token is the one that was emitted first."""
+    rows = Rows(np.array([text[:-1] for text in texts]))
+    for row, text in enumerate(texts):
+        rows.emit(row, text[-1])
+    return rows
+
+
+def logits_of(*rows: list[dict[int, float]]) -> torch.Tensor:
+    """Logits [rows, width, VOCAB] that are 0 but for the tokens given per place."""
+    logits = torch.zeros(len(rows), max(map(len, rows)), VOCAB)
+    for row, places in enumerate(rows):
+        for place, tokens in enumerate(places):
+            for token, value in tokens.items():
+                logits[row, place, token] = value
+    return logits
+
+
+def take(rows: Rows, *outcomes: tuple[list[int], list[int]]) -> Verdict:
+    """Emit what each row's (path, tokens) says and return it as the verdict."""
+    for row, (_, tokens) in enumerate(outcomes):
+        for token in tokens:
+            rows.emit(row, token)
+    return Verdict(
+        np.cumsum([0] + [len(tokens) for _, tokens in outcomes]),
+        np.array([t for _, tokens in outcomes for t in tokens], np.int64),
+        np.cumsum([0] + [len(path) for path, _ in outcomes]),
+        np.array([n for path, _ in outcomes for n in path], np.int32),
+        np.array([bool(tokens) for _, tokens in outcomes]),
+        rows.finished.copy(),
+    )
+
+
+def chain(tree: DraftTree, row: int = 0) -> list[int]:
+    """The likeliest chain of a row's tree."""
+    nodes = tree.row(row)
+    parents, score = tree.parents[nodes], tree.score[nodes]
+    at, tokens = ROOT, []
+    while (children := np.flatnonzero(parents == at)).size:
+        at = int(children[score[children].argmax()])
+        tokens.append(int(tree.token_ids[nodes][at]))
+    return tokens
+
+
+def test_a_fresh_drafter_has_nothing_to_propose() -> None:
+    rows = rows_of([1, 2, 3])
+    assert drafter_for(rows).propose(rows, 8).num_nodes == 0
+
+
+def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
+    rows = rows_of([1, 2, 3])
+    drafter = drafter_for(rows)
+    # After 3 the target expects 4, after 4 it expects 3.
+    for emitted, expected in ((4, {4: LIKELY}), (3, {3: LIKELY})):
+        verdict = take(rows, ([], [emitted]))
+        drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([expected]))
+    assert chain(drafter.propose(rows, 32))[:3] == [4, 3, 4]
+
+
+def test_two_tokens_say_more_than_one() -> None:
+    rows = rows_of([1, 5, 9])
+    drafter = drafter_for(rows, top_k=2, num_next=2)
+    # 7 may follow (5, 9), 8 may follow (6, 9), which came last.
+    for emitted, possible in ((6, 7), (9, 20), (5, 8), (9, 20)):
+        logits = logits_of([{emitted: LIKELY, possible: POSSIBLE}])
+        drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [emitted])), logits)
+    assert rows.context(0)[-2:].tolist() == [5, 9]
+    tree = drafter.propose(rows, 64)
+    first = tree.token_ids[tree.parents == ROOT].tolist()
+    assert 7 in first
+    assert 8 not in first
+
+
+def test_rejected_nodes_are_learned_from_too() -> None:
+    rows = rows_of([1, 2])
+    drafter = drafter_for(rows)
+    draft = DraftTree.from_rows([([10, 11], [ROOT, ROOT])])
+    verdict = take(rows, ([0], [10, 12]))
+    logits = logits_of([{10: LIKELY}, {12: LIKELY}, {13: LIKELY}])
+    drafter.observe(rows, draft, verdict, logits)
+    memory = drafter._memory
+    assert memory is not None
+    assert memory.tokens[memory.find(2, 11), 0] == 13
+    assert memory.tokens[memory.find(2, 10), 0] == 12
+    assert memory.tokens[memory.find(1, 2), 0] == 10
+
+
+def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> None:
+    rows = rows_of([1, 2])
+    drafter = drafter_for(rows, top_k=2, num_next=2)
+    verdict = take(rows, ([], [20]))
+    drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([{20: LIKELY, 21: POSSIBLE}]))
+    tree = drafter.propose(rows, 8)
+    assert tree.token_ids[0] == 21
+    assert tree.evidence is not None
+    assert tree.evidence.bucket[0] >= reference.NEXT_START
+    # They stand for one step only.
+    drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [22])), logits_of([{22: LIKELY}]))
+    assert 21 not in drafter.propose(rows, 8).token_ids
+
+
+def test_more_candidates_are_tried_than_are_remembered() -> None:
+    rows = rows_of([1, 2])
+    drafter = drafter_for(rows, top_k=1, num_next=4)
+    logits = logits_of([{20: LIKELY, 21: 6.0, 22: 5.0, 23: 4.0, 24: 3.0}])
+    drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [20])), logits)
+    tree = drafter.propose(rows, 8)
+    assert tree.token_ids[tree.parents == ROOT].tolist() == [21, 22, 23]
+    assert drafter._memory is not None
+    assert drafter._memory.tokens.shape[1] == 1
+
+
+def test_rows_share_what_they_learn_but_not_their_last_logits() -> None:
+    rows = rows_of([1, 2], [3, 4])
+    drafter = drafter_for(rows, top_k=2, num_next=2)
+    verdict = take(rows, ([], [30]), ([], [2]))
+    logits = logits_of([{30: LIKELY, 31: POSSIBLE}], [{2: LIKELY, 32: POSSIBLE}])
+    drafter.observe(rows, DraftTree.empty(2), verdict, logits)
+    tree = drafter.propose(rows, 4)
+    assert chain(tree, 1)[0] == 30
+    assert 31 in tree.token_ids[tree.row(0)]
+    assert 32 not in tree.token_ids[tree.row(0)]
+
+
+def test_finished_rows_get_no_tree() -> None:
+    rows = rows_of([1, 2], [1, 2])
+    drafter = drafter_for(rows)
+    verdict = take(rows, ([], [1]), ([], [1]))
+    drafter.observe(rows, DraftTree.empty(2), verdict, logits_of([{1: LIKELY}], [{1: LIKELY}]))
+    rows.finished[0] = True
+    tree = drafter.propose(rows, 4)
+    assert tree.row_offsets[1] == 0
+    assert tree.row_offsets[2] > 0
+
+
+def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:
+    learned = []
+    for ahead in (False, True):
+        rows = rows_of([1, 2])
+        drafter = drafter_for(rows)
+        logits = logits_of([{3: LIKELY, 4: POSSIBLE}]).bfloat16()
+        if ahead:
+            drafter.prepare(logits)
+        drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [3])), logits)
+        learned.append(drafter.propose(rows, 6).token_ids.tolist())
+    assert learned[0] == learned[1] != []
+
+
+def test_a_prompt_can_be_remembered_before_the_first_step() -> None:
+    rows = rows_of([1, 2, 1, 2])
+    drafter = drafter_for(rows, top_k=2, num_next=2)
+    top_ids = np.array([[2, 8, 7], [1, 9, 7], [2, 6, 7]])
+    drafter.seed(rows, 0, 0, top_ids, np.full((3, 3), 0.3))
+    tree = drafter.propose(rows, 8)
+    first = tree.token_ids[tree.parents == ROOT].tolist()
+    # (1, 2) was followed by 1 and 9; 6 was the other candidate for the place of the last token.
+    assert sorted(first) == [1, 6, 9]
+    later = drafter_for(rows, top_k=2, num_next=2)
+    later.seed(rows, 0, 1, top_ids[1:2], np.full((1, 3), 0.3))
+    assert sorted(later.propose(rows, 2).token_ids.tolist()) == [1, 9]
+
+
+def test_nothing_is_kept_from_call_to_call_unless_asked_for() -> None:
+    for keep in (False, True):
+        rows = rows_of([1, 2])
+        drafter = drafter_for(rows, keep=keep)
+        verdict = take(rows, ([], [1]))
+        drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([{1: LIKELY}]))
+        drafter.end(rows)
+        rows = rows_of([1, 2])
+        drafter.begin(rows)
+        assert (drafter.propose(rows, 4).num_nodes > 0) == keep
+
+
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 65}, {"num_next": 0}, {"capacity": 0}])
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"recycling: {next(iter(options))} is"):
+        RecyclingDrafter(**options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    max_nodes=st.integers(0, 30),
+    top_k=st.integers(1, 4),
+    num_next=st.integers(1, 6),
+)
+def test_compiled_and_plain_growth_agree(
+    seed: int, max_nodes: int, top_k: int, num_next: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    memory = LogitsMemory(top_k, capacity=64)
+    count = int(rng.integers(0, 12))
+    tokens = np.array([rng.permutation(6)[:top_k] for _ in range(count)]).reshape(-1, top_k)
+    tokens[np.arange(top_k) >= rng.integers(0, top_k + 3, (count, 1))] = -1
+    # Few distinct probabilities and rates, so that ties occur.
+    probs = rng.choice([0.05, 0.1, 0.3, 0.7, 1.0], tokens.shape)
+    memory.remember(
+        rng.integers(-1, 6, count), rng.integers(0, 6, count),
+        tokens.astype(np.int32), probs.astype(np.float32),
+    )  # fmt: skip
+    others = np.array([rng.permutation(6)[:num_next] for _ in range(2)]).astype(np.int32)
+    others[:, rng.integers(0, num_next + 1) :] = -1
+    arguments = (
+        memory.keys, memory.tokens, memory.probs, rng.integers(0, 6, (2, 2)),
+        others, rng.choice([0.0, 0.04, 0.3], others.shape).astype(np.float32),
+        rng.random(2) < 0.8, rng.choice([0.0, 0.2, 0.5], reference.NUM_BUCKETS).astype(np.float32),
+        max_nodes, 1e-4,
+    )  # fmt: skip
+    for one, other in zip(
+        compiled.grow_trees(*arguments), reference.grow_trees(*arguments), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,269 @@
+"""Every source by its name, and what a call must bring along for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
+from lookahead_hf.config import BUILT_IN_DRAFTERS
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
+from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers.models import characters, prompt, tiny
+from tests.helpers.unsure import unsure
+
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+
+
+def config_of(drafters: tuple[str, ...], **fields: Any) -> SpeculativeConfig:
+    return SpeculativeConfig(drafters=drafters, budget=24, **fields)
+
+
+def repeating(rows: int) -> dict[str, torch.Tensor]:
+    """Prompts in which there is something to find, the first row longer than the others."""
+    ids = prompt(rows, 8, seed=1).repeat(1, 3)
+    mask = torch.ones_like(ids)
+    mask[1:, :6] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def brought_along(names: Iterable[str], plain: torch.Tensor, columns: int) -> dict[str, Any]:
+    """Arguments without which some sources have nothing to draft from."""
+    brought: dict[str, Any] = {}
+    if "assistant" in names:
+        brought["assistant_model"] = unsure(tiny("llama", scale=1.5))
+    if "prediction" in names:  # the first row's, with an edit, and of the others the second half
+        first, *others = [row[columns:].tolist() for row in plain]
+        edited = first[:12] + [3, 4] + first[14:]
+        brought["prediction"] = [edited, *(text[len(text) // 2 :] for text in others)]
+    return brought
+
+
+def pool_of(plain: torch.Tensor) -> NgramPool:
+    """What another request wrote: the first row's text but for its end."""
+    pool = NgramPool(max_tokens=10_000)
+    pool.add(plain[0, :-5].tolist())
+    return pool
+
+
+ALONE = [(name,) for name in BUILT_IN_DRAFTERS]
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("names", [*ALONE, BUILT_IN_DRAFTERS], ids="+".join)
+def test_alone_and_together(names: tuple[str, ...], rows: int, do_sample: bool) -> None:
+    # Small weights make texts that repeat, in which every source finds something.
+    model = tiny("llama", scale=1.5)
+    call = {**GREEDY, "max_new_tokens": 60, "do_sample": do_sample, **repeating(rows)}
+    if do_sample:
+        call |= {"temperature": 0.3, "top_k": 5}
+    torch.manual_seed(5)
+    plain = model.generate(**call)
+    state = torch.get_rng_state()
+    brought = brought_along(names, plain, call["input_ids"].shape[1])
+    pool = pool_of(plain) if "pool" in names else None
+    torch.manual_seed(5)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**call, **brought, speculative=config_of(names, pool=pool))
+    assert ours.tolist() == plain.tolist()
+    assert torch.equal(torch.get_rng_state(), state)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert set(stats.per_source) == set(names)
+    assert all(source.drafted > 0 for source in stats.per_source.values())
+    if rows > 1:  # each row at its own pace
+        assert len({row.row_steps for row in stats.row_stats}) > 1
+    if len(names) == 1:
+        assert stats.per_source[names[0]].accepted == stats.num_accepted
+        assert stats.per_source[names[0]].exclusive == stats.num_accepted
+
+
+def test_what_was_learned_of_sources_can_be_looked_at() -> None:
+    model, ids = tiny("llama", scale=1.5), prompt()
+    with lookahead_hf.enabled(model):
+        assert lookahead_hf.learned_rates(model) == []
+        model.generate(ids, **GREEDY, speculative=config_of(("ngram", "recycling")))
+        first = lookahead_hf.learned_rates(model)
+        assert {(rate.source, rate.sampled) for rate in first} == {
+            ("ngram", False), ("recycling", False)
+        }  # fmt: skip
+        assert all(0 < rate.rate < 1 and rate.tested > 0 for rate in first)
+        model.generate(
+            ids, **GREEDY, speculative=config_of(("ngram",)), prediction=[[5, 6, 7, 8, 9]]
+        )
+    rates = {(rate.source, rate.bucket): rate for rate in lookahead_hf.learned_rates(model)}
+    # What drafted beside it makes no other source of it, and who drafts no more is not forgotten.
+    assert {source for source, _ in rates} == {"ngram", "recycling", "prediction"}
+    old = [rate for rate in first if rate.source == "ngram"]
+    assert all(rates["ngram", rate.bucket].tested >= rate.tested for rate in old)
+    assert sum(rates["ngram", rate.bucket].tested > rate.tested for rate in old) > 0
+
+
+def test_the_target_as_its_own_assistant_is_always_right() -> None:
+    model = tiny("llama")
+    options = {"assistant": {"min_reach": 0.0, "top_k": 1, "num_draft": 5}}
+    config = config_of(("assistant",), options=options)
+    with lookahead_hf.enabled(model):
+        model.generate(prompt(), **GREEDY, assistant_model=tiny("llama"), speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.acceptance_rate == 1.0
+    assert stats.num_steps == 7  # 39 tokens behind the first, 6 a step
+
+
+def test_an_assistant_by_name_needs_one() -> None:
+    model = tiny("llama")
+    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="assistant_model="):
+        model.generate(prompt(), **GREEDY, speculative="assistant")
+
+
+def test_predictions_must_fit_the_rows() -> None:
+    model = tiny("llama")
+    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="2 texts.*3 rows"):
+        model.generate(prompt(3), **GREEDY, speculative=True, prediction=[[1, 2], [3]])
+
+
+def test_rejection_draws_from_the_same_distribution() -> None:
+    model, assistant = tiny("llama"), tiny("llama", seed=0, scale=2.9)
+    config = config_of(("assistant",), verification="rejection")
+    call = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "pad_token_id": 0}
+    ids = prompt().repeat(500, 1)
+    torch.manual_seed(0)
+    plain = model.generate(ids, **call)[:, 12:]
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, **call, assistant_model=assistant, speculative=config)[:, 12:]
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.engine == "rejection" and stats.num_accepted > 0
+    for place in range(3):
+        tokens = set(plain[:, place].tolist()) | set(ours[:, place].tolist())
+        for token in tokens:
+            a, b = (float((x[:, place] == token).float().mean()) for x in (plain, ours))
+            assert abs(a - b) < 0.13  # four standard deviations at 500 texts
+
+
+def test_rejection_is_exact_where_nothing_is_drawn() -> None:
+    model = tiny("llama")
+    plain = model.generate(prompt(), **GREEDY)
+    config = config_of(("assistant",), verification="rejection")
+    with lookahead_hf.enabled(model):
+        ours = model.generate(prompt(), **GREEDY, assistant_model=tiny("llama"), speculative=config)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_a_pool_learns_only_where_it_is_told_to() -> None:
+    model, ids = tiny("llama"), prompt()
+    plain = model.generate(ids, **GREEDY)
+    accepted = []
+    with lookahead_hf.enabled(model):
+        for learn in (False, True, True):
+            config = config_of(("pool",), learn=learn)
+            assert model.generate(ids, **GREEDY, speculative=config).tolist() == plain.tolist()
+            stats = lookahead_hf.last_stats(model)
+            assert stats is not None and stats.fallback_reason is None
+            accepted.append(stats.num_accepted)
+    assert accepted[:2] == [0, 0]
+    assert accepted[2] > 20
+
+
+class Unknown(LogitsProcessor):
+    """May look at the batch, for all that is known: rows then step together."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("engine", "extra"),
+    [
+        ("walk", {}),
+        ("walk", {"return_dict_in_generate": True}),
+        ("lockstep", {"logits_processor": LogitsProcessorList([Unknown()])}),
+    ],
+)
+def test_what_follows_the_end_of_a_text_is_not_learned(engine: str, extra: dict[str, Any]) -> None:
+    model, ids = tiny("llama"), prompt(3)
+    call = {**GREEDY, **extra}
+    eos = int(model.generate(ids, **GREEDY)[0, 18])
+    pool = NgramPool(10_000)
+    config = config_of(("ngram",), pool=pool, learn=True)
+    with lookahead_hf.enabled(model):
+        given = model.generate(ids, **call, eos_token_id=eos, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.engine == engine
+    texts: list[int] = []
+    for row in (given if isinstance(given, torch.Tensor) else given.sequences).tolist():
+        end = row.index(eos, 12) + 1 if eos in row[12:] else len(row)
+        texts += [*row[4:end], -1]
+    assert len(texts) < 3 * 49  # a row has ended before the others
+    assert pool._texts().tolist() == texts
+
+
+def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:
+    model, ids = tiny("llama"), prompt()
+    plain = model.generate(ids, **GREEDY)
+    pool = NgramPool(max_tokens=10_000)
+    pool.add(plain[0].tolist())
+    pool.save(tmp_path / "texts.pool")
+    for given in (pool, tmp_path / "texts.pool", str(tmp_path / "texts.pool")):
+        with lookahead_hf.enabled(model):
+            ours = model.generate(ids, **GREEDY, speculative=config_of(("ngram",), pool=given))
+        assert ours.tolist() == plain.tolist()
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.per_source["pool"].accepted > 20
+
+
+def test_a_file_that_is_no_pool_is_refused_before_any_work(tmp_path: Any) -> None:
+    path = tmp_path / "broken.pool"
+    path.write_bytes(b"nothing of the kind")
+    model = tiny("llama")
+    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="broken.pool"):
+        model.generate(prompt(), **GREEDY, speculative=config_of(("ngram",), pool=path))
+
+
+def test_an_assistant_of_another_vocabulary_is_refused_without_tokenizers() -> None:
+    model, small = tiny("llama"), tiny("llama", vocab_size=40)
+    forwards: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    call = {**GREEDY, "assistant_model": small, "speculative": True}
+    with lookahead_hf.enabled(model):
+        with pytest.raises(ValueError, match="40 token ids, the model 100.*assistant_tokenizer="):
+            model.generate(prompt(), **call)
+        with pytest.raises(ValueError, match="assistant_tokenizer= needs tokenizer="):
+            model.generate(prompt(), **call, assistant_tokenizer=characters())
+    assert not forwards
+
+
+def test_generation_settings_reach_the_assistant() -> None:
+    model, depths = tiny("llama"), []
+    config = config_of(("assistant",), options={"assistant": {"min_reach": 0.0, "top_k": 1}})
+    call = {**GREEDY, "assistant_model": tiny("llama"), "speculative": config}
+    with lookahead_hf.enabled(model):
+        for settings in ({}, {"num_assistant_tokens": 3}):
+            model.generate(prompt(), **call, **settings)
+            stats = lookahead_hf.last_stats(model)
+            assert stats is not None
+            depths.append(len(stats.accepted_histogram) - 1)
+    assert depths == [8, 3]
+
+
+def test_a_memory_that_is_to_outlive_a_call_needs_an_object() -> None:
+    model, accepted = tiny("llama"), []
+    options = {"recycling": {"keep": True}}
+    with lookahead_hf.enabled(model):
+        with pytest.raises(ValueError, match="keep=True.*drafters=.RecyclingDrafter.keep=True"):
+            model.generate(
+                prompt(), **GREEDY, speculative=config_of(("recycling",), options=options)
+            )
+        config = SpeculativeConfig(drafters=(RecyclingDrafter(keep=True),), budget=24)
+        for _ in range(2):
+            model.generate(prompt(), **GREEDY, speculative=config)
+            stats = lookahead_hf.last_stats(model)
+            assert stats is not None
+            accepted.append(stats.num_accepted)
+    assert accepted[1] > accepted[0]

@@ -1,0 +1,174 @@
+"""Wrong values and fallbacks are found before an encoder runs, or at least without a second run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+import lookahead_hf
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.runner import support
+from tests.helpers.encoder_decoder import texts, tiny_pair
+from tests.helpers.fakes import Recorder
+from tests.helpers.models import prompt, tiny
+from tests.helpers.speech import frames, tiny_whisper
+
+Warned = lookahead_hf.SpeculationFallbackWarning
+SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "pad_token_id": 0}
+
+
+@contextmanager
+def counted(module: Any) -> Iterator[list[int]]:
+    """How often a module runs."""
+    runs = [0]
+
+    def count(*_: Any) -> None:
+        runs[0] += 1
+
+    handle = module.register_forward_pre_hook(count)
+    try:
+        yield runs
+    finally:
+        handle.remove()
+
+
+def pair() -> tuple[Any, dict[str, Any], Any]:
+    model = tiny_pair("bart").double()
+    return model, texts(2), model.get_encoder()
+
+
+def speech() -> tuple[Any, dict[str, Any], Any]:
+    model = tiny_whisper()
+    return model, {"input_features": frames(2)}, model.get_encoder()
+
+
+WRONG: list[dict[str, Any]] = [
+    {"speculative": {"drafters": ["ngrams"]}},
+    {"speculative": {"options": {"ngram": {"longest": 3}}}},
+    {"speculative": {"drafters": ["assistant"]}},
+    {"speculative": {"pool": "/nowhere/pool.npz"}},
+    {"speculative": True, "prediction": "a text without a tokenizer"},
+    {"speculative": True, "prediction": [0.5]},
+]
+
+
+@pytest.mark.parametrize("given", WRONG, ids=str)
+@pytest.mark.parametrize("make", [pair, speech])
+def test_wrong_values_are_said_before_the_encoder_runs(
+    make: Callable[[], Any], given: dict[str, Any]
+) -> None:
+    model, inputs, encoder = make()
+    lookahead_hf.enable(model)
+    with counted(encoder) as runs, pytest.raises((ValueError, OSError)):
+        model.generate(**inputs, **SETTINGS, **given)
+    assert runs == [0]
+
+
+@pytest.mark.parametrize("several", [1, 2])
+def test_predictions_are_counted_before_the_encoder_runs(several: int) -> None:
+    model, inputs, encoder = pair()
+    call = {**inputs, **SETTINGS, "num_return_sequences": several, "do_sample": several > 1}
+    with lookahead_hf.enabled(model), counted(encoder) as runs:
+        with pytest.raises(ValueError, match=f"holds 3 texts, but the batch has {2 * several}"):
+            model.generate(**call, speculative=True, prediction=[[5], [6], [7]])
+        assert runs == [0]
+        model.generate(**call, speculative=True, prediction=[[5], [6]])
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+
+
+class OwnCache(DynamicCache):
+    """A class of somebody's may do anything."""
+
+
+@pytest.mark.parametrize("on_fallback", ["warn", "error"])
+@pytest.mark.parametrize("what", ["attention", "cache"])
+def test_what_a_model_or_cache_says_is_read_first(what: str, on_fallback: str) -> None:
+    model, inputs, encoder = pair()
+    given: dict[str, Any] = {}
+    if what == "cache":
+        given["past_key_values"] = EncoderDecoderCache(OwnCache(), DynamicCache())
+    else:
+        model.config._attn_implementation_internal = "own_attention"
+    call = {**inputs, **SETTINGS, **given, "speculative": {"on_fallback": on_fallback}}
+    with lookahead_hf.enabled(model), counted(encoder) as runs:
+        if on_fallback == "error":
+            with pytest.raises(lookahead_hf.SpeculationFallbackError, match=rf"\[{what}\]"):
+                model.generate(**call)
+            assert runs == [0]
+        elif what == "cache":
+            with pytest.warns(Warned, match=rf"\[{what}\]"):
+                model.generate(**call)
+            assert runs == [1]
+
+
+def refuses(*_: Any) -> None:
+    raise Unserved(FallbackReason.CACHE, "found late")
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_what_is_found_late_goes_on_from_where_it_is(
+    name: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_pair("bart") if name == "bart" else tiny("llama")
+    inputs = texts(1) if name == "bart" else {"input_ids": prompt()}
+    call = {**inputs, **SETTINGS, "do_sample": do_sample, "return_dict_in_generate": True}
+    streams = Recorder(), Recorder()
+    torch.manual_seed(5)
+    plain = model.generate(**call, streamer=streams[0])
+    after = torch.get_rng_state()
+    monkeypatch.setattr(support, "check_room", refuses)
+    torch.manual_seed(5)
+    encoder = model.get_encoder() if name == "bart" else model.model.embed_tokens
+    lookahead_hf.enable(model)
+    with counted(encoder) as runs, pytest.warns(Warned, match="found late") as caught:
+        ours = model.generate(**call, streamer=streams[1], speculative=True)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert streams[1].events == streams[0].events
+    assert caught[0].filename == __file__
+    assert runs == [1 if name == "bart" else SETTINGS["max_new_tokens"]]
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason == "cache"
+    assert ours.speculative_stats is stats
+
+
+def test_with_an_assistant_plain_generate_drafts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plain does then is not its loop of single tokens."""
+    model, assistant = tiny("llama"), tiny("llama", seed=1)
+    call = {"input_ids": prompt(), **SETTINGS, "do_sample": False, "assistant_model": assistant}
+    monkeypatch.setattr(support, "check_room", refuses)
+    expected = model.generate(**call)
+    lookahead_hf.enable(model)
+    with counted(assistant) as runs, pytest.warns(Warned, match="found late"):
+        assert torch.equal(model.generate(**call, speculative=True), expected)
+    assert runs[0] > 0
+
+
+def test_pictures_are_read_once(llava: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = llava
+    from PIL import Image
+
+    picture = Image.new("RGB", (16, 16), (120, 40, 200))
+    inputs = processor(images=picture, text="#ab", return_tensors="pt")
+    monkeypatch.setattr(support, "check_room", refuses)
+    with lookahead_hf.enabled(model), counted(model.model.vision_tower) as runs:
+        with pytest.raises(ValueError, match="no drafter 'ngrams'"):
+            model.generate(**inputs, **SETTINGS, speculative={"drafters": ["ngrams"]})
+        assert runs == [0]
+        with pytest.warns(Warned, match="found late"):
+            model.generate(**inputs, **SETTINGS, speculative=True)
+    assert runs == [1]
+
+
+@pytest.mark.parametrize("task", ["text-classification", "sentiment-analysis", "fill-mask"])
+def test_a_pipeline_of_another_task_loads_nothing(task: str) -> None:
+    """Not even a configuration: transformers would say that there is no such model."""
+    with pytest.raises(ValueError, match=f"a {task} pipeline does not generate text"):
+        lookahead_hf.pipeline(task, "owner/name")

@@ -1,0 +1,396 @@
+"""The loop under scripted drafts: stops, streams, caches, failures and threads end as in plain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import lookahead_hf
+from tests.helpers.models import VOCAB, prompt, tiny
+from tests.helpers.scripted import (
+    RandomTrees,
+    Scripted,
+    chain,
+    continuations,
+    empty,
+    right,
+    scripted,
+    second_child_right,
+    wrong,
+)
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """An enabled tiny Llama."""
+    model = tiny("llama")
+    with lookahead_hf.enabled(model):
+        yield model
+
+
+def plain_text(model: Any, inputs: dict[str, Any], **kwargs: Any) -> list[list[int]]:
+    output = model.generate(**inputs, **{**GREEDY, **kwargs})
+    return continuations(output, inputs["input_ids"].shape[1])
+
+
+def first_seen(text: list[int], place: int) -> int:
+    """The first token from `place` on that did not occur before."""
+    return next(t for i, t in enumerate(text) if i >= place and t not in text[:i])
+
+
+def stats_of(model: Any) -> lookahead_hf.SpeculativeStats:
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason is None
+    return stats
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_model_is_set_up_for_decoding_as_plain_sets_it_up(
+    model: Any, breaks_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the prompt and the last step; experts run otherwise there on accelerators."""
+    happened: list[str] = []
+
+    @contextmanager
+    def set_up(self: Any) -> Iterator[None]:
+        happened.append("set up")
+        try:
+            yield
+        finally:
+            happened.append("as before")
+
+    def forward(*_: Any) -> None:
+        happened.append("forward")
+        if breaks_off and len(happened) == 4:
+            raise KeyboardInterrupt
+
+    truth = plain_text(model, {"input_ids": prompt()})
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", set_up)
+    handle = model.register_forward_pre_hook(forward)
+    if not breaks_off:
+        assert plain_text(model, {"input_ids": prompt()}) == truth
+        assert happened == ["forward", "set up", *["forward"] * 23, "as before"]
+        happened.clear()
+    call = {"input_ids": prompt(), **GREEDY, "speculative": scripted(truth, right(5))}
+    if breaks_off:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**call)
+    else:
+        assert continuations(model.generate(**call), 12) == truth
+    handle.remove()
+    assert happened == ["forward", "set up", *["forward"] * (2 if breaks_off else 4), "as before"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_narrow_token_ids_become_wide_as_in_plain(model: Any, rows: int) -> None:
+    call = {"input_ids": prompt(rows).int(), **GREEDY}
+    plain = model.generate(**call)
+    ours = model.generate(**call, speculative=scripted(continuations(plain, 12), right(4)))
+    assert ours.dtype == plain.dtype == torch.int64
+    assert torch.equal(ours, plain)
+    assert stats_of(model).num_accepted > 0
+
+
+def test_all_right_takes_the_fewest_steps(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, right(5)))
+    assert continuations(out, 12) == truth
+    stats = stats_of(model)
+    assert stats.num_steps == 4  # 23 tokens behind the first, 6 a step
+    assert stats.tokens_per_step == pytest.approx(23 / 4)
+    assert stats.num_moved == 0
+
+
+def test_all_wrong_takes_plains_steps(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, wrong))
+    assert continuations(out, 12) == truth
+    stats = stats_of(model)
+    assert (stats.num_steps, stats.num_accepted) == (23, 0)
+    assert stats.num_drafted > 0
+
+
+def test_empty_drafts_are_plain_decoding(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, empty))
+    assert continuations(out, 12) == truth
+    assert stats_of(model).tokens_per_step == 1.0
+
+
+def test_over_long_drafts_end_with_the_text(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs, max_new_tokens=60)
+    short = plain_text(model, inputs, max_new_tokens=7)
+    config = scripted(truth, right(50))
+    out = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 7}, speculative=config)
+    assert continuations(out, 12) == short
+    assert stats_of(model).num_steps == 1
+
+
+def test_a_tree_keeps_its_path(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    config = scripted(truth, second_child_right)
+    assert continuations(model.generate(**inputs, **GREEDY, speculative=config), 12) == truth
+    stats = stats_of(model)
+    assert stats.num_moved > 0
+    assert stats.max_width > 1
+    assert stats.num_accepted > 0
+
+
+def test_rows_advance_by_their_own_counts(model: Any) -> None:
+    inputs = {"input_ids": prompt(4)}
+    truth = plain_text(model, inputs, max_new_tokens=48)
+    only_first = [truth[0], [], [], []]
+    config = scripted(only_first, right(11))
+    out = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 48}, speculative=config)
+    assert continuations(out, 12) == truth
+    rows = stats_of(model).row_stats
+    assert rows[0].row_steps <= rows[3].row_steps / 6
+
+
+@pytest.mark.parametrize("place", [1, 3, 5])
+def test_eos_inside_a_draft_ends_the_text_there(model: Any, place: int) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    eos = first_seen(truth[0], place)
+    ended = plain_text(model, inputs, eos_token_id=eos)
+    config = scripted(truth, right(8))
+    out = model.generate(**inputs, **GREEDY, eos_token_id=eos, speculative=config)
+    assert continuations(out, 12) == ended
+    assert stats_of(model).num_emitted == len(ended[0])
+
+
+class EndsWith(StoppingCriteria):
+    """Looks at the last token only, and answers with a Python bool as some callers do."""
+
+    def __init__(self, token: int, as_bool: bool) -> None:
+        self.token, self.as_bool = token, as_bool
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        done = input_ids[:, -1] == self.token
+        return bool(done.all()) if self.as_bool else done
+
+
+@pytest.mark.parametrize("as_bool", [False, True])
+def test_a_criterion_of_the_users_stops_at_its_token(model: Any, as_bool: bool) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    criteria = StoppingCriteriaList([EndsWith(first_seen(truth[0], 3), as_bool)])
+    ended = plain_text(model, inputs, stopping_criteria=criteria)
+    out = model.generate(
+        **inputs, **GREEDY, stopping_criteria=criteria, speculative=scripted(truth, right(8))
+    )
+    assert continuations(out, 12) == ended
+    assert stats_of(model).num_accepted > 0
+
+
+def test_in_a_batch_a_criterion_of_the_users_puts_the_rows_in_lockstep(model: Any) -> None:
+    inputs = {"input_ids": prompt(2)}
+    truth = plain_text(model, inputs)
+    criteria = StoppingCriteriaList([EndsWith(first_seen(truth[0], 4), False)])
+    ended = plain_text(model, inputs, stopping_criteria=criteria)
+    out = model.generate(
+        **inputs, **GREEDY, stopping_criteria=criteria, speculative=scripted(truth, right(8))
+    )
+    assert continuations(out, 12) == ended
+    stats = stats_of(model)
+    assert stats.engine == "lockstep"
+    assert stats.num_accepted > 0
+
+
+def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any) -> None:
+    inputs = {"input_ids": prompt(3)}
+    truth = plain_text(model, inputs)
+    last = [first_seen(text, 4) for text in truth]
+
+    class EndsEach(StoppingCriteria):
+        """Ends each row at a token of its own; plain writes on in it until all have ended."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return input_ids[:, -1] == torch.tensor(last)
+
+    call = {**GREEDY, "stopping_criteria": StoppingCriteriaList([EndsEach()])}
+    expected = model.generate(**inputs, **call)
+    out = model.generate(**inputs, **call, speculative=scripted(truth, right(3)))
+    assert out.tolist() == expected.tolist()
+    stats = stats_of(model)
+    assert stats.engine == "lockstep"
+    assert stats.num_steps == -(-(out.shape[1] - 13) // 4)
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it was fed; raises at a given `put`."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.puts: list[list[int]] = []
+        self.shapes: set[tuple[int, ...]] = set()
+        self.ends = 0
+        self.fail_at = fail_at
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.puts) == self.fail_at:
+            raise ConnectionError("the client went away")
+        self.puts.append(value.tolist())
+        if len(self.puts) > 1:
+            self.shapes.add(tuple(value.shape))
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_streamer_is_fed_as_by_plain(model: Any, rows: int) -> None:
+    inputs = {"input_ids": prompt(rows)}
+    truth = plain_text(model, inputs)
+    eos = [first_seen(truth[0], 6), first_seen(truth[-1], 3)]
+    expected, got = Recorder(), Recorder()
+    model.generate(**inputs, **GREEDY, eos_token_id=eos, streamer=expected)
+    config = scripted(truth, RandomTrees())
+    model.generate(**inputs, **GREEDY, eos_token_id=eos, streamer=got, speculative=config)
+    assert got.puts == expected.puts
+    assert got.shapes == {(rows,)}
+    assert got.ends == expected.ends == 1
+    assert stats_of(model).num_accepted > 0
+
+
+def test_an_aborted_streamer_leaves_model_and_cache_usable(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    cache = DynamicCache(config=model.config)
+    config = scripted(truth, right(3))
+    with pytest.raises(ConnectionError, match="went away"):
+        model.generate(
+            **inputs, **GREEDY, past_key_values=cache, streamer=Recorder(9), speculative=config
+        )
+    held = cache.get_seq_length()
+    assert 12 < held < 12 + 9
+    ids = torch.cat([inputs["input_ids"], torch.tensor(truth)[:, : held + 1 - 12]], 1)
+    rest = 24 - (held + 1 - 12)
+    out = model.generate(ids, **{**GREEDY, "max_new_tokens": rest}, past_key_values=cache)
+    assert continuations(out, 12) == truth
+    assert model.config._attn_implementation == "sdpa"
+    out = model.generate(**inputs, **GREEDY, speculative=config)
+    assert continuations(out, 12) == truth
+
+
+def test_the_record_is_there_at_a_streams_end_and_stays_when_a_call_raises(model: Any) -> None:
+    class Asks(Recorder):
+        def end(self) -> None:
+            assert stats_of(model).num_emitted == 24
+            raise ConnectionError("the client went away")
+
+    inputs = {"input_ids": prompt()}
+    config = scripted(plain_text(model, inputs), right(3))
+    with pytest.raises(ConnectionError):
+        model.generate(**inputs, **GREEDY, streamer=Asks(), speculative=config)
+    before = stats_of(model)
+    with pytest.raises(ConnectionError):
+        model.generate(**inputs, **GREEDY, streamer=Recorder(3), speculative=config)
+    assert stats_of(model) is before
+
+
+class Raises(Scripted):
+    """Drafts right until a method of it raises."""
+
+    def __init__(self, truths: list[list[int]], where: str) -> None:
+        super().__init__(truths, lambda rest: chain(rest[:3]))
+        self.where, self.calls = where, 0
+
+    def _maybe(self, where: str) -> None:
+        self.calls += where == self.where
+        if where == self.where and self.calls == 2:
+            raise RuntimeError("the drafter broke")
+
+    def propose(self, rows: Any, max_nodes: int) -> Any:
+        self._maybe("propose")
+        return super().propose(rows, max_nodes)
+
+    def observe(self, *args: Any) -> None:
+        self._maybe("observe")
+
+
+@pytest.mark.parametrize("where", ["propose", "observe"])
+def test_a_drafter_that_raises_costs_a_warning_not_the_text(model: Any, where: str) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    config = lookahead_hf.SpeculativeConfig(drafters=(Raises(truth, where),), budget=8)
+    with pytest.warns(RuntimeWarning, match="the drafter broke"):
+        out = model.generate(**inputs, **GREEDY, speculative=config)
+    assert continuations(out, 12) == truth
+    assert stats_of(model).num_accepted > 0
+
+
+def test_with_max_time_a_faster_run_gets_further(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs, max_new_tokens=400)
+    kwargs = {**GREEDY, "max_new_tokens": 400, "max_time": 0.25}
+    out = model.generate(**inputs, **kwargs, speculative=scripted(truth, right(30)))
+    text = continuations(out, 12)[0]
+    assert text == truth[0][: len(text)]
+    assert stats_of(model).num_accepted > 0
+
+
+def test_threads_on_one_model_do_not_mix(model: Any) -> None:
+    prompts = [prompt(seed=seed) for seed in range(4)]
+    truths = [plain_text(model, {"input_ids": ids}, max_new_tokens=60) for ids in prompts]
+    got: dict[int, Any] = {}
+
+    def work(index: int) -> None:
+        config = scripted(truths[index], RandomTrees(index))
+        kwargs = {**GREEDY, "max_new_tokens": 60}
+        out = model.generate(prompts[index], **kwargs, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        got[index] = continuations(out, 12), stats
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, (text, stats) in got.items():
+        assert text == truths[index]
+        assert stats.num_accepted > 0
+    assert len(got) == 4
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_threads_that_sample_at_once_never_share_noise(model: Any) -> None:
+    ids = prompt()
+    kwargs = {"do_sample": True, "top_k": 0, "temperature": 1.5, "max_new_tokens": 60}
+    texts: dict[int, list[int]] = {}
+    barrier = threading.Barrier(2)
+
+    def work(index: int) -> None:
+        barrier.wait()
+        out = model.generate(ids, **kwargs, pad_token_id=0, speculative=True)
+        texts[index] = out[0].tolist()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts[0] != texts[1]
+
+
+def test_token_ids_out_of_the_vocabulary_are_never_drafted(model: Any) -> None:
+    inputs = {"input_ids": prompt()}
+    truth = plain_text(model, inputs)
+    config = scripted(truth, lambda rest: chain([VOCAB + 7, *rest[:2]]))
+    out = model.generate(**inputs, **GREEDY, speculative=config)
+    assert continuations(out, 12) == truth
+    assert stats_of(model).num_drafted == 0

@@ -1,0 +1,88 @@
+"""What a call is given beside token ids: the text is plain's, whatever form the inputs have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from tests.helpers.calls import padded
+from tests.helpers.compared import compared
+from tests.helpers.models import prompt, tiny
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_embeddings_in_place_of_ids(name: str, rows: int) -> None:
+    model, inputs = tiny(name), padded("left", rows)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    call = {"inputs_embeds": embeds, **inputs, **GREEDY}
+    compared(model, lambda: dict(call), 0)
+
+
+def test_embeddings_beside_ids() -> None:
+    """The ids are returned, the embeddings are read."""
+    model, ids = tiny("llama"), prompt()
+    embeds = model.get_input_embeddings()(prompt(seed=8)).detach()
+    call = {"input_ids": ids, "inputs_embeds": embeds, **GREEDY}
+    compared(model, lambda: dict(call), 12)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_a_prompt_in_chunks(name: str, rows: int, cache: str | None) -> None:
+    inputs = padded("left", rows)
+    call = {**inputs, **GREEDY, "prefill_chunk_size": 5, "cache_implementation": cache}
+    compared(tiny(name), lambda: dict(call), inputs["input_ids"].shape[1])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_positions_of_the_callers(name: str, rows: int) -> None:
+    inputs = padded("left", rows)
+    columns = inputs["input_ids"].shape[1]
+    spaced = torch.arange(columns)[None] * 2 + torch.arange(rows)[:, None] * 5
+    call = {**inputs, **GREEDY, "position_ids": spaced}
+    compared(tiny(name), lambda: dict(call), columns)
+
+
+@pytest.mark.parametrize("types", ["same", "by row", "last differs"])
+def test_token_types(types: str) -> None:
+    ids = prompt(3)
+    token_types = torch.zeros_like(ids)
+    if types == "by row":
+        token_types += torch.tensor([[3], [4], [5]])
+    if types == "last differs":
+        token_types[:, -1] = torch.tensor([9, 30, 50])
+    call = {"input_ids": ids, **GREEDY, "token_type_ids": token_types}
+    compared(tiny("gpt2"), lambda: dict(call), 12)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5])
+def test_logits_of_more_than_the_last_token(kept: int) -> None:
+    call = {"input_ids": prompt(2), **GREEDY, "logits_to_keep": kept}
+    compared(tiny("llama"), lambda: dict(call), 12)
+
+
+def test_a_mask_of_four_dimensions_is_left_to_plain() -> None:
+    model, ids = tiny("llama"), prompt()
+    embeds = model.get_input_embeddings()(ids).detach()
+    mask = torch.zeros(1, 1, 12, 12)
+    positions = torch.arange(12)[None]
+    call = {"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions, **GREEDY}
+    with pytest.raises(RuntimeError) as plain:
+        model.generate(**call)
+    with (
+        lookahead_hf.enabled(model),
+        pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=r"4 dimensions.*\[argument\]"),
+        pytest.raises(RuntimeError) as ours,
+    ):
+        model.generate(**call, speculative=True)
+    assert str(ours.value) == str(plain.value)
+    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="must be 2D"):
+        model.generate(ids, attention_mask=mask, **GREEDY, speculative=True)

@@ -1,0 +1,129 @@
+"""Models with a `generate` of their own, which calls transformers' once, often or never."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaForCausalLM,
+)
+
+import lookahead_hf
+from tests.helpers.fakes import PlainDecoding, Recorder
+from tests.helpers.models import prompt, tiny
+
+Warned = lookahead_hf.SpeculationFallbackWarning
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    model = tiny("llama")
+    yield lookahead_hf.enable(model)
+    lookahead_hf.disable_everywhere()
+
+
+def run(model: Any, rows: int = 1, **kwargs: Any) -> Any:
+    ids = prompt(rows)
+    settings = {"max_new_tokens": 8, "do_sample": False, **kwargs}
+    if "generation_config" in settings:
+        settings = kwargs
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+
+class Segments(LlamaForCausalLM):
+    """A model whose `generate` calls `generate`, as Whisper's does for every segment."""
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        for _ in range(2):
+            inputs = super().generate(inputs, generation_config, **kwargs)
+            kwargs.pop("attention_mask", None)
+        return inputs
+
+
+@pytest.fixture
+def segments(model: Any) -> Any:
+    nested = Segments(model.config).eval()
+    nested.load_state_dict(model.state_dict())
+    nested.generation_config = copy.deepcopy(model.generation_config)
+    return nested
+
+
+def test_a_generate_that_calls_generate(segments: Any, decoding: PlainDecoding) -> None:
+    expected = run(segments)
+    lookahead_hf.enable_everywhere()
+    lookahead_hf.enable(segments)
+    assert torch.equal(run(segments, speculative=True), expected)
+    assert len(decoding.calls) == 2
+    lookahead_hf.set_default(segments, True)
+    assert torch.equal(run(segments, speculative=False), expected)
+    assert len(decoding.calls) == 2
+    stats = lookahead_hf.last_stats(segments)
+    assert stats is None
+
+
+def test_a_streamer_through_a_generate_that_calls_generate(
+    segments: Any, decoding: PlainDecoding
+) -> None:
+    plain, ours = Recorder(), Recorder()
+    run(segments, streamer=plain)
+    lookahead_hf.enable(segments)
+    run(segments, streamer=ours, speculative=True)
+    assert ours.events == plain.events
+    assert len(decoding.calls) == 2
+
+
+def test_a_generate_that_passes_to_a_part_of_the_model(model: Any, decoding: PlainDecoding) -> None:
+    class Outer(LlamaForCausalLM):
+        def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+            return self.inner.generate(inputs, **kwargs)
+
+    outer = Outer(model.config).eval()
+    outer.inner = tiny("gpt2")
+    expected = run(outer)
+    lookahead_hf.enable(outer)
+    assert torch.equal(run(outer, speculative=True), expected)
+    assert decoding.calls[0].model is outer.inner
+    assert lookahead_hf.last_stats(outer) is lookahead_hf.last_stats(outer.inner)
+
+
+def test_a_generate_that_decodes_by_itself(model: Any, decoding: PlainDecoding) -> None:
+    def alone(self: Any, *args: Any, custom_generate: Any = None, **kwargs: Any) -> Any:
+        return type(self).generate(self, *args, **kwargs)
+
+    lookahead_hf.disable(model)
+    vars(model)["generate"] = MethodType(alone, model)
+    plain, ours = Recorder(), Recorder()
+    expected = run(model, streamer=plain)
+    lookahead_hf.enable(model)
+    with pytest.warns(Warned, match="own_generate") as caught:
+        got = run(model, streamer=ours, speculative=True)
+    assert caught[0].filename == __file__
+    assert torch.equal(got, expected)
+    assert ours.events == plain.events
+    assert not decoding.calls
+    assert "test_a_generate_that_decodes_by_itself.<locals>.alone" in str(caught[0].message)
+    refuses: dict[str, Any] = {"speculative": {"on_fallback": "error"}}
+    with pytest.raises(lookahead_hf.SpeculationFallbackError):
+        run(model, **refuses)
+    unheard = Recorder()
+    with pytest.raises(lookahead_hf.SpeculationFallbackError):
+        run(model, streamer=unheard, **refuses)
+    assert unheard.events == []
+
+
+def test_a_generate_that_takes_no_strategy(model: Any, decoding: PlainDecoding) -> None:
+    def narrow(self: Any, inputs: Any, attention_mask: Any, max_new_tokens: int) -> Any:
+        return inputs + max_new_tokens
+
+    lookahead_hf.disable(model)
+    vars(model)["generate"] = MethodType(narrow, model)
+    lookahead_hf.enable(model)
+    ids = prompt()
+    with pytest.warns(Warned, match="own_generate"):
+        got = model.generate(ids, ids, max_new_tokens=2, speculative=True)
+    assert torch.equal(got, ids + 2)

@@ -1,0 +1,157 @@
+"""The arguments of a call: their names, the settings they amount to, and predictions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+from lookahead_hf.generation.options import Arguments, HeldStreamer, read_prediction
+from tests.helpers.fakes import Recorder
+from tests.helpers.models import characters, prompt, tiny
+
+IDS = [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        (IDS, [IDS]),
+        (tuple(IDS), [IDS]),
+        (torch.tensor(IDS), [IDS]),
+        (np.asarray(IDS, np.int32), [IDS]),
+        ([torch.tensor(each) for each in IDS], [IDS]),
+        ([np.int64(each) for each in IDS], [IDS]),
+        ([IDS, [8]], [IDS, [8]]),
+        ([torch.tensor(IDS), np.asarray([8])], [IDS, [8]]),
+        (torch.tensor([IDS, IDS]), [IDS, IDS]),
+        (np.asarray([IDS]), [IDS]),
+        ([IDS, []], [IDS, []]),
+        ([], [[]]),
+        (torch.empty(0), [[]]),
+        ("&'(", [IDS]),
+        (["&'(", ")"], [IDS, [8]]),
+    ],
+    ids=repr,
+)
+def test_predictions(prediction: Any, expected: list[list[int]]) -> None:
+    rows = read_prediction(prediction, characters())
+    assert [row.tolist() for row in rows] == expected
+    assert all(row.dtype == np.int64 and row.ndim == 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        3,
+        ...,
+        {5: 6},
+        [0.5],
+        torch.tensor([0.5]),
+        [True, False],
+        [5, -1],
+        [5, [6]],
+        [5, "a"],
+        ["a", [5]],
+        [[[5]]],
+        torch.zeros(1, 2, 3, dtype=torch.long),
+        [None],
+        torch.tensor(5),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prediction(prediction: Any) -> None:
+    with pytest.raises(ValueError, match="prediction holds .* token ids"):
+        read_prediction(prediction, characters())
+
+
+def test_a_text_needs_a_tokenizer() -> None:
+    for prediction in ("abc", ["abc", "d"]):
+        with pytest.raises(ValueError, match="`tokenizer=`"):
+            read_prediction(prediction)
+    processor = SimpleNamespace(tokenizer=characters())
+    assert [row.tolist() for row in read_prediction("&'(", processor)] == [IDS]
+
+
+def arguments(*args: Any, **kwargs: Any) -> Arguments:
+    model = tiny("llama")
+    model.generation_config.top_k = 7
+    return Arguments(model, model.generate, args, kwargs)
+
+
+def test_positional_arguments_get_their_names() -> None:
+    ids, streamer = prompt(), Recorder()
+    given = arguments(ids, None, None, None, None, None, None, streamer, top_p=0.5).given
+    assert given["inputs"] is ids
+    assert given["streamer"] is streamer
+    assert given["top_p"] == 0.5
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_arguments_of_a_bare_wrapper_get_transformers_names(fixed: bool) -> None:
+    def bare(*args: Any, **kwargs: Any) -> None: ...
+
+    def with_inputs(inputs: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    wrapper = with_inputs if fixed else bare
+    ids, config = prompt(), GenerationConfig(top_k=3)
+    found = Arguments(tiny("llama"), wrapper, (ids, config), {"top_p": 0.5})
+    assert found.given == {"inputs": ids, "generation_config": config, "top_p": 0.5}
+    assert found.setting("top_k") == 3
+
+
+def test_settings_are_merged_as_generate_merges_them() -> None:
+    config = GenerationConfig(top_k=3)
+    assert arguments().setting("top_k") == 7
+    assert arguments(generation_config=GenerationConfig()).setting("top_k") == 7
+    assert arguments(generation_config=config).setting("top_k") == 3
+    assert arguments(generation_config=config, top_k=2).setting("top_k") == 2
+    assert arguments(generation_config=config, top_k=None).setting("top_k") is None
+    assert arguments().setting("use_cache") is True
+    assert arguments(use_cache=False).setting("use_cache") is False
+
+
+def test_settings_equal_what_generate_prepares() -> None:
+    """Every setting that decides about fallback or conflicts, against transformers' own merge."""
+    model = tiny("llama")
+    model.generation_config.update(num_beams=2, output_scores=True)
+    config = GenerationConfig(num_beams=3, guidance_scale=1.5)
+    for kwargs in ({}, {"generation_config": config}, {"num_beams": 1, "use_cache": False}):
+        prepared, _ = model._prepare_generation_config(**{"generation_config": None, **kwargs})
+        found = Arguments(model, model.generate, (), kwargs)
+        for name in ("num_beams", "use_cache", "guidance_scale", "penalty_alpha", "stop_strings"):
+            assert found.setting(name) == getattr(prepared, name), name
+
+
+def test_a_held_streamer_passes_on_what_nobody_takes() -> None:
+    streamer = Recorder()
+    held = HeldStreamer(streamer)
+    held.put(torch.tensor([1]))
+    assert streamer.events == []
+    held.put(torch.tensor([2]))
+    assert streamer.events == [[1], [2]]
+    held.put(torch.tensor([3]))
+    held.end()
+    assert streamer.events == [[1], [2], [3], "end"]
+
+
+def test_a_held_streamer_forgets_what_was_taken_over() -> None:
+    streamer = Recorder()
+    held = HeldStreamer(streamer)
+    for token in (1, 2):
+        held.put(torch.tensor([token]))
+        assert held.take() is streamer
+    assert streamer.events == []
+    held.put(torch.tensor([3]))
+    held.end()
+    assert streamer.events == [[3], "end"]
+
+
+def test_stock_names_are_those_of_generate() -> None:
+    given = arguments(*range(11)).given
+    assert list(given.values()) == list(range(11))
+    assert list(given) == list(GenerationMixin.generate.__wrapped__.__code__.co_varnames[1:12])

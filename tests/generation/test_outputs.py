@@ -1,0 +1,182 @@
+"""Scores, logits, states and attentions are plain's, entry by entry, in batches too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
+
+import lookahead_hf
+from lookahead_hf.generation.outputs import Records
+from tests.helpers.models import prompt, tiny
+from tests.helpers.outputs import ALL, assert_close
+from tests.helpers.scripted import RandomTrees, continuations, scripted
+
+
+def batch(kind: str) -> dict[str, torch.Tensor]:
+    rows = 1 if kind == "alone" else 3
+    ids, mask = prompt(rows, seed=5), torch.ones(rows, 12, dtype=torch.long)
+    if kind == "padded":
+        mask[1, :4] = 0
+        mask[2, :2] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", ["alone", "batch", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
+    model, inputs = tiny(name, "eager"), batch(kind)
+    call: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": do_sample}
+    call |= {"eos_token_id": [5, 6, 7, 8], "top_k": 20} if do_sample else {"eos_token_id": [5, 6]}
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, **call, **ALL)
+    config = scripted(continuations(plain.sequences, 12), RandomTrees())
+    torch.manual_seed(1)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**inputs, **call, **ALL, speculative=config)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.speculative_stats.fallback_reason is None
+    assert ours.speculative_stats.num_accepted > 0
+    assert_close(ours.scores, plain.scores)
+    assert_close(ours.logits, plain.logits)
+    assert_close(ours.hidden_states, plain.hidden_states)
+    if kind != "padded":  # under pads plain's weights are of no meaning
+        assert_close(ours.attentions, plain.attentions)
+    steps = model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
+    expected = model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True)
+    assert_close(steps, expected)
+
+
+@pytest.mark.parametrize("kind", ["alone", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_attention_that_returns_no_weights(name: str, kind: str) -> None:
+    model, inputs = tiny(name, "sdpa"), batch(kind)
+    call = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": False, "eos_token_id": [5, 6]}
+    plain = model.generate(**inputs, **call, **ALL)
+    config = scripted(continuations(plain.sequences, 12), RandomTrees())
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**inputs, **call, **ALL, speculative=config)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.speculative_stats.fallback_reason is None
+    assert ours.speculative_stats.num_accepted > 0
+    assert ours.attentions == plain.attentions
+    assert_close(ours.hidden_states, plain.hidden_states)
+
+
+class Watches(StoppingCriteria):
+    """Keeps the scores that it is shown at every token."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.shown.append(scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def scored(model: Any, rows: int, truth: Any = None, criterion: Any = None) -> Any:
+    """A call that returns scores; speculative where the text is known."""
+    call: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
+    if criterion is not None:
+        call["stopping_criteria"] = StoppingCriteriaList([criterion])
+    if truth is not None:
+        call["speculative"] = scripted(continuations(truth, 12), RandomTrees())
+    with lookahead_hf.enabled(model):
+        return model.generate(prompt(rows), max_new_tokens=20, do_sample=False, **call)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_scores_are_put_together_once_for_those_who_look(rows: int) -> None:
+    model, seen, expected = tiny("llama"), Watches(), Watches()
+    plain = scored(model, rows, criterion=expected)
+    ours = scored(model, rows, plain.sequences, seen)
+    assert ours.speculative_stats.num_accepted > 0
+    assert ours.speculative_stats.engine == ("walk" if rows == 1 else "lockstep")
+    assert [len(shown) for shown in seen.shown] == [len(shown) for shown in expected.shown]
+    assert_close(ours.scores, plain.scores)
+    for column, scores in enumerate(ours.scores):
+        assert all(shown[column] is scores for shown in seen.shown[column:])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_scores_are_not_put_together_where_nobody_looks(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    plain = scored(model, rows)
+    asked: list[int] = []
+    monkeypatch.setattr(Records, "scores_so_far", lambda self: asked.append(1))
+    ours = scored(model, rows, plain.sequences)
+    assert ours.speculative_stats.num_accepted > 0
+    assert not asked
+    assert_close(ours.scores, plain.scores)
+
+
+class Remembers:
+    """Depends on the scores that it saw in the step before, and on all rows."""
+
+    def __init__(self) -> None:
+        self.last: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        out = scores if self.last is None else scores - 0.1 * self.last.mean(0).clamp(-5, 5)
+        self.last = scores.clone()
+        return out
+
+
+class DrawsNoise:
+    """Consumes the default generator at every call."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.rand(scores.shape)
+
+
+@pytest.mark.parametrize("eos", [None, [5, 41]])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("processor", [Remembers, DrawsNoise])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_processors_that_remember_or_draw(
+    rows: int, processor: Any, do_sample: bool, eos: list[int] | None
+) -> None:
+    model = tiny("llama")
+    call: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": 0, "do_sample": do_sample}
+    if eos:
+        call["eos_token_id"] = eos
+
+    def run(**kwargs: Any) -> torch.Tensor:
+        torch.manual_seed(2)
+        processors = LogitsProcessorList([processor()])
+        return model.generate(prompt(rows), **call, logits_processor=processors, **kwargs)
+
+    plain, after = run(), torch.get_rng_state()
+    with lookahead_hf.enabled(model):
+        ours = run(speculative=scripted(continuations(plain, 12), RandomTrees()))
+    assert ours.tolist() == plain.tolist()
+    assert torch.equal(torch.get_rng_state(), after)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert stats.engine == ("walk" if rows == 1 else "lockstep")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_synth_id(rows: int) -> None:
+    model = tiny("llama")
+    mark = SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=5)
+    call = {"max_new_tokens": 30, "pad_token_id": 0, "do_sample": True, "top_k": 0}
+    torch.manual_seed(4)
+    plain = model.generate(prompt(rows), **call, watermarking_config=mark)
+    config = scripted(continuations(plain, 12), RandomTrees())
+    torch.manual_seed(4)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(prompt(rows), **call, watermarking_config=mark, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0

@@ -1,0 +1,42 @@
+"""Runs a benchmark's program as its user does, on a tiny model without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import models
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines_of(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
+    """The lines that `benchmarks/<name>.py` writes; it must also draw its figure.
+
+    Args:
+        name: The program.
+        folder: Where the model, the report and the figure go.
+        options: Its own options, beside those for model, device, dtype, rounds and files.
+    """
+    pytest.importorskip("matplotlib")
+    models.tiny("llama").save_pretrained(folder / "tiny")
+    report, figure = folder / f"{name}.json", folder / f"{name}.svg"
+    shared = f"--model {folder / 'tiny'} --device cpu --dtype float32 --rounds 1"
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *shared.split(), *options.split()]
+        + ["--json", str(report), "--plot", str(figure)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "<svg" in figure.read_text()
+    lines: list[dict[str, Any]] = json.loads(report.read_text())["lines"]
+    return lines

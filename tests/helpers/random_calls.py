@@ -1,0 +1,285 @@
+"""Random calls of `generate`, as plain data that prints readably, and what they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from hypothesis import strategies as st
+from packaging import version
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    StaticCache,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
+
+from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.models import VOCAB, characters, tiny
+from tests.helpers.users_parts import CRITERIA, PROCESSORS, allowed_tokens
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 2},
+    "gpt2": {"n_layer": 2},
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
+PAIRS = ("bart", "t5")
+"""Encoder-decoder models."""
+
+DRAFTING = ("scripted", "default", "lookahead", "pool", "prediction")
+"""Who drafts: random trees around plain's text, or a drafter of ours."""
+
+LONGEST = 128
+"""Columns of a static cache of the caller's."""
+
+
+CHUNKS_BEHIND_A_TEXT = version.parse(transformers.__version__) >= version.parse("5.23")
+"""Older versions write another text where a prompt in chunks goes on with an earlier one."""
+
+
+@cache
+def smallest(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of a few layers.
+
+    In double precision a block and single tokens differ by so little that nothing is left of it in
+    the float32 scores that tokens are chosen by: what differs in a random call is never a near tie.
+    """
+    if name in PAIRS:
+        return tiny_pair(name, "sdpa").to(dtype)
+    model = tiny(name, **MODELS[name]).to(dtype)
+    model.generation_config.pad_token_id = None
+    return model
+
+
+@dataclass(frozen=True)
+class RandomCall:
+    """One call, or two turns on one cache.
+
+    Attributes:
+        model: One of `MODELS` or `PAIRS`.
+        prompt: Token ids, rows of one length.
+        mask: The attention mask, None for none.
+        max_new_tokens: As in `generate`.
+        settings: Further arguments of `generate`.
+        own: Names of `PROCESSORS`, the caller's own.
+        stop: The name of one of `CRITERIA` and its tokens, the caller's own.
+        stop_strings: One-character tokens make these.
+        embeds: Whether the prompt is given as embeddings.
+        spacing: Between the positions that the caller gives, 0 where it gives none.
+        turns: On a cache of the caller's, one or two; 0 where the caller brings none.
+        is_static: Whether the caller's cache is a static one.
+        is_half: Whether the model is in bfloat16, where a block rounds otherwise than single tokens
+            do; then the text must be that of the same blocks without drafts.
+        seed: Of the sampling.
+        drafting: One of `DRAFTING`.
+        drafts: Seed of the draft trees.
+        budget: Most draft tokens per row and step.
+        draft_invariant: Whether all blocks have one shape.
+    """
+
+    model: str
+    prompt: list[list[int]]
+    mask: list[list[int]] | None
+    max_new_tokens: int
+    settings: dict[str, Any]
+    own: list[str] = field(default_factory=list)
+    stop: tuple[str, list[int]] | None = None
+    stop_strings: list[str] | None = None
+    embeds: bool = False
+    spacing: int = 0
+    turns: int = 0
+    is_static: bool = False
+    is_half: bool = False
+    seed: int = 0
+    drafting: str = "scripted"
+    drafts: int = 0
+    budget: int = 8
+    draft_invariant: bool = False
+
+    @property
+    def target(self) -> Any:
+        return smallest(self.model, torch.bfloat16 if self.is_half else torch.float64)
+
+    def columns(self, ids: torch.Tensor) -> int:
+        """Columns of the output before the first generated one, of a prompt [rows, columns]."""
+        if self.model in PAIRS:
+            return 1
+        return 0 if self.embeds else ids.shape[1]
+
+    def arguments(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What `generate` gets for a prompt, [rows, columns]; nothing in it is used twice."""
+        given: dict[str, Any] = {**self.settings, "max_new_tokens": self.max_new_tokens}
+        if self.embeds:
+            given["inputs_embeds"] = self.target.get_input_embeddings()(ids).detach()
+        else:
+            given["input_ids"] = ids
+        mask = torch.ones_like(ids)
+        if self.mask is not None:
+            first = torch.tensor(self.mask)
+            mask[:, : first.shape[1]] = first
+            given["attention_mask"] = mask
+        if self.spacing:
+            given["position_ids"] = self.spacing * (mask.cumsum(1) - 1).clamp(min=0)
+        if given.pop("prefix_allowed_tokens", False):
+            given["prefix_allowed_tokens_fn"] = allowed_tokens
+        if self.own:
+            made = [PROCESSORS[name]() for name in self.own]
+            given["logits_processor"] = LogitsProcessorList(made)
+        if self.stop is not None:
+            kind, tokens = self.stop
+            given["stopping_criteria"] = StoppingCriteriaList([CRITERIA[kind](tokens)])
+        if self.stop_strings is not None:
+            given |= {"stop_strings": self.stop_strings, "tokenizer": tokenizer()}
+        return given
+
+    def new_cache(self) -> DynamicCache | StaticCache | None:
+        """The cache of a caller who brings one."""
+        if not self.turns:
+            return None
+        config = self.target.config
+        return StaticCache(config, LONGEST) if self.is_static else DynamicCache(config=config)
+
+
+@cache
+def tokenizer() -> Any:
+    return characters()
+
+
+_token = st.integers(3, VOCAB - 1)
+_tokens = st.lists(_token, min_size=1, max_size=8, unique=True)
+_words = st.lists(st.lists(_token, min_size=1, max_size=2), min_size=1, max_size=4)
+
+_BOTH_WAYS: dict[str, st.SearchStrategy[Any]] = {
+    "repetition_penalty": st.sampled_from([0.6, 1.1, 1.8]),
+    "encoder_repetition_penalty": st.sampled_from([0.7, 1.4]),
+    "no_repeat_ngram_size": st.integers(1, 3),
+    "encoder_no_repeat_ngram_size": st.integers(1, 3),
+    "bad_words_ids": _words,
+    "sequence_bias": _words.map(lambda words: [[word, 3.0 - 2 * len(word)] for word in words]),
+    "suppress_tokens": _tokens,
+    "begin_suppress_tokens": _tokens,
+    "forced_bos_token_id": _token,
+    "forced_eos_token_id": st.one_of(_token, _tokens),
+    "min_length": st.integers(1, 30),
+    "min_new_tokens": st.integers(1, 20),
+    "exponential_decay_length_penalty": st.tuples(st.integers(0, 8), st.sampled_from([1.1, 2.0])),
+    "remove_invalid_values": st.just(True),
+    "renormalize_logits": st.just(True),
+    "prefix_allowed_tokens": st.just(True),
+    "watermarking_config": st.sampled_from(
+        [{"bias": 3.0, "seeding_scheme": scheme} for scheme in ("selfhash", "lefthash")]
+    ),
+}
+_SAMPLED: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from([0.3, 0.7, 1.5]),
+    "top_k": st.integers(1, 20),
+    "top_p": st.sampled_from([0.2, 0.6, 0.95]),
+    "min_p": st.sampled_from([0.02, 0.2]),
+    "top_h": st.sampled_from([0.3, 0.8]),
+    "typical_p": st.sampled_from([0.2, 0.7]),
+    "epsilon_cutoff": st.sampled_from([0.001, 0.05]),
+    "eta_cutoff": st.sampled_from([0.001, 0.05]),
+    "watermarking_config": st.builds(
+        SynthIDTextWatermarkingConfig, st.just(3), st.just([7, 5, 11, 2])
+    ),
+}
+_DECODER_ONLY: dict[str, st.SearchStrategy[Any]] = {
+    "guidance_scale": st.just(1.5),
+    "prefill_chunk_size": st.integers(1, 9),
+    "cache_implementation": st.sampled_from(["static", "sliding_window", "hybrid"]),
+}
+_OUTPUT = ("output_scores", "output_logits", "output_hidden_states")
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> RandomCall:
+    """Any call that is served."""
+    rows, length = draw(st.integers(1, 4)), draw(st.integers(1, 14))
+    model = draw(st.sampled_from([*sorted(MODELS), *sorted(MODELS), *PAIRS]))
+    turns = 0 if model in PAIRS else draw(st.sampled_from([0, 0, 0, 1, 2]))
+    prompt = [draw(_text(length)) for _ in range(rows)]
+    own = draw(st.lists(st.sampled_from(sorted(PROCESSORS)), max_size=2, unique=True))
+    stops = st.tuples(st.sampled_from(sorted(CRITERIA)), _tokens)
+    strings = st.lists(st.text([chr(33 + t) for t in range(3, 20)], min_size=1, max_size=2))
+    settings = draw(_settings(rows if turns == 0 else 4, model in PAIRS))
+    if turns:
+        settings.pop("cache_implementation", None)  # which makes a cache
+    if turns > 1 and not CHUNKS_BEHIND_A_TEXT:
+        settings.pop("prefill_chunk_size", None)
+    is_half = draw(st.integers(0, 7)) == 0
+    drafting = draw(st.sampled_from([*DRAFTING[:1] * 20, *DRAFTING[1:]]))
+    # Drafters of ours find something in longer texts only.
+    most = st.one_of(st.integers(1, 8), st.integers(1, 24))
+    lengths = most if drafting == "scripted" else st.integers(16, 24)
+    has_positions = turns == 0 and model in MODELS and draw(st.integers(0, 7)) == 0
+    return RandomCall(
+        model=model,
+        prompt=prompt,
+        mask=draw(_mask(rows, length)),
+        max_new_tokens=draw(lengths),
+        settings=settings,
+        own=own if draw(st.integers(0, 3)) == 0 else [],
+        stop=draw(stops) if draw(st.integers(0, 4)) == 0 else None,
+        stop_strings=draw(strings) or None if draw(st.integers(0, 7)) == 0 else None,
+        embeds=turns == 0 and draw(st.integers(0, 9)) == 0,
+        spacing=draw(st.integers(1, 3)) if has_positions else 0,
+        turns=turns,
+        is_static=turns > 0 and draw(st.integers(0, 2)) == 0,
+        is_half=is_half,
+        seed=draw(st.integers(0, 999)),
+        drafting=drafting,
+        drafts=draw(st.integers(0, 999)),
+        budget=draw(st.sampled_from([8, 64])) if drafting == "scripted" else 8,
+        draft_invariant=is_half or draw(st.integers(0, 5)) == 0,
+    )
+
+
+@st.composite
+def _text(draw: st.DrawFn, length: int) -> list[int]:
+    """A text that repeats itself."""
+    motif = draw(st.lists(_token, min_size=1, max_size=6))
+    return (motif * length)[:length]
+
+
+@st.composite
+def _mask(draw: st.DrawFn, rows: int, length: int) -> list[list[int]] | None:
+    """Padding on the left or right, or holes; every row keeps a token."""
+    kind = draw(st.sampled_from(["none", "ones", "left", "right", "holes"]))
+    if kind == "none":
+        return None
+    mask = []
+    for _ in range(rows):
+        gone = 0 if kind == "ones" else draw(st.integers(0, length - 1))
+        kept = [1] * (length - gone)
+        first = {"right": length - gone, "holes": draw(st.integers(0, length - gone))}.get(kind, 0)
+        mask.append([*kept[:first], *[0] * gone, *kept[first:]])
+    return mask
+
+
+@st.composite
+def _settings(draw: st.DrawFn, rows: int, is_pair: bool) -> dict[str, Any]:
+    """Arguments of `generate` for at most four rows."""
+    do_sample = draw(st.booleans())
+    known = {**_BOTH_WAYS, **({} if is_pair else _DECODER_ONLY), **(_SAMPLED if do_sample else {})}
+    settings: dict[str, Any] = {"do_sample": do_sample}
+    if do_sample:
+        settings["top_k"] = 0
+        settings["num_return_sequences"] = draw(st.integers(1, 4 // rows))
+    for name in draw(st.lists(st.sampled_from(sorted(known)), max_size=4, unique=True)):
+        settings[name] = draw(known[name])
+    eos = draw(st.sampled_from(["none", "one", "several"]))
+    if eos == "none":
+        settings.pop("exponential_decay_length_penalty", None)  # which needs one
+    else:
+        settings["eos_token_id"] = draw(_token if eos == "one" else _tokens)
+    if draw(st.booleans()):
+        settings["pad_token_id"] = 0
+    if draw(st.integers(0, 3)) == 0:
+        settings["return_dict_in_generate"] = True
+        settings |= dict.fromkeys(draw(st.sets(st.sampled_from(_OUTPUT))), True)
+    return settings

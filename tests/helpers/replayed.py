@@ -1,0 +1,86 @@
+"""Calls whose steps are replayed, with a tape of CPU operations in place of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import lookahead_hf
+from tests.helpers.calls import GREEDY
+from tests.helpers.device import TapeRecorder
+from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
+
+WIDTHS = (16, 4, 1)
+
+
+def small() -> Any:
+    """A model of two layers."""
+    return tiny("llama", num_hidden_layers=2)
+
+
+def compare(
+    model: Any, inputs: dict[str, torch.Tensor], fields: dict[str, Any] | None = None, **call: Any
+) -> lookahead_hf.SpeculativeStats:
+    """Assert that replayed steps give plain's text; return what was done.
+
+    Args:
+        model: The target.
+        inputs: What is generated from.
+        fields: Fields of the configuration that differ.
+        **call: Further arguments of the call.
+    """
+    call = {**GREEDY, **call}
+    torch.manual_seed(7)
+    plain = model.generate(**inputs, **call)
+    truth = continuations(plain, inputs["input_ids"].shape[1])
+    config = replace(scripted(truth, RandomTrees()), **{"cuda_graphs": True, **(fields or {})})
+    torch.manual_seed(7)
+    lookahead_hf.enable(model)  # graphs are freed where `enabled` ends
+    ours = model.generate(**inputs, **call, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason is None
+    assert stats.engine == "device"
+    assert stats.num_accepted > 0
+    return stats
+
+
+def sets_of(made: list[TapeRecorder]) -> list[TapeRecorder]:
+    """Those that recorded something."""
+    return [recorder for recorder in made if recorder.recordings]
+
+
+class Switch:
+    """A streamer that does something after so many tokens, each once."""
+
+    def __init__(self, changes: dict[int, Callable[[], Any]]) -> None:
+        self.changes, self.num_tokens = changes, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.dim() == 1:
+            self.num_tokens += 1
+            self.changes.pop(self.num_tokens, lambda: None)()
+
+    def end(self) -> None:
+        pass
+
+
+def streamed(
+    model: Any, asked: bool | str, streamer: Any = None
+) -> tuple[list[int], lookahead_hf.SpeculativeStats]:
+    """A text drafted by the same trees in every call, and what speculation did."""
+    truth = list(range(3, 60))
+    config = replace(scripted([truth], RandomTrees(hit=1.0)), cuda_graphs=asked)
+    model.generation_config.eos_token_id = None
+    lookahead_hf.enable(model)
+    output = model.generate(prompt(), **GREEDY, speculative=config, streamer=streamer)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    assert stats.fallback_reason is None
+    assert stats.engine == "device"
+    return output[0].tolist(), stats

@@ -1,0 +1,93 @@
+"""Processors and criteria as callers of `generate` write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from tests.helpers.models import VOCAB
+
+
+def allowed_tokens(row: int, ids: torch.Tensor) -> list[int]:
+    """Tokens that may follow, by row and prefix."""
+    return [token for token in range(VOCAB) if (token + int(ids.sum()) + row) % 3]
+
+
+class Leans(LogitsProcessor):
+    """Prefers tokens by the row's whole prefix."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        liked = (input_ids.sum(1, keepdim=True) + torch.arange(scores.shape[1])) % 4 == 0
+        return scores + 2.0 * liked
+
+
+class Counts(LogitsProcessor):
+    """Acts on every third call only: it must be called once per token, in order."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores if self.calls % 3 else scores.roll(1, 1)
+
+
+class Mixes(LogitsProcessor):
+    """Lets the rows of a batch look at each other."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 0.3 * scores.flip(0)
+
+
+class Draws(LogitsProcessor):
+    """Draws from the default generator itself."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 3.0 * torch.rand(scores.shape)
+
+
+PROCESSORS: dict[str, type[LogitsProcessor]] = {
+    "leans": Leans,
+    "counts": Counts,
+    "mixes": Mixes,
+    "draws": Draws,
+}
+
+
+class Criterion(StoppingCriteria):
+    """Ends texts at some tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def ended(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+class EndsRow(Criterion):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return self.ended(input_ids)
+
+
+class EndsAll(Criterion):
+    """Ends all rows with the first that ends."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        ended = self.ended(input_ids)
+        return ended.any().expand(len(ended))
+
+
+class AnswersBool(Criterion):
+    """Answers for all rows at once, by a Python bool."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        return bool(self.ended(input_ids).any())
+
+
+CRITERIA: dict[str, type[Criterion]] = {
+    "row": EndsRow,
+    "all": EndsAll,
+    "bool": AnswersBool,
+}

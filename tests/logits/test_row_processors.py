@@ -1,0 +1,214 @@
+"""Row by row, processors give what plain's batched call gives, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from lookahead_hf.logits import row_processors
+from lookahead_hf.logits.row_processors import RowProcessors
+
+ROWS, COLUMNS, VOCAB = 4, 14, 1009
+PAD = 0
+WHISPER = SimpleNamespace(
+    no_timestamps_token_id=900, eos_token_id=890, bos_token_id=1, max_initial_timestamp_index=20
+)
+GENERATOR = torch.Generator().manual_seed(11)
+ENCODER_IDS = torch.randint(0, 40, (ROWS, 9), generator=GENERATOR)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "temperature": lambda: hf.TemperatureLogitsWarper(0.7),
+    "top_k": lambda: hf.TopKLogitsWarper(50),
+    "top_k_all": lambda: hf.TopKLogitsWarper(5000),
+    "top_p": lambda: hf.TopPLogitsWarper(0.9),
+    "top_p_small": lambda: hf.TopPLogitsWarper(0.05, min_tokens_to_keep=3),
+    "top_h": lambda: hf.TopHLogitsWarper(0.4),
+    "min_p": lambda: hf.MinPLogitsWarper(0.05, min_tokens_to_keep=2),
+    "typical": lambda: hf.TypicalLogitsWarper(0.8),
+    "epsilon": lambda: hf.EpsilonLogitsWarper(3e-4),
+    "eta": lambda: hf.EtaLogitsWarper(3e-3),
+    "inf_nan": hf.InfNanRemoveLogitsProcessor,
+    "normalize": hf.LogitNormalization,
+    "suppress": lambda: hf.SuppressTokensLogitsProcessor([1, 7, 99]),
+    "bark_eos": lambda: hf.BarkEosPrioritizerLogitsProcessor(3, 1e-3),
+    "min_length": lambda: hf.MinLengthLogitsProcessor(COLUMNS + 1, [2, 3]),
+    "min_length_reached": lambda: hf.MinLengthLogitsProcessor(COLUMNS, 2),
+    "min_new_tokens": lambda: hf.MinNewTokensLengthLogitsProcessor(COLUMNS - 3, 5, [2]),
+    "forced_bos": lambda: hf.ForcedBOSTokenLogitsProcessor(4),
+    "forced_eos": lambda: hf.ForcedEOSTokenLogitsProcessor(COLUMNS + 1, [2]),
+    "decay": lambda: hf.ExponentialDecayLengthPenalty((2, 1.2), [2, 9], COLUMNS - 5),
+    "suppress_at_begin": lambda: hf.SuppressTokensAtBeginLogitsProcessor([5, 6], COLUMNS),
+    "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition_cut": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, 4),
+    "repetition_pads": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([0, 3, 7, 1])),
+    "no_repeat_ngram": lambda: hf.NoRepeatNGramLogitsProcessor(2),
+    "sequence_bias": lambda: hf.SequenceBiasLogitsProcessor([[[3], -2.0], [[7, 9], 4.0]]),
+    "bad_words": lambda: hf.NoBadWordsLogitsProcessor([[3], [7, 9]], 2),
+    "encoder_repetition": lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(1.4, ENCODER_IDS),
+    "encoder_repetition_shared": lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(
+        1.4, ENCODER_IDS[:2]
+    ),
+    "encoder_ngram": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS),
+    "encoder_ngram_shared": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS[:2]),
+    "watermark": lambda: hf.WatermarkLogitsProcessor(VOCAB, "cpu"),
+    "watermark_selfhash": lambda: hf.WatermarkLogitsProcessor(
+        VOCAB, "cpu", seeding_scheme="selfhash", context_width=3
+    ),
+    "whisper_timestamps": lambda: hf.WhisperTimeStampLogitsProcessor(WHISPER, COLUMNS - 2),
+    "codebooks": lambda: hf.AlternatingCodebooksLogitsProcessor(3, 100, 400),
+}
+
+
+def logits(kind: str, rows: int = ROWS, vocab: int = VOCAB) -> torch.Tensor:
+    """Scores of a step: plain ones, rounded to bf16 as half-precision models give them, tied."""
+    scores = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows * vocab))
+    if kind == "bf16":
+        return scores.bfloat16().float()
+    if kind == "tied":
+        return scores.round()
+    return scores
+
+
+def prefixes(rows: int = ROWS) -> torch.Tensor:
+    """Left-padded ids with repetitions, some of them timestamps for Whisper."""
+    ids = torch.randint(1, 12, (ROWS, COLUMNS), generator=torch.Generator().manual_seed(5))
+    for row in range(ROWS):
+        ids[row, :row] = PAD
+    ids[1, -1] = 903
+    ids[2, -2:] = torch.tensor([902, 905])
+    return ids[:rows]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.contiguous().view(torch.int32))
+
+
+def every_row_equals(processors: hf.LogitsProcessorList, fresh: RowProcessors, kind: str) -> bool:
+    ids, scores = prefixes(), logits(kind)
+    expected = processors(ids, scores.clone())
+    return all(
+        same_bits(fresh(row, ids[row : row + 1], scores[row : row + 1].clone())[0], expected[row])
+        for row in reversed(range(ROWS))
+    )
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "tied"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_known_class_equals_plains_batch(name: str, kind: str):
+    make = MAKERS[name]
+    ours = RowProcessors(hf.LogitsProcessorList([make()]), ROWS, COLUMNS)
+    assert ours.unserved() is None
+    assert every_row_equals(hf.LogitsProcessorList([make()]), ours, kind)
+
+
+def test_the_makers_cover_every_known_class():
+    known = row_processors.SCORES_ONLY | row_processors._BY_PREFIX | set(row_processors._BINDERS)
+    assert {type(make()) for make in MAKERS.values()} == known
+
+
+@pytest.mark.parametrize("name", ["typical", "eta", "top_p", "normalize", "whisper_timestamps"])
+def test_a_long_vocabulary_rounds_as_in_the_batch_with_several_threads(name: str):
+    torch.set_num_threads(2)
+    try:
+        processor = MAKERS[name]()
+        ours = RowProcessors(hf.LogitsProcessorList([processor]), 3, COLUMNS)
+        ids, scores = prefixes(3), logits("fp32", 3, 49152)
+        expected = processor(ids, scores.clone())
+        for row in range(3):
+            found = ours(row, ids[row : row + 1], scores[row : row + 1].clone())
+            assert same_bits(found[0], expected[row])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "tied"])
+def test_a_whole_list_is_applied_in_order(kind: str):
+    names = ["repetition_pads", "no_repeat_ngram", "min_new_tokens", "temperature", "top_k"]
+    names += ["top_p", "min_p"]
+    plain, given = (hf.LogitsProcessorList([MAKERS[n]() for n in names]) for _ in range(2))
+    ours = RowProcessors(given, ROWS, COLUMNS)
+    assert every_row_equals(plain, ours, kind)
+    assert not ours.scores_only
+
+
+class Counting(hf.LogitsProcessor):
+    """Depends on how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores + self.calls
+
+
+class OwnTopK(hf.TopKLogitsWarper):
+    """A subclass may do anything."""
+
+
+def test_an_unknown_class_is_served_alone_and_named_in_a_batch():
+    callers = hf.PrefixConstrainedLogitsProcessor(lambda row, prefix: [row], 1)
+    for unknown in (Counting(), OwnTopK(5), callers):
+        processors = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(0.5), unknown])
+        assert RowProcessors(processors, 2, COLUMNS).unserved() == type(unknown).__name__
+        assert RowProcessors(processors, 1, COLUMNS).unserved() is None
+        assert not RowProcessors(processors, 1, COLUMNS).all_known
+    counting = Counting()
+    alone = RowProcessors(hf.LogitsProcessorList([counting]), 1, COLUMNS)
+    scores = logits("fp32", 1)
+    for calls in (1, 2, 3):
+        assert same_bits(alone(0, prefixes(1), scores), scores + calls)
+
+
+def test_what_does_not_fit_the_rows_of_the_batch_is_named():
+    unfit = [
+        hf.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3])),
+        hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, ENCODER_IDS[:3]),
+        hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS[:3]),
+    ]
+    for processor in unfit:
+        ours = RowProcessors(hf.LogitsProcessorList([processor]), ROWS, COLUMNS)
+        assert ours.unserved() == type(processor).__name__
+
+
+def test_guidance_keeps_a_model_cache_and_is_never_asked_row_by_row():
+    guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
+    for rows in (1, 2):
+        ours = RowProcessors(hf.LogitsProcessorList([guidance]), rows, COLUMNS)
+        assert ours.unserved() == "UnbatchedClassifierFreeGuidanceLogitsProcessor"
+
+
+def test_a_list_of_another_class_counts_as_unknown():
+    class OwnList(hf.LogitsProcessorList):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+            return scores * 2
+
+    assert RowProcessors(OwnList(), 2, COLUMNS).unserved() == "OwnList"
+    alone, scores = RowProcessors(OwnList(), 1, COLUMNS), logits("fp32", 1)
+    assert same_bits(alone(0, prefixes(1), scores), scores * 2)
+    assert not alone.empty and not alone.scores_only
+
+
+def test_empty_and_scores_only_tell_the_engine_what_it_may_skip():
+    assert RowProcessors(hf.LogitsProcessorList(), 2, COLUMNS).empty
+    warpers = RowProcessors(
+        hf.LogitsProcessorList([MAKERS[n]() for n in ("temperature", "top_p")]), 2, COLUMNS
+    )
+    assert warpers.scores_only and warpers.all_known and not warpers.empty
+
+
+def test_the_given_processors_are_not_changed():
+    ignored = torch.tensor([0, 3, 7, 1])
+    processor = hf.RepetitionPenaltyLogitsProcessor(1.3, ignored)
+    every_row_equals(
+        hf.LogitsProcessorList([processor]),
+        RowProcessors(hf.LogitsProcessorList([processor]), ROWS, COLUMNS),
+        "fp32",
+    )
+    assert torch.equal(processor.prompt_ignore_length, ignored)

@@ -1,0 +1,104 @@
+"""Every architecture writes plain's text, on the host and from captured steps, or says why not."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf.runner.cuda import graphs
+from tests.helpers.architectures import MODEL_TYPES, build
+from tests.helpers.device import taped
+from tests.helpers.models import prompt
+from tests.helpers.scripted import RandomTrees, continuations, scripted
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+QUICK = ("falcon", "gemma2", "git", "jetmoe", "roberta")
+"""Types that are tried where time is short: each is a case of its own."""
+
+NOT_BUILT = words(
+    """
+    blt dots3_note gemma3n gemma4_assistant gemma4_unified_assistant mpt musicgen musicgen_melody
+    qwen4_exp qwen4_exp_text
+    """
+)
+"""Types of which the sizes of `tests.helpers.architectures` make no model that generates."""
+
+STATEFUL = words(
+    """
+    bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba
+    mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+    recurrent_gemma rwkv xlstm zamba zamba2 zaya
+    """
+)
+
+UNSERVED = words(
+    """
+    axk2 bart bigbird_pegasus blenderbot blenderbot-small bloom cpmant ctrl deepseek_v32 doge
+    dots3_note_text git glm_moe_dsa gpt_neo gpt_neox_japanese hy_v4 inkling2_text inkling_text
+    lfm2_moe lfm3 marian mbart minimax mllama moshi moss_transcribe_diarize mvp openai-gpt pegasus
+    plbart prophetnet reformer roformer trocr whisper xlm xlnet
+    """
+)
+"""Positions that a forward cannot be told (BART's family as a decoder alone), biases and windows
+that count slots, layers of other kinds, attention that takes no other strides."""
+
+NOT_CAPTURED = ("dbrx", "jetmoe", "longcat_flash")
+"""Types whose experts are asked on the host who goes to which of them."""
+
+
+def expected_fallback(model_type: str) -> str | None:
+    """Why a type's calls run plain `generate`."""
+    if model_type in STATEFUL:
+        return "stateful"
+    return "model" if model_type in UNSERVED else None
+
+
+def generated(model: Any, call: dict[str, Any], plain: torch.Tensor) -> Any:
+    """Assert that speculation gives plain's text; return what it did."""
+    trees = scripted(continuations(plain, call["inputs"].shape[1]), RandomTrees())
+    config = replace(trees, cuda_graphs=True, on_fallback="silent")
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**call, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    return lookahead_hf.last_stats(model)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in MODEL_TYPES],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_architecture_writes_plains_text(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(model_type)
+    if model_type in NOT_BUILT:
+        pytest.skip("no model of these sizes")
+    ids = prompt(2, 10, seed=3)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    call = {"inputs": ids, "attention_mask": mask, "do_sample": False, "pad_token_id": 0}
+    call["max_new_tokens"] = 24
+    plain = model.generate(**call)
+    monkeypatch.setattr(graphs, "WIDTHS", (32, 1))
+    for engine in ("walk", "device"):
+        with taped(monkeypatch) if engine == "device" else nullcontext():
+            stats = generated(model, call, plain)
+        assert stats.fallback_reason == expected_fallback(model_type)
+        if stats.fallback_reason is None:
+            assert stats.engine == engine
+            assert stats.num_accepted > 0
+            assert stats.num_moved > 0
+    if model_type in NOT_CAPTURED:
+        assert "waits for the device" in stats.graphs
+    elif stats.fallback_reason is None:
+        assert stats.graphs == "replayed"

@@ -1,0 +1,236 @@
+"""What graphs would pass over is run, and what they have frozen belongs to them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lookahead_hf.runner import guards
+from lookahead_hf.runner.cuda.runner import CHANGED
+from tests.helpers.calls import GREEDY, padded
+from tests.helpers.device import HostReads, Tape, TapeRecorder
+from tests.helpers.models import tiny
+from tests.helpers.replayed import Switch, compare, sets_of, small, streamed
+
+
+class Wrapped(torch.Tensor):
+    """A tensor with its numbers in another one, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_weights_in_wrappers_are_told_apart() -> None:
+    weights = torch.randn(2, 3), torch.randn(2, 3)
+    assert guards.addresses(Wrapped(weights[0])) == guards.addresses(weights[0])
+    assert guards.addresses(Wrapped(weights[0])) != guards.addresses(weights[1])
+
+
+def steer(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def steer_outputs(model: Any) -> None:
+    def other_logits(module: Any, args: Any, outputs: Any) -> Any:
+        outputs.logits = outputs.logits.roll(1, -1)
+        return outputs
+
+    model.register_forward_hook(other_logits)
+
+
+def steer_inputs(model: Any) -> None:
+    model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].roll(1, -1),))
+
+
+def replace_forward(model: Any) -> None:
+    layer = model.model.layers[1].mlp
+    own = layer.forward
+    layer.forward = lambda x: own(x) * 1.5
+
+
+def scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= -3.0
+
+
+def cap(model: Any) -> None:
+    model.config.final_logit_softcapping = 1.0
+
+
+def turn(model: Any) -> None:
+    weight = torch.nn.Parameter(-model.model.layers[1].mlp.down_proj.weight)
+    model.model.layers[1].mlp.down_proj.weight = weight
+
+
+def turn_data(model: Any) -> None:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = -weight.data
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (steer, "modules have hooks"),
+        (steer_outputs, "modules have hooks"),
+        (steer_inputs, "modules have hooks"),
+        (replace_forward, "a forward was replaced"),
+    ],
+)
+def test_what_graphs_would_pass_over_is_run(
+    change: Callable[[Any], None], reason: str, made: list[TapeRecorder]
+) -> None:
+    model = small()
+    assert compare(model, padded("none")).graphs == "replayed"
+    change(model)
+    assert compare(model, padded("none")).graphs == reason
+
+
+def test_hooks_of_all_modules_are_called(made: list[TapeRecorder]) -> None:
+    factor = [1.0]
+
+    def scaled(module: Any, args: Any, output: Any) -> Any:
+        return output * factor[0] if isinstance(module, torch.nn.Linear) else output
+
+    model = small()
+    handle = torch.nn.modules.module.register_module_forward_hook(scaled)
+    try:
+        for factor[0] in (0.5, -2.0):
+            assert compare(model, padded("none")).graphs == "modules have hooks"
+    finally:
+        handle.remove()
+
+
+def test_modes_of_others_see_every_call(made: list[TapeRecorder]) -> None:
+    model = small()
+    with HostReads():
+        assert guards.passed_over(model) == "calls of torch are being watched"
+    with Tape():
+        assert guards.passed_over(model) == "calls of torch are being watched"
+    with torch.device("cpu"):
+        assert guards.passed_over(model) is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's, when it is imported
+def test_compiled_forwards_are_the_models_own() -> None:
+    model = small()
+    model.model.forward = torch.compile(model.model.forward, backend="eager")
+    model.lm_head = torch.compile(model.lm_head, backend="eager")
+    assert guards.passed_over(model) is None
+    model.model.norm.forward = torch.compile(lambda x: x, backend="eager")
+    assert guards.passed_over(model) == "a forward was replaced"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sampled"),
+    [
+        ("llama", scale, False),
+        ("gemma3", cap, True),  # which leaves the likeliest token the likeliest
+        ("llama", turn, False),
+        ("llama", turn_data, True),
+    ],
+)
+def test_what_a_graph_has_frozen_makes_a_new_one(
+    name: str, change: Callable[[Any], None], sampled: bool, made: list[TapeRecorder]
+) -> None:
+    model = tiny(name)
+    inputs, call = padded("none", rows=1), {"do_sample": sampled, "max_new_tokens": 24}
+
+    def plain() -> list[list[int]]:
+        torch.manual_seed(7)
+        return model.generate(**inputs, **{**GREEDY, **call}).tolist()
+
+    before = plain()
+    assert compare(model, inputs, **call).graphs == "replayed"
+    change(model)
+    assert plain() != before
+    assert compare(model, inputs, **call).graphs == "replayed"
+    assert len(sets_of(made)) == 2
+
+
+def test_forwards_of_a_class_are_told_apart(
+    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small()
+    kind = type(model.model.norm)
+    own = kind.forward
+
+    def forward_by(factor: float) -> Callable[..., Any]:
+        return lambda self, x: own(self, x) * factor * (1.0 + 0.01 * x.sign())
+
+    for factor in (1.0, -1.0, 2.0):  # the third may get the first one's place in memory
+        monkeypatch.setattr(kind, "forward", forward_by(factor))
+        assert compare(model, padded("none")).graphs == "replayed"
+
+
+def hook_all(model: Any) -> None:
+    def scaled(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5 if module is model.model.layers[1].mlp else output
+
+    torch.nn.modules.module.register_module_forward_hook(scaled)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scale, steer, steer_outputs, steer_inputs, turn, turn_data, replace_forward, hook_all],
+)
+def test_changes_in_the_middle_of_a_call_count(
+    change: Callable[[Any], None], made: list[TapeRecorder]
+) -> None:
+    texts = []
+    for asked in (False, True):
+        model = small()
+        before, _ = streamed(model, asked)
+        try:
+            text, stats = streamed(model, asked, Switch({11: lambda m=model: change(m)}))
+        finally:
+            torch.nn.modules.module._global_forward_hooks.clear()
+        assert text != before
+        texts.append((before, text))
+    assert texts[0] == texts[1]
+    assert stats.graphs == CHANGED
+    assert num_replays(made) > 0
+
+
+def num_replays(made: list[TapeRecorder]) -> int:
+    return sum(each.num_replays for recorder in made for each in recorder.recordings)
+
+
+def test_graphs_are_used_again_where_a_change_was_undone(made: list[TapeRecorder]) -> None:
+    texts = []
+    for asked in (False, True):
+        model = small()
+        streamed(model, asked)
+        own, before = model.model.layers[1].self_attn.scaling, num_replays(made)
+
+        def put(value: float, model: Any = model) -> None:
+            model.model.layers[1].self_attn.scaling = value
+
+        switch = Switch({9: partial(put, -3 * own), 21: partial(put, own)})
+        text, stats = streamed(model, asked, switch)
+        texts.append(text)
+    assert texts[0] == texts[1]
+    assert stats.graphs == "replayed"
+    assert 0 < num_replays(made) - before < stats.num_steps
+
+
+def test_nothing_is_captured_of_a_model_that_was_changed(made: list[TapeRecorder]) -> None:
+    model = small()
+    text, stats = streamed(model, True, Switch({1: lambda: scale(model)}))
+    assert stats.graphs == CHANGED
+    assert sets_of(made) == []
+    model = small()
+    assert streamed(model, False, Switch({1: lambda: scale(model)}))[0] == text

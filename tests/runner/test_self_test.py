@@ -1,0 +1,76 @@
+"""A model that nobody tried is tried once, and what came of it is logged."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf.runner import self_test
+from tests.helpers.models import prompt, tiny
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of a type that was never tried."""
+    monkeypatch.setattr(self_test, "TRIED", frozenset())
+    return tiny("llama")
+
+
+def test_a_sound_model_is_tried_once(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lookahead_hf")
+    assert self_test.refusal(unknown) == ("", "")
+    assert "in its trial LlamaForCausalLM differed by" in caplog.text
+    caplog.clear()
+    assert self_test.refusal(unknown) == ("", "")
+    assert not caplog.text
+
+
+def test_a_model_that_fails_is_not_served_and_says_why(
+    unknown: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("no such luck")
+
+    unknown.model.layers[1].register_forward_hook(fail)
+    caplog.set_level(logging.INFO, "lookahead_hf")
+    found, _ = self_test.refusal(unknown)
+    assert found == "a block of tokens fails in LlamaForCausalLM: ZeroDivisionError: no such luck"
+    assert "trial of LlamaForCausalLM failed" in caplog.text
+    assert "ZeroDivisionError: no such luck" in caplog.text
+
+
+def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
+    def shift(module: Any, args: Any, kwargs: Any) -> Any:
+        positions = kwargs["position_ids"]
+        return args, {**kwargs, "position_ids": torch.arange(positions.shape[-1])[None]}
+
+    unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
+    found, _ = self_test.refusal(unknown)
+    assert "gives other logits for blocks" in found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_that_memory_ran_out_is_not_held_against_a_model(unknown: Any, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = unknown.model.layers[1].register_forward_hook(fail)
+    lookahead_hf.enable(unknown)
+    call = {"max_new_tokens": 4, "do_sample": False, "speculative": {"on_fallback": "error"}}
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match="no memory.*free some"):
+        unknown.generate(prompt(), **call)
+    handle.remove()
+    unknown.generate(prompt(), **call)
+    stats = lookahead_hf.last_stats(unknown)
+    assert stats is not None and stats.fallback_reason is None

@@ -1,0 +1,132 @@
+"""Models whose forward was given to `torch.compile`: plain's text, and little that is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig
+
+import lookahead_hf
+from lookahead_hf.runner import support, torch_compile
+from lookahead_hf.runner.cuda import graphs
+from lookahead_hf.runner.torch_compile import WIDTHS, has_own_graphs, is_compiled
+from tests.helpers.calls import GREEDY, padded
+from tests.helpers.compared import compared
+from tests.helpers.device import on_device, taped
+from tests.helpers.models import tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What other tests have compiled counts towards no limit."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def small(name: str = "llama") -> Any:
+    return tiny(name, num_hidden_layers=1)
+
+
+def compare(model: Any, seed: int = 0, **call: Any) -> lookahead_hf.SpeculativeStats:
+    """Assert that speculation gives plain's text; return what it did."""
+    call = {**padded("left"), **GREEDY, **call}
+    columns = call["input_ids"].shape[1]
+    return compared(model, lambda: dict(call), columns, RandomTrees(seed), cuda_graphs=True).stats
+
+
+def on(engine: str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Any]:
+    return on_device(monkeypatch) if engine == "device" else nullcontext()
+
+
+@pytest.mark.parametrize("engine", [pytest.param("walk", marks=pytest.mark.slow), "device"])
+def test_few_shapes_are_compiled(engine: str, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counter = small(), CompileCounter()
+    if engine == "walk":
+        model.forward = torch.compile(model.forward, backend=counter)
+    else:
+        model.compile(backend=counter, fullgraph=True)
+    assert is_compiled(model)
+    with on(engine, monkeypatch):
+        assert compare(model).engine == engine
+        of_both = counter.frame_count
+        assert 0 < of_both <= 3 + len(WIDTHS)  # plain's prompt, first step and every later step
+        compare(model, seed=1, max_new_tokens=30)
+        compare(model, seed=2)
+    assert counter.frame_count == of_both
+
+
+def test_the_first_call_of_all_breaks_no_graph(fresh: None) -> None:
+    model = small()
+    plain = model.generate(**padded("left"), **GREEDY)
+    config = scripted(continuations(plain, padded("left")["input_ids"].shape[1]), RandomTrees())
+    model.compile(backend="eager", fullgraph=True)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(**padded("left"), **GREEDY, speculative=config)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_compiled_layers_are_recorded(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    assert is_compiled(model)
+    with taped(monkeypatch) as made:
+        stats = compare(model, max_new_tokens=24)
+    assert stats.graphs == "replayed"
+    assert [r.outputs[0].shape[1] for r in made[-1].recordings] == list(WIDTHS)
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({}, False),
+        ({"backend": "eager"}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's, when it is imported
+def test_who_has_graphs_of_its_own_is_left_to_them(
+    options: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small()
+    assert not is_compiled(model)
+    model.model.forward = torch.compile(model.model.forward, **options)
+    assert is_compiled(model)
+    torch_compile.note(model, False)
+    support.check_setup(model)  # every call looks at the modules anew
+    assert is_compiled(model)
+    assert has_own_graphs(model) is own
+    with taped(monkeypatch):
+        refused = graphs.refusal(model, model.device, {})
+    assert refused == ("the model is compiled into graphs already" if own else None)
+
+
+def test_a_wrapped_model_generates_as_it_is(fresh: None) -> None:
+    model, counter = small(), CompileCounter()
+    wrapped = torch.compile(model, backend=counter)
+    call = {**padded("left"), **GREEDY}
+    plain = wrapped.generate(**call)
+    config = scripted(continuations(plain, call["input_ids"].shape[1]), RandomTrees())
+    with lookahead_hf.enabled(wrapped):
+        assert wrapped.generate(**call, speculative=config).tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(wrapped)
+    assert stats is not None and stats.num_accepted > 0
+    assert counter.frame_count == 0  # transformers' own: `generate` is the inner model's
+
+
+def test_what_transformers_compiles_by_itself(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CompileConfig(backend="eager")
+    config._compile_all_devices = True
+    call = {"cache_implementation": "static", "compile_config": config}
+    model = small()
+    with taped(monkeypatch):
+        assert compare(model, **call).graphs == "replayed"
+    assert hasattr(model, "_compiled_call")

@@ -1,0 +1,86 @@
+"""Warming up leaves compiled code and measured costs, and no trace in the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf import ngram_pool
+from lookahead_hf.drafting.session import cost_setting, memory_of
+from lookahead_hf.runner.cuda import graph_set, graphs
+from tests.helpers.device import taped
+from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_costs_are_known_afterwards(batch_size: int) -> None:
+    model = tiny("llama")
+    before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
+    lookahead_hf.warm_up(model, batch_size=batch_size, context_length=20, max_draft_nodes=16)
+    curve = memory_of(model).costs.curve(batch_size, 20, cost_setting(model), "recorded")
+    assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8, 16))
+    assert curve.num_samples(32) == 0
+    assert ngram_pool.compiled()
+    assert model.config._attn_implementation == "sdpa"
+    assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
+    monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 64)
+    model, ids = tiny("llama"), prompt(2, 20)
+    call = {"max_new_tokens": 70, "do_sample": do_sample, "pad_token_id": 0}
+    torch.manual_seed(7)
+    plain = model.generate(ids, **call)
+    trees = replace(scripted(continuations(plain, 20), RandomTrees()), cuda_graphs=True)
+    warm = {"batch_size": 2, "context_length": 20, "max_draft_nodes": 8, "max_new_tokens": 80}
+    with taped(monkeypatch) as made, lookahead_hf.enabled(model):
+        lookahead_hf.warm_up(model, **warm, do_sample=do_sample)
+        (recorder,) = [each for each in made if each.recordings]
+        before = len(recorder.recordings)
+        assert before == 4  # two widths, 64 and 128 slots
+        torch.manual_seed(7)
+        assert model.generate(ids, **call, speculative=trees).tolist() == plain.tolist()
+    assert [each for each in made if each.recordings] == [recorder]
+    assert len(recorder.recordings) == before
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    assert stats.graphs == "replayed" and stats.num_accepted > 0
+    curve = memory_of(model).costs.curve(2, 20, cost_setting(model), "graphs")
+    assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "context_length", "max_draft_nodes", "max_new_tokens"]
+)
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "8", None])
+def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an int from 1 on"):
+        lookahead_hf.warm_up(tiny("llama"), **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_table_of_positions_is_not_outgrown() -> None:
+    model = tiny("gpt2", n_positions=32)
+    lookahead_hf.warm_up(model, context_length=256)
+    curve = memory_of(model).costs.curve(1, 15, cost_setting(model), "recorded")
+    assert curve.num_samples(16) >= 3
+    assert curve.num_samples(24) == 0
+
+
+def test_positions_that_change_with_the_length_stay_as_they_are() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny("llama", max_position_embeddings=32, rope_parameters=rope)
+    before = model.model.rotary_emb.inv_freq.clone()
+    lookahead_hf.warm_up(model, context_length=256)
+    assert model.model.rotary_emb.inv_freq.tolist() == before.tolist()
+
+
+def test_an_encoder_decoder_model_is_left_to_its_calls() -> None:
+    lookahead_hf.warm_up(tiny_pair("bart"))
+    assert ngram_pool.compiled()

@@ -1,0 +1,85 @@
+"""All rows asked together: plain's text, and processors cost no more than plain's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from lookahead_hf.verification import batched_walk
+from tests.helpers.compared import compared
+from tests.helpers.models import characters, prompt
+from tests.helpers.random_calls import smallest
+from tests.helpers.scripted import RandomTrees, right
+
+SETTINGS: list[dict[str, Any]] = [
+    {"do_sample": True, "top_k": 0, "typical_p": 0.8, "eta_cutoff": 0.01, "eos_token_id": [7, 8]},
+    {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    {"do_sample": False, "repetition_penalty": 1.5, "min_new_tokens": 4, "eos_token_id": [7, 8]},
+    {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+    {
+        "do_sample": True,
+        "top_p": 0.9,
+        "eos_token_id": 7,
+        "stop_strings": ["(", "5"],
+        "tokenizer": characters(),
+    },
+]
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on the CPU are verified as batches on an accelerator are."""
+    monkeypatch.setattr(batched_walk, "pays", lambda device, num_rows: num_rows > 1)
+
+
+def call(rows: int, **settings: Any) -> dict[str, Any]:
+    ids = prompt(rows)
+    mask = torch.ones_like(ids)
+    mask[-1, :3] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 20, "pad_token_id": 0}
+    return {**given, **settings}
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: next(iter([*s][1:])))
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_text_is_plains(name: str, settings: dict[str, Any], together: None) -> None:
+    for seed in range(3):
+        script = RandomTrees(seed)
+        plain, ours, stats = compared(smallest(name), lambda: call(4, **settings), 12, script)
+        assert stats.engine == "walk"
+        if "output_scores" in settings:
+            assert len(ours.scores) == len(plain.scores)
+            for mine, theirs in zip(ours.scores, plain.scores, strict=True):
+                assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+TOP_H = {"do_sample": True, "top_k": 0, "top_h": 0.6}
+
+
+@pytest.fixture
+def rows_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each call of the warper of `TOP_H` was given."""
+    seen: list[int] = []
+    stock = hf.TopHLogitsWarper.__call__
+
+    def counting(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(len(scores))
+        return stock(self, input_ids, scores)
+
+    monkeypatch.setattr(hf.TopHLogitsWarper, "__call__", counting)
+    return seen
+
+
+def test_it_is_one_call_for_all_rows(together: None, rows_seen: list[int]) -> None:
+    """As often as plain calls it, with as many rows, where all rows get as far."""
+    compared(smallest("llama"), lambda: call(4, **TOP_H), 12, right(4))
+    assert rows_seen == [4] * 40  # twenty by plain, twenty by ours
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_on_a_cpu_a_token_costs_its_own_row(rows: int, rows_seen: list[int]) -> None:
+    compared(smallest("llama"), lambda: call(rows, **TOP_H), 12, RandomTrees(1))
+    assert rows_seen == [rows] * 20 + [1] * 20 * rows
