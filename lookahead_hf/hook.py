@@ -17,7 +17,6 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.session import memory_of
 from lookahead_hf.generation.strategy import run
-from lookahead_hf.runner import recorded
 from lookahead_hf.runner.cuda import graphs
 
 _Model = TypeVar("_Model")
@@ -109,7 +108,7 @@ def enable(model: _Model) -> _Model:
 def disable(model: _Model) -> _Model:
     """Undo `enable`: `model.generate` is again exactly what it was.
 
-    What was kept of the model for later calls is freed: recorded steps, packed weights, captured
+    What was kept of the model for later calls is freed: packed weights, captured
     graphs with their K and V. That goes for any model that has generated speculatively, however it
     came to that; where calls are still made, they begin anew.
 
@@ -130,7 +129,6 @@ def disable(model: _Model) -> _Model:
 def _free(model: Any) -> None:
     """Free what is kept of a model for later calls."""
     graphs.release(model)
-    recorded.release(model)
 
 
 @contextmanager
@@ -196,7 +194,7 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate speculatively without patching anything: `model.generate` with speculation on.
 
-    What is kept of the model for later calls (recorded steps, packed weights, captured graphs) is
+    What is kept of the model for later calls (packed weights, captured graphs) is
     freed with it, or by `disable(model)`.
 
     Args:

@@ -22,7 +22,7 @@ def test_costs_are_known_afterwards(batch_size: int) -> None:
     model = tiny("llama")
     before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
     lookahead_hf.warm_up(model, batch_size=batch_size, context_length=20, max_draft_nodes=16)
-    curve = memory_of(model).costs.curve(batch_size, 20, cost_setting(model), "recorded")
+    curve = memory_of(model).costs.curve(batch_size, 20, cost_setting(model), "")
     assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8, 16))
     assert curve.num_samples(32) == 0
     assert ngram_pool.compiled()
@@ -68,7 +68,7 @@ def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> N
 def test_a_table_of_positions_is_not_outgrown() -> None:
     model = tiny("gpt2", n_positions=32)
     lookahead_hf.warm_up(model, context_length=256)
-    curve = memory_of(model).costs.curve(1, 15, cost_setting(model), "recorded")
+    curve = memory_of(model).costs.curve(1, 15, cost_setting(model), "")
     assert curve.num_samples(16) >= 3
     assert curve.num_samples(24) == 0
 

@@ -23,7 +23,6 @@ from lookahead_hf.runner import positions, self_test, support
 from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import BlockShape, Runner
-from lookahead_hf.runner.recorded import Wanted
 from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification import device
 from lookahead_hf.verification.select import Engine
@@ -129,7 +128,7 @@ class Call:
         if self.engine.name != device.Device.name:
             if shape is None and is_compiled(self.model):
                 return CompiledRunner(self.model, num_rows)
-            return Runner(self.model, num_rows, shape, self._recording())
+            return Runner(self.model, num_rows, shape)
         return CudaRunner(
             self.model,
             num_rows,
@@ -138,14 +137,6 @@ class Call:
             room=self._num_new,
             cuda_graphs=self.request.config.cuda_graphs,
         )
-
-    def _recording(self) -> Wanted | None:
-        """How the steps may be recorded; a recording has no outputs but the logits."""
-        if self.records.observes or not self.processes.is_alone:
-            return None
-        config = self.request.config
-        rounds = config.draft_invariant and self.model.dtype == torch.float32
-        return Wanted(config.recorded_steps, False if rounds else config.packed_weights)
 
     def _encoder_inputs(self) -> prompts.EncoderInputs | None:
         """What each row's encoder was given; None without one."""

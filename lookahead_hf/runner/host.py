@@ -25,7 +25,6 @@ from lookahead_hf.runner import (
     tree_attention,
 )
 from lookahead_hf.runner.prompt_states import PromptStates
-from lookahead_hf.runner.recorded import RecordedSteps, Wanted
 from lookahead_hf.runner.tree_attention import BlockTree
 
 
@@ -58,8 +57,7 @@ class Runner:
     Attributes:
         cache: The cache, after `prefill`.
         prompt: What the prefill left of the prompt, for drafting.
-        graphs: "replayed" where graphs ran the steps, "recorded" or "packed" where a recording did
-            (`recorded`), else why not; None where none was asked for.
+        graphs: "replayed" where graphs ran the steps, else why not; None where none was asked for.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
@@ -71,7 +69,6 @@ class Runner:
         model: Any,
         num_rows: int,
         shape: BlockShape | None = None,
-        wanted: Wanted | None = None,
     ) -> None:
         """Prepare for one call.
 
@@ -79,14 +76,12 @@ class Runner:
             model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
-            wanted: How steps may be recorded, None where the model itself has to run.
         """
         self.model = model
         self.num_rows = num_rows
         self.cache: AdoptedCache | None = None
         self.prompt = PromptStates(model)
-        self._shape, self._wanted_recording = shape, wanted
-        self._recorded: RecordedSteps | None = None
+        self._shape = shape
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
@@ -157,19 +152,11 @@ class Runner:
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
         pads = torch.from_numpy(self.cache.pads[:, None]).to(position_ids.device)
         self._uncounted = pads if self._names.skips_pads else 0
-        self._enter_recording()
-
-    def _enter_recording(self) -> None:
-        """Go on with what was recorded of the model's steps, where that may be done."""
-        wanted = self._wanted_recording
-        on_cpu = self._next_position.device.type == "cpu"
-        if wanted is not None and wanted.recorded is not False and on_cpu:
-            self._recorded = RecordedSteps(self.model, self.num_rows, wanted)
 
     @property
     def mode(self) -> str:
         """How steps are run now; what they cost depends on it."""
-        return "" if self._recorded is None else self._recorded.mode
+        return ""
 
     @property
     def _trims(self) -> bool:
@@ -179,7 +166,6 @@ class Runner:
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
         assert self.cache is not None
-        self.record(rows)
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
         tokens = np.zeros((self.num_rows, width), np.int64)
         for row in range(self.num_rows):
@@ -187,19 +173,6 @@ class Runner:
             tokens[row, 0] = rows.last_token(row)
             tokens[row, 1 : 1 + len(nodes)] = nodes
         return self._block(tokens, draft, _ahead(rows))
-
-    def record(self, rows: Rows, at_once: bool = False) -> None:
-        """Trace a step and pack weights where it is time to, or at once; nothing is kept of it."""
-        if self._recorded is None:
-            return
-        assert self.cache is not None
-
-        def rehearse(width: int) -> dict[str, Any]:
-            tokens = np.zeros((self.num_rows, width), np.int64)
-            padding = DraftTree.from_chains([[]] * self.num_rows)  # takes no further positions
-            return self._block(tokens, padding, _ahead(rows)).model_inputs
-
-        self._recorded.prepare(rehearse, self.cache.slots, at_once)
 
     def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
         """`ahead`: tokens of every row that were fed since the prompt, [rows]."""
@@ -290,18 +263,7 @@ class Runner:
         """Outputs of the model for the block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
         with attention.step(device, inputs.trees), implicit_positions.step(inputs.columns):
-            if self._recorded is None:
-                return self.model(**given, return_dict=True)
-            assert self.cache is not None
-            slots = self.cache.slots
-            outputs = self._recorded.run(
-                given,
-                slots.layers,
-                slots.longest + inputs.width,
-                lambda: self.model(**given, return_dict=True),
-            )
-            self.graphs = self._recorded.state
-            return outputs
+            return self.model(**given, return_dict=True)
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.

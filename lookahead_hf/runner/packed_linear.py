@@ -10,7 +10,23 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from lookahead_hf.runner.program import Group, LayerKey, Linears, key_of
+Linears = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+"""Linear layers of one input, [..., in], to [..., out] each."""
+
+Layer = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight [out, in] and bias [out] of a linear layer."""
+
+LayerKey = tuple[int, int]
+"""The ids of both: layers may share a weight and have different biases."""
+
+Group = tuple[Layer, ...]
+"""Layers that are given the same input."""
+
+
+def key_of(group: Group) -> tuple[LayerKey, ...]:
+    """What linear layers are known by as long as they live."""
+    return tuple((id(weight), id(bias)) for weight, bias in group)
+
 
 MEMORY_SHARE = 0.25
 """Part of the free memory that packed weights may take where nobody asked for them."""

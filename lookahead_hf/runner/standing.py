@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.runner import attention
 from lookahead_hf.runner.values import Same, Values
 
 ALIKE_IN_TRAINING = (torch.nn.Linear, torch.nn.Embedding)
@@ -21,33 +20,6 @@ _LEFT_OUT = frozenset({*vars(torch.nn.Module()), "generate", "generation_config"
 """Attributes that every module has, and what `generate` reads and a forward does not."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-def refusal(model: Any) -> str | None:
-    """What can be seen to forbid recording before anything was tried; None if nothing."""
-    if model.config.is_encoder_decoder or compat.reads_lengths(model):
-        return "its forwards look at lengths themselves"
-    if any(compat.attention_name(c) != attention.OURS for c in compat.attention_configs(model)):
-        return "its attention is its own"
-    if torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
-        return "autocast or autograd is on"
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        return "calls of torch are being watched"
-    if global_hooks():
-        return "modules have hooks"
-    for module in model.modules():
-        if module.training and type(module) not in ALIKE_IN_TRAINING:
-            return "it is being trained"
-        if (module is not model and has_hooks(module)) or "_hf_hook" in vars(module):
-            return "modules have hooks"
-        if "forward" in vars(module) or vars(module).get("_compiled_call_impl") is not None:
-            return "a forward was replaced"
-    tensors = (*model.parameters(), *model.buffers())
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
-        return "its weights are tensors of their own kind"
-    if any(t.device.type != "cpu" for t in tensors):
-        return "not all weights are on the CPU"
-    return None
 
 
 def global_hooks() -> list[Any]:

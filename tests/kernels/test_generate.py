@@ -330,7 +330,7 @@ def invariant(model: Any, engine: str, **fields: Any) -> tuple[list[list[int]], 
     call = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     if engine == "walk":  # which alone keeps logits
         call |= {"output_logits": True, "return_dict_in_generate": True}
-    config = SpeculativeConfig(draft_invariant=True, recorded_steps=False, **fields)
+    config = SpeculativeConfig(draft_invariant=True, **fields)
     with lookahead_hf.enabled(model):
         output = model.generate(ids, **call, speculative=config)
     stats = lookahead_hf.last_stats(model)

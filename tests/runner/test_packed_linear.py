@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lookahead_hf.runner.program import compiled, groups_of, key_of
+from lookahead_hf.runner.tracing import Tracer
 from torch.nn.functional import linear
 
 from lookahead_hf.runner import packed_linear
 from lookahead_hf.runner.packed_linear import PackedWeights
-from lookahead_hf.runner.program import compiled, groups_of, key_of
-from lookahead_hf.runner.tracing import Tracer
 from tests.helpers.packing import needs_packing
 
 
