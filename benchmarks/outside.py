@@ -36,7 +36,7 @@ class Line:
     """A step of one shape, in microseconds."""
 
     shape: str
-    graphs: str | None
+    execution: str | None
     steps: int
     tokens_per_step: float
     step: float
@@ -88,7 +88,7 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
             took = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
             step = took * 1e3 / stats.num_steps
             forward = sum(span() for span in spans) / len(spans)
-            place = shape, stats.graphs, stats.num_steps, stats.tokens_per_step
+            place = shape, stats.execution, stats.num_steps, stats.tokens_per_step
             lines.append(Line(*place, step, forward, step - forward))
     return min(lines[1:], key=lambda line: line.outside)
 
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
         line = measure(load(shape, options.model, dtype, device), shape, options)
         lines.append(line)
         print(
-            f"| {line.shape} | {line.graphs} | {line.steps} | {line.tokens_per_step:.2f} "
+            f"| {line.shape} | {line.execution} | {line.steps} | {line.tokens_per_step:.2f} "
             f"| {line.step:.0f} | {line.forward:.0f} | {line.outside:.0f} |",
             flush=True,
         )

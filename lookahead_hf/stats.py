@@ -71,8 +71,8 @@ class SpeculativeStats:
         commit_ms: Time spent on laying out steps and on the cache.
         budget_histogram: How many steps were laid out for how many draft tokens per row.
         engine: How the call was verified.
-        graphs: "replayed" where CUDA graphs ran the steps, "recorded" where a recording did on a
-            CPU, "packed" if with packed weights; else why not.
+        execution: How the steps were run: "model" by the model's own forward, "packed" with packed
+            linear layers under it, "replayed" as CUDA graphs; else why not.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: What each row did.
     """
@@ -94,7 +94,7 @@ class SpeculativeStats:
     commit_ms: float = 0.0
     budget_histogram: Mapping[int, int] = field(default_factory=dict)
     engine: str | None = None
-    graphs: str | None = None
+    execution: str | None = None
     fallback_reason: str | None = None
     row_stats: tuple[RowStats, ...] = ()
 
@@ -109,6 +109,11 @@ class SpeculativeStats:
     def acceptance_rate(self) -> float:
         """Accepted of the drafted tokens, nan where nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else math.nan
+
+    @property
+    def graphs(self) -> str | None:
+        """The same as `execution`, under its earlier name."""
+        return self.execution
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON values, both rates included; None where a rate is nan."""
@@ -128,11 +133,11 @@ class SpeculativeStats:
             return f"plain generate, nothing was speculated: {self.fallback_reason}"
         speed = f"{self.tokens_per_step:.2f}" if self.row_steps else "no"
         rate = f" ({self.acceptance_rate:.0%})" if self.num_drafted else ""
-        ready = self.graphs in ("replayed", "recorded", "packed")
+        ready = self.execution in ("replayed", "packed")
         lines = [
             f"{speed} tokens per step: {_counted(self.num_emitted, 'token')} in "
             f"{_counted(self.num_steps, 'step')}, {_counted(self.rows, 'row')}, "
-            f"engine {self.engine}" + (f", steps {self.graphs}" if ready else ""),
+            f"engine {self.engine}" + (f", steps {self.execution}" if ready else ""),
             f"{self.num_accepted} of {self.num_drafted} draft tokens accepted{rate}, "
             f"{self.num_moved} moved in the cache",
             "ms: " + ", ".join(f"{phase} {getattr(self, phase + '_ms'):.1f}" for phase in PHASES),
@@ -178,7 +183,7 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "per_source": _by_key,
     "budget_histogram": _by_key,
     "engine": _said,
-    "graphs": _said,
+    "execution": _said,
     "fallback_reason": _said,
 }
 """How fields are joined that are not added up."""
@@ -254,7 +259,7 @@ class StatsRecorder:
         self._max_width = max(self._max_width, _width(draft, drafted))
 
     def finish(
-        self, rows: _Rows, engine: str, drafts: _Drafts, graphs: str | None = None
+        self, rows: _Rows, engine: str, drafts: _Drafts, execution: str | None = None
     ) -> SpeculativeStats:
         """Return the record of the call.
 
@@ -262,7 +267,7 @@ class StatsRecorder:
             rows: The call's rows, which know what they emitted.
             engine: How the call was verified.
             drafts: The call's drafts, which know what each source contributed.
-            graphs: "replayed", or why the engine did without.
+            execution: How the steps were run.
         """
         per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
         row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
@@ -284,7 +289,7 @@ class StatsRecorder:
             },
             budget_histogram=dict(sorted(self._budgets.items())),
             engine=engine,
-            graphs=graphs,
+            execution=execution,
             row_stats=tuple(row_stats),
             prefill_ms=spent["prefill"],
             draft_ms=spent["draft"],

@@ -14,7 +14,7 @@ import lookahead_hf
 ROOT = Path(lookahead_hf.__file__).parent
 
 LEVELS = (
-    {"config", "compat", "rows", "draft", "fallback", "quantization", "repositories"}
+    {"config", "compat", "rows", "draft", "fallback", "quantization", "repositories", "model_state"}
     | {"generation.outputs"},
     {"stats", "generation.streaming", "ngram_pool", "kernels", "generation.prompts"},
     {"logits", "cache", "distributed"},

@@ -51,7 +51,7 @@ def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.Monk
     assert len(recorder.recordings) == before
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.fallback_reason is None
-    assert stats.graphs == "replayed" and stats.num_accepted > 0
+    assert stats.execution == "replayed" and stats.num_accepted > 0
     curve = memory_of(model).costs.curve(2, 20, cost_setting(model), "graphs")
     assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from lookahead_hf.drafting.scheduler import Roster
 from lookahead_hf.drafting.sources.prompt_logits import seed
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head, likeliest_chain
+from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.runner import DeviceOutputs
 from lookahead_hf.runner.host import Runner
@@ -59,14 +59,15 @@ class ModelMemory:
             return self._pool
 
 
-_memories: WeakKeyDictionary[Any, ModelMemory] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def memory_of(model: Any) -> ModelMemory:
     """The model's memory, made at its first call."""
-    with _lock:
-        return _memories.setdefault(model, ModelMemory())
+    state = state_of(model)
+    with state.lock:
+        state.drafting = state.drafting or ModelMemory()
+        return state.drafting
 
 
 def _most_nodes(config: SpeculativeConfig) -> int:

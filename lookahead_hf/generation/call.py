@@ -230,8 +230,8 @@ class Call:
 
     def output(self) -> Any:
         """Hand the cache back, close the stream and return what `generate` returns."""
-        engine, graphs = self.engine.name, self.target.graphs
-        record = self.record.finish(self.rows, engine, self.drafts, graphs)
+        engine, execution = self.engine.name, self.target.execution
+        record = self.record.finish(self.rows, engine, self.drafts, execution)
         columns = self._ending.num_columns
         cache = self._ending.reached()
         stats.publish(self.model, record)  # before the end, at which a reader may look for it

@@ -57,11 +57,11 @@ class Runner:
     Attributes:
         cache: The cache, after `prefill`.
         prompt: What the prefill left of the prompt, for drafting.
-        graphs: "replayed" where graphs ran the steps, else why not; None where none was asked for.
+        execution: "replayed" where graphs ran the steps, else why not; None where none were wanted.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
-    graphs: str | None = None
+    execution: str | None = None
     most_nodes: int | None = None
 
     def __init__(

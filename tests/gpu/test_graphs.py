@@ -70,31 +70,31 @@ def run(model: Any, rows: int, cuda_graphs: str | bool = "auto", **settings: Any
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt2", "mistral"])
 def test_greedy_in_graphs(name: str, rows: int) -> None:
-    assert run(models.tiny(name).cuda(), rows).graphs == "replayed"
+    assert run(models.tiny(name).cuda(), rows).execution == "replayed"
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sampled_in_graphs(rows: int) -> None:
     settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
-    assert run(models.tiny("llama").cuda(), rows, **settings).graphs == "replayed"
+    assert run(models.tiny("llama").cuda(), rows, **settings).execution == "replayed"
 
 
 def test_a_second_call_replays_the_first_ones_graphs() -> None:
     model = models.tiny("llama").cuda()
-    assert [run(model, 2).graphs for _ in range(2)] == ["replayed"] * 2
+    assert [run(model, 2).execution for _ in range(2)] == ["replayed"] * 2
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_attention_of_the_kernel(monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool) -> None:
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
     stats = run(models.tiny("gemma3").cuda(), 3, cuda_graphs)
-    assert (stats.graphs == "replayed") == cuda_graphs
+    assert (stats.execution == "replayed") == cuda_graphs
 
 
 def test_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Triton the walk and the compaction are tensor operations, in the graph too."""
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "torch")
-    assert run(models.tiny("llama").cuda(), 2).graphs == "replayed"
+    assert run(models.tiny("llama").cuda(), 2).execution == "replayed"
 
 
 def test_verified_on_the_host() -> None:

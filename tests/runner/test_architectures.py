@@ -99,6 +99,6 @@ def test_an_architecture_writes_plains_text(
             assert stats.num_accepted > 0
             assert stats.num_moved > 0
     if model_type in NOT_CAPTURED:
-        assert "waits for the device" in stats.graphs
+        assert "waits for the device" in stats.execution
     elif stats.fallback_reason is None:
-        assert stats.graphs == "replayed"
+        assert stats.execution == "replayed"

@@ -94,9 +94,9 @@ def test_what_graphs_would_pass_over_is_run(
     change: Callable[[Any], None], reason: str, made: list[TapeRecorder]
 ) -> None:
     model = small()
-    assert compare(model, padded("none")).graphs == "replayed"
+    assert compare(model, padded("none")).execution == "replayed"
     change(model)
-    assert compare(model, padded("none")).graphs == reason
+    assert compare(model, padded("none")).execution == reason
 
 
 def test_hooks_of_all_modules_are_called(made: list[TapeRecorder]) -> None:
@@ -109,7 +109,7 @@ def test_hooks_of_all_modules_are_called(made: list[TapeRecorder]) -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(scaled)
     try:
         for factor[0] in (0.5, -2.0):
-            assert compare(model, padded("none")).graphs == "modules have hooks"
+            assert compare(model, padded("none")).execution == "modules have hooks"
     finally:
         handle.remove()
 
@@ -154,10 +154,10 @@ def test_what_a_graph_has_frozen_makes_a_new_one(
         return model.generate(**inputs, **{**GREEDY, **call}).tolist()
 
     before = plain()
-    assert compare(model, inputs, **call).graphs == "replayed"
+    assert compare(model, inputs, **call).execution == "replayed"
     change(model)
     assert plain() != before
-    assert compare(model, inputs, **call).graphs == "replayed"
+    assert compare(model, inputs, **call).execution == "replayed"
     assert len(sets_of(made)) == 2
 
 
@@ -173,7 +173,7 @@ def test_forwards_of_a_class_are_told_apart(
 
     for factor in (1.0, -1.0, 2.0):  # the third may get the first one's place in memory
         monkeypatch.setattr(kind, "forward", forward_by(factor))
-        assert compare(model, padded("none")).graphs == "replayed"
+        assert compare(model, padded("none")).execution == "replayed"
 
 
 def hook_all(model: Any) -> None:
@@ -201,7 +201,7 @@ def test_changes_in_the_middle_of_a_call_count(
         assert text != before
         texts.append((before, text))
     assert texts[0] == texts[1]
-    assert stats.graphs == CHANGED
+    assert stats.execution == CHANGED
     assert num_replays(made) > 0
 
 
@@ -223,14 +223,14 @@ def test_graphs_are_used_again_where_a_change_was_undone(made: list[TapeRecorder
         text, stats = streamed(model, asked, switch)
         texts.append(text)
     assert texts[0] == texts[1]
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
     assert 0 < num_replays(made) - before < stats.num_steps
 
 
 def test_nothing_is_captured_of_a_model_that_was_changed(made: list[TapeRecorder]) -> None:
     model = small()
     text, stats = streamed(model, True, Switch({1: lambda: scale(model)}))
-    assert stats.graphs == CHANGED
+    assert stats.execution == CHANGED
     assert sets_of(made) == []
     model = small()
     assert streamed(model, False, Switch({1: lambda: scale(model)}))[0] == text

@@ -79,7 +79,7 @@ def test_compiled_layers_are_recorded(fresh: None, monkeypatch: pytest.MonkeyPat
     assert is_compiled(model)
     with taped(monkeypatch) as made:
         stats = compare(model, max_new_tokens=24)
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
     assert [r.outputs[0].shape[1] for r in made[-1].recordings] == list(WIDTHS)
 
 
@@ -128,5 +128,5 @@ def test_what_transformers_compiles_by_itself(fresh: None, monkeypatch: pytest.M
     call = {"cache_implementation": "static", "compile_config": config}
     model = small()
     with taped(monkeypatch):
-        assert compare(model, **call).graphs == "replayed"
+        assert compare(model, **call).execution == "replayed"
     assert hasattr(model, "_compiled_call")

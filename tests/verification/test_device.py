@@ -46,7 +46,7 @@ def test_greedy(name: str, kind: str) -> None:
     stats = compare(tiny(name), padded(kind), **GREEDY)
     assert_on_device(stats)
     assert stats.num_moved > 0
-    assert stats.graphs == "there are no graphs on cpu"
+    assert stats.execution == "there are no graphs on cpu"
 
 
 @pytest.mark.parametrize("warpers", KNOWN_WARPERS.values(), ids=KNOWN_WARPERS)
@@ -166,7 +166,7 @@ def test_what_needs_the_host_is_verified_there(engine: str, fields: dict[str, An
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     assert stats.engine == engine
-    assert stats.graphs is None  # as on any CPU
+    assert stats.execution is None  # as on any CPU
 
 
 def test_probabilities_that_are_not_finite_raise_as_in_plain() -> None:

@@ -110,7 +110,7 @@ class CudaRunner(Runner):
         self._set: GraphSet | None = None
         self._replays = True  # as the latest step was
         self._is_compiled = torch_compile.is_compiled(model)
-        self.graphs: str | None = "not asked for"
+        self.execution: str | None = "not asked for"
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
         super()._take_over(*args, **kwargs)
@@ -136,7 +136,7 @@ class CudaRunner(Runner):
             return
         reason = graphs.refusal(self.model, self._state.lengths.device, self._extras)
         if reason is not None:
-            self.graphs = reason
+            self.execution = reason
             return
         slots = self.cache.slots.longest + self._room + graphs.WIDTHS[0]
         shape = self._scoring is None, str(self._extras), self._shape is None
@@ -148,7 +148,7 @@ class CudaRunner(Runner):
                 self.model, self.cache, self._state, shape, slots, create=create, insists=insists
             )
         except Uncapturable as error:
-            self.graphs = str(error)
+            self.execution = str(error)
             return
         self._state = self._set.state
 
@@ -210,9 +210,9 @@ class CudaRunner(Runner):
             return self._run(width, visible)
         recording.replay()
         if self._frozen.is_current():  # looked at while the device works
-            self.graphs = "replayed"
+            self.execution = "replayed"
             return recording.outputs
-        self._replays, self.graphs = False, CHANGED
+        self._replays, self.execution = False, CHANGED
         self._state.lengths.copy_(self._state.draft(width).kept)
         return self._run(width, visible)
 
@@ -223,7 +223,7 @@ class CudaRunner(Runner):
         found = self._set.recordings.get((width, visible))
         # As long as steps are replayed the model is looked at behind the launch.
         if (found is None or not self._replays) and not self._frozen.is_current():
-            self.graphs = CHANGED
+            self.execution = CHANGED
             return None
         return found or self._capture(width, visible)
 
@@ -243,10 +243,10 @@ class CudaRunner(Runner):
         packed = self._state.save(width)
         try:
             if not self._set.capture(visible, self._run, widths, waits=waits):
-                self.graphs = BUSY
+                self.execution = BUSY
                 return None
         except Uncapturable as error:
-            self.graphs = str(error)
+            self.execution = str(error)
             self._leave_graphs(error)
             return None
         finally:

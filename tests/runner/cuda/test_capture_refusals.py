@@ -36,7 +36,7 @@ def compare(model: Any, inputs: dict[str, torch.Tensor], **call: Any) -> str | N
     assert stats is not None
     assert stats.engine == "device"
     assert stats.num_accepted > 0
-    return stats.graphs
+    return stats.execution
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])

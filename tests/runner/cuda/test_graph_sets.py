@@ -40,8 +40,8 @@ def test_a_short_call_of_another_shape_leaves_the_graphs(made: list[TapeRecorder
     model = small()
     compare(model, padded("left"))
     stats = compare(model, padded("none", rows=2), {"cuda_graphs": "auto"}, max_new_tokens=20)
-    assert stats.graphs == "the call is too short to capture for"
-    assert compare(model, padded("left")).graphs == "replayed"
+    assert stats.execution == "the call is too short to capture for"
+    assert compare(model, padded("left")).execution == "replayed"
     (recorder,) = sets_of(made)
     assert recorder.released == 0
     assert recorder.calls == ["begin", "end"] * 2  # each waits for the one before
@@ -66,7 +66,7 @@ def test_a_forward_that_waits_is_not_captured(
     )
     for _ in range(4):  # the later calls know already
         stats = compare(model, padded("left"))
-        assert stats.graphs is not None
+        assert stats.execution is not None
         assert stats.graphs.startswith("a forward waits for the device")
     assert sets_of(made) == []
     assert len(tried) == 1
@@ -91,7 +91,7 @@ def test_a_capture_that_fails_leaves_the_text_alone_and_is_tried_again(
 ) -> None:
     failed = failing(TapeRecorder, 2, monkeypatch)
     model, said = small(), "OutOfMemoryError: no memory"
-    states = [compare(model, padded("left")).graphs for _ in range(6)]
+    states = [compare(model, padded("left")).execution for _ in range(6)]
     assert states == [said] * 5 + ["replayed"], "one call goes by, then two"
     assert len(failed) == 2
 
@@ -101,9 +101,9 @@ def test_what_failed_is_forgotten_with_the_rest(
 ) -> None:
     failing(TapeRecorder, 1, monkeypatch)
     model = small()
-    assert compare(model, padded("left")).graphs == "OutOfMemoryError: no memory"
+    assert compare(model, padded("left")).execution == "OutOfMemoryError: no memory"
     lookahead_hf.disable(lookahead_hf.enable(model))
-    assert compare(model, padded("left")).graphs == "replayed"
+    assert compare(model, padded("left")).execution == "replayed"
 
 
 def test_a_failure_concerns_calls_of_its_kind_alone(
@@ -111,8 +111,8 @@ def test_a_failure_concerns_calls_of_its_kind_alone(
 ) -> None:
     failing(TapeRecorder, 1, monkeypatch)
     model = small()
-    assert compare(model, padded("left")).graphs == "OutOfMemoryError: no memory"
-    assert compare(model, padded("none", rows=1)).graphs == "replayed"
+    assert compare(model, padded("left")).execution == "OutOfMemoryError: no memory"
+    assert compare(model, padded("none", rows=1)).execution == "replayed"
 
 
 def test_no_memory_for_k_and_v_leaves_the_text_alone(
@@ -122,17 +122,17 @@ def test_no_memory_for_k_and_v_leaves_the_text_alone(
     with monkeypatch.context() as patch:
         patch.setattr(graph_set, "_room", lambda *_: torch.empty(1 << 60))
         stats = compare(model, padded("left"))
-    assert stats.graphs is not None
+    assert stats.execution is not None
     assert stats.graphs.startswith("RuntimeError")
-    assert compare(model, padded("left")).graphs == stats.graphs
-    assert compare(model, padded("left")).graphs == "replayed"
+    assert compare(model, padded("left")).execution == stats.execution
+    assert compare(model, padded("left")).execution == "replayed"
 
 
 def test_two_kinds_of_calls_take_turns(made: list[TapeRecorder]) -> None:
     model = small()
     for _ in range(3):
-        assert compare(model, padded("left")).graphs == "replayed"
-        assert compare(model, padded("left"), do_sample=True).graphs == "replayed"
+        assert compare(model, padded("left")).execution == "replayed"
+        assert compare(model, padded("left"), do_sample=True).execution == "replayed"
     assert [recorder.released for recorder in sets_of(made)] == [0, 0]
 
 
@@ -144,7 +144,7 @@ def test_a_third_kind_has_to_wait_until_another_is_over(
 
     def state(rows: int, asked: bool | str = "auto") -> str | None:
         inputs, fields = padded("none", rows=rows), {"cuda_graphs": asked}
-        return compare(model, inputs, fields, max_new_tokens=16).graphs
+        return compare(model, inputs, fields, max_new_tokens=16).execution
 
     kept = "the model keeps graphs of other kinds of calls"
     for _ in range(4):
@@ -168,12 +168,12 @@ def test_what_is_too_large_retires_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
         stats = compare(model, padded("left"), max_new_tokens=120)
-    assert stats.graphs is not None
+    assert stats.execution is not None
     assert stats.graphs.startswith("its K and V would take")
-    assert compare(model, padded("left")).graphs == "replayed"
+    assert compare(model, padded("left")).execution == "replayed"
     (recorder,) = sets_of(made)
     assert recorder.released == 0
-    assert compare(model, padded("left"), max_new_tokens=120).graphs == "replayed"
+    assert compare(model, padded("left"), max_new_tokens=120).execution == "replayed"
     assert [recorder.released > 0 for recorder in sets_of(made)] == [True, False]
 
 
@@ -184,7 +184,7 @@ def test_where_there_is_no_room_for_two_one_gives_way(
     compare(model, padded("left"))
     (kept,) = graphs._kept[model].sets
     monkeypatch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
-    assert compare(model, padded("none", rows=1)).graphs == "replayed"
+    assert compare(model, padded("none", rows=1)).execution == "replayed"
     assert [recorder.released for recorder in sets_of(made)] == [len(WIDTHS), 0]
 
 
@@ -194,8 +194,8 @@ def test_one_call_at_a_time(made: list[TapeRecorder]) -> None:
     (held,) = graphs._kept[model].sets
     with held.in_use:
         stats = compare(model, padded("left"))
-    assert stats.graphs == "another call is using the model's graphs"
-    assert compare(model, padded("left")).graphs == "replayed"
+    assert stats.execution == "another call is using the model's graphs"
+    assert compare(model, padded("left")).execution == "replayed"
 
 
 def test_what_is_in_use_is_freed_when_its_call_ends(made: list[TapeRecorder]) -> None:
@@ -206,7 +206,7 @@ def test_what_is_in_use_is_freed_when_its_call_ends(made: list[TapeRecorder]) ->
         released.append(made[-1].released)
 
     text, stats = streamed(model, True, Switch({20: release}))
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
     assert released == [0]
     assert made[-1].released == len(WIDTHS)
     assert streamed(model, False)[0] == text
@@ -239,7 +239,7 @@ def test_one_capture_at_a_time(made: list[TapeRecorder], monkeypatch: pytest.Mon
             config = SpeculativeConfig(budget=4, cuda_graphs=True)
             models[index].generate(ids, **GREEDY, speculative=config)
         stats = lookahead_hf.last_stats(models[index])
-        found[index] = None if stats is None else stats.graphs
+        found[index] = None if stats is None else stats.execution
 
     for model in models:
         lookahead_hf.enable(model)
@@ -257,11 +257,11 @@ def test_who_cannot_capture_now_does_so_later(made: list[TapeRecorder]) -> None:
     expected, _ = streamed(model, False)
     with graph_set._capturing:
         text, stats = streamed(model, True)
-    assert (text, stats.graphs) == (expected, BUSY)
+    assert (text, stats.execution) == (expected, BUSY)
     assert sets_of(made) == []
     graph_set._capturing.acquire()
     text, stats = streamed(model, True, Switch({15: graph_set._capturing.release}))
-    assert (text, stats.graphs) == (expected, "replayed")
+    assert (text, stats.execution) == (expected, "replayed")
     (recorder,) = sets_of(made)
     assert 0 < sum(r.num_replays for r in recorder.recordings) < stats.num_steps
 

@@ -27,7 +27,7 @@ SAMPLE = ("llama", "gemma3", "mixtral")
 )
 def test_replayed_steps_write_plains_text(name: str, kind: str, made: list[TapeRecorder]) -> None:
     stats = compare(tiny(name), padded(kind))
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
     assert stats.num_moved > 0
     (recorder,) = made[-1:]
     assert [r.outputs[0].shape[1] for r in recorder.recordings] == list(WIDTHS)  # largest first
@@ -37,7 +37,7 @@ def test_replayed_steps_write_plains_text(name: str, kind: str, made: list[TapeR
 
 def test_sampled_steps_are_captured_up_to_the_logits(made: list[TapeRecorder]) -> None:
     stats = compare(tiny("llama"), padded("left"), do_sample=True, top_k=20)
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
     assert all(len(r.outputs) == 1 for r in made[-1].recordings)
 
 
@@ -45,10 +45,10 @@ def test_graphs_outlive_inference_mode(made: list[TapeRecorder]) -> None:
     model = tiny("llama")
     with torch.inference_mode():
         compare(model, padded("left"))
-    assert compare(model, padded("left")).graphs == "replayed"
+    assert compare(model, padded("left")).execution == "replayed"
     with torch.inference_mode():
-        assert compare(model, padded("holes"), do_sample=True).graphs == "replayed"
-    assert compare(model, padded("holes"), do_sample=True).graphs == "replayed"
+        assert compare(model, padded("holes"), do_sample=True).execution == "replayed"
+    assert compare(model, padded("holes"), do_sample=True).execution == "replayed"
 
 
 def test_longer_texts_show_more_slots(
@@ -56,7 +56,7 @@ def test_longer_texts_show_more_slots(
 ) -> None:
     monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 16)
     stats = compare(tiny("mistral"), padded("left"), max_new_tokens=70)
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
     (recorder,) = sets_of(made)
     assert len(recorder.recordings) > len(WIDTHS)
 
@@ -69,7 +69,7 @@ def test_further_tensors_are_not_captured(made: list[TapeRecorder]) -> None:
 
 def test_a_static_cache_is_served(made: list[TapeRecorder]) -> None:
     stats = compare(tiny("llama"), padded("left"), cache_implementation="static")
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
 
 
 def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
@@ -105,7 +105,7 @@ def test_an_error_gives_the_graphs_back(made: list[TapeRecorder]) -> None:
 
     with lookahead_hf.enabled(model), pytest.raises(OSError, match="gone"):
         model.generate(prompt(), **GREEDY, streamer=Broken(), speculative=True)
-    assert compare(model, padded("left")).graphs == "replayed"
+    assert compare(model, padded("left")).execution == "replayed"
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_when_graphs_are_used(
 ) -> None:
     model = tiny("llama")
     stats = compare(model, padded("none"), {"cuda_graphs": asked}, max_new_tokens=new_tokens)
-    assert stats.graphs == said
-    assert stats.to_dict()["graphs"] == said
+    assert stats.execution == said
+    assert stats.to_dict()["execution"] == said
 
 
 def test_one_block_shape_is_one_graph(made: list[TapeRecorder]) -> None:
     model = tiny("llama")
     stats = compare(model, padded("left"), {"draft_invariant": True})
-    assert stats.graphs == "replayed"
+    assert stats.execution == "replayed"
     assert stats.max_width == 1
     (recorder,) = sets_of(made)
     assert [r.outputs[0].shape[1] for r in recorder.recordings] == [16]
