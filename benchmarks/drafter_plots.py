@@ -11,8 +11,8 @@ from ours import Ours
 from record import Text
 from replay import Recorded, replay
 
-from lookahead_hf.drafting.sources.recycling_reference import NUM_PROBS, PROB_EDGES, SINGLE_START
-from lookahead_hf.ngram_pool.suffix_index import LEVELS, NUM_SHARES, NUM_TOTALS
+from lookahead_hf.drafting.sources.recycling_buckets import NUM_PROBS, PROB_EDGES, SINGLE_START
+from lookahead_hf.ngram_pool.matches import LEVELS, NUM_SHARES, NUM_TOTALS
 
 if TYPE_CHECKING:
     from drafters import Line

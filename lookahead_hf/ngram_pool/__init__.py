@@ -1,4 +1,4 @@
-"""What followed this context? Indexes of token ids, compiled by numba, free of torch."""
+"""Indexes that find what followed a context of token ids: compiled by numba, without torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from lookahead_hf.ngram_pool.compilation import (
     failed,
     ready,
 )
+from lookahead_hf.ngram_pool.matches import Continuations
 from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
-from lookahead_hf.ngram_pool.suffix_index import Continuations, SuffixIndex
+from lookahead_hf.ngram_pool.suffix_index import SuffixIndex
 
 __all__ = [
     "Continuations",

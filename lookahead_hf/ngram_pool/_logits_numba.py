@@ -1,8 +1,8 @@
-"""Compiled functions of the logits memory; `logits_reference` says what each of them does.
+"""Compiled functions of the logits memory; `tests/oracles/logits_memory.py` has them in numpy.
 
 Finding the best logits reads the row once, lane by lane: lane `i` holds the elements `i`,
 `i + lanes`, `i + 2 lanes`, ... so that one vector instruction advances many lanes. The k best
-elements lie in lanes whose maximum reaches the k-th largest maximum; only those are read again.
+elements are in lanes whose maximum reaches the k-th largest maximum; only those are read again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.ngram_pool.jit import jit
-from lookahead_hf.ngram_pool.logits_reference import LANES, WAYS
+
+LANES = 1024
+"""Lanes of a row of logits: 48 elements each for a vocabulary of 49,152."""
+
+WAYS = 4
+"""Entries that share one place of the hash table; the oldest of them is replaced."""
 
 
 @jit
@@ -20,7 +25,7 @@ def top_rows(bits, which, tokens, probs):
     lanes = min(LANES, bits.shape[1])
     maxima = np.empty(lanes, bits.dtype)
     best = np.empty(tokens.shape[1], bits.dtype)
-    # Bit patterns and, in the same memory, the numbers that they stand for.
+    # Bit patterns and, in the same memory, the numbers that they encode.
     lane_bits = np.empty(lanes, np.int32)
     best_bits = np.empty(tokens.shape[1], np.int32)
     lane_values, best_values = lane_bits.view(np.float32), best_bits.view(np.float32)
@@ -43,8 +48,8 @@ def top_rows(bits, which, tokens, probs):
 def _sum_of_exp(values, top):
     """Sum of `exp(values - top)`, NaN as 0; the largest of the values is `top`.
 
-    `(1 + x / 1024) ** 1024` and whole numbers for the sum are what vector instructions can do: 2 us
-    for 1,024 values instead of 6, and within 1 %.
+    `(1 + x / 1024) ** 1024` and an integer sum are what vector instructions can do: 2 us for 1,024
+    values instead of 6, and within 1 %.
     """
     total = np.int64(0)
     for i in range(len(values)):
@@ -58,7 +63,7 @@ def _sum_of_exp(values, top):
 
 @jit
 def _key(pattern, lowest):
-    """A float's bit pattern as an integer that sorts like the float; applied twice it is undone.
+    """A float's bit pattern as an integer that sorts like the float; its own inverse.
 
     Negative floats sort backwards; `lowest` is the least integer of their width.
     """
@@ -78,7 +83,7 @@ def _lane_maxima(row, maxima):
 
 @jit
 def _decode(keys, patterns):
-    """Keys back to the bit patterns of float32; bfloat16 is its upper half."""
+    """Turn keys back into bit patterns of float32, of which bfloat16 is the upper half."""
     lowest = np.iinfo(keys.dtype).min
     shift = 16 if lowest == np.iinfo(np.int16).min else 0
     for i in range(len(keys)):
@@ -106,7 +111,7 @@ def _select(row, maxima, tokens, best):
 
 @jit
 def _insert(key, token, tokens, best, count):
-    """Put `token` into the descending list unless it is full of better ones; returns its length."""
+    """Insert `token` into the descending list unless better ones fill it; returns its length."""
     k = len(tokens)
     place = count
     while place > 0 and (

@@ -1,14 +1,14 @@
-"""Compiled functions of the suffix index; `reference` says what they find.
+"""Compiled functions of the suffix index; `tests/oracles/suffix_index.py` does the same in Python.
 
-Three arrays make an index (`suffix_index` owns and enlarges them):
+An index consists of three arrays, which `suffix_index` owns and enlarges:
 
 * `text`: the tokens; a negative id is a border between two texts.
-* `links[p, k]`: the occurrence before `p` of key k, the `2**k` tokens that stand before `p`.
+* `links[p, k]`: the occurrence before `p` of key k, the `2**k` tokens before `p`.
 * `heads`: a hash table from a context to its newest occurrence; an entry is `place * 4 + k`.
 
 An *occurrence* of a context is the place of the token that follows it. Only contexts of 1, 2, 4
-and 8 tokens are keys; comparing the tokens before their occurrences tells the lengths between and
-above. So an insertion writes four entries, and a look-up visits at most 60 occurrences in any text.
+and 8 tokens are keys; for lengths in between and above, the tokens before their occurrences are
+compared. So an insertion writes four entries, and a look-up visits at most 60 occurrences.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_hf.ngram_pool import suffix_index
+from lookahead_hf.ngram_pool import matches
 from lookahead_hf.ngram_pool.jit import jit
-from lookahead_hf.ngram_pool.suffix_index import BORDER, NUM_KEYS, NUM_SHARES, NUM_TOTALS
+from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS, NUM_SHARES, NUM_TOTALS
 
 FREE = -1
 LONGEST_KEY = 1 << (NUM_KEYS - 1)
-NUM_LEVELS = len(suffix_index.LEVELS)
-MOST_VISITS = sum(suffix_index.VISITS)
+NUM_LEVELS = len(matches.LEVELS)
+MOST_VISITS = sum(matches.VISITS)
 
-# Arrays, because numba reads constant ones in place but copies a tuple at each look into it.
-VISITS = np.array(suffix_index.VISITS)
+# Arrays, because numba reads constant arrays in place but copies a tuple at every access.
+VISITS = np.array(matches.VISITS)
 # Class of each match length, and the key that finds the matches of each class.
-LEVEL_OF = np.array([suffix_index.level_of(n) for n in range(suffix_index.LONGEST_MATCH + 1)])
-KEY_OF_LEVEL = np.array([min(n, LONGEST_KEY).bit_length() - 1 for n in suffix_index.LEVELS])
+LEVEL_OF = np.array([matches.level_of(n) for n in range(matches.LONGEST_MATCH + 1)])
+KEY_OF_LEVEL = np.array([min(n, LONGEST_KEY).bit_length() - 1 for n in matches.LEVELS])
 
 # Columns of `nodes` and of `found`.
 TOKEN, PARENT, DEPTH, MATCH, COUNT, TOTAL, BUCKET, LEVEL = range(8)
@@ -39,7 +39,7 @@ NUM_FIELDS = 8
 
 @jit
 def insert(text, links, heads, length, num_entries, most_entries, token_ids):
-    """Append `token_ids` while `heads` has room; returns how many, and the table's entries."""
+    """Append `token_ids` while `heads` has room; returns how many, and the new `num_entries`."""
     context = np.empty(LONGEST_KEY, np.int32)
     for done in range(len(token_ids)):
         if num_entries + NUM_KEYS > most_entries:
@@ -83,16 +83,17 @@ def rehash(text, heads, larger):
 
 @jit
 def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
-    """Fill `nodes` [max_nodes, 8] and `scores` [max_nodes] best-first; returns how many.
+    """Fill `nodes` [max_nodes, 8] and `scores` [max_nodes], best first; returns how many.
 
-    The nodes so far and, behind them, the best candidates by score share the two arrays: the first
-    candidate becomes the next node where it stands.
+    `scores` and `order` hold the nodes so far and, behind them, the best candidates by score: the
+    first candidate becomes the next node.
     """
     min_ngram, max_ngram = limits
     max_nodes = len(scores)
     buffer = np.empty(max_nodes + max_ngram, np.int32)
     behind = _gather(text, length, buffer[max_nodes:])
     found = np.empty((MOST_VISITS, NUM_FIELDS), np.int32)
+    ranked, order = np.empty((max_nodes, NUM_FIELDS), np.int32), np.empty(max_nodes, np.int32)
     scratch = np.empty(NUM_KEYS, np.int64), np.empty(NUM_LEVELS, np.int32), found
     best_rates = _best_rate_of_keys(rates)
     node, depth, score, num_ranked = -1, 0, 1.0, 0
@@ -107,10 +108,11 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
                 if reach >= min_score:
                     found[i, PARENT] = node
                     found[i, DEPTH] = depth + 1
-                    num_ranked = _rank(nodes, scores, node + 1, num_ranked, found[i], reach)
+                    num_ranked = rank(ranked, order, scores, node + 1, num_ranked, found[i], reach)
         node += 1
         if node == num_ranked:
             return node
+        nodes[node] = ranked[order[node]]
         depth, score = nodes[node, DEPTH], scores[node]
     return max_nodes
 
@@ -141,7 +143,7 @@ def _write_path(nodes, node, context):
 
 @jit
 def _longer_key(key, context, k):
-    """Hash of the context's last `2**k` tokens, from that of the next shorter key."""
+    """Hash of the context's last `2**k` tokens, computed from that of the next shorter key."""
     for i in range((1 << k) >> 1, 1 << k):
         key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
     return key
@@ -154,7 +156,7 @@ def _first_slot(key, num_slots):
 
 @jit
 def _find(text, heads, context, k, key):
-    """Slot of the context's last `2**k` tokens: their entry, or where it belongs."""
+    """Slot of the context's last `2**k` tokens: that of their entry, or where it belongs."""
     slot = _first_slot(key, len(heads))
     while True:
         entry = heads[slot]
@@ -180,8 +182,8 @@ def _match_len(text, place, context, equal, most):
 def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
     """Fill `found` with the tokens that followed the context; returns how many there are.
 
-    Occurrences are visited from the longest key down to `shortest`; those that a longer key finds
-    are passed over.
+    Occurrences are visited from the longest key down to `shortest`, without those that a longer key
+    finds too.
     """
     newest, occurrences, found = scratch
     occurrences[:] = 0
@@ -223,7 +225,7 @@ def _newest_places(text, heads, context, newest):
 
 @jit
 def _note(found, num_found, token, match_len):
-    """Count an occurrence for the token after it, if none of a higher level speaks for that."""
+    """Count an occurrence for the token after it, unless one of a higher level decides about it."""
     level = LEVEL_OF[match_len]
     for i in range(num_found):
         if found[i, TOKEN] == token:
@@ -266,23 +268,23 @@ def _shortest_key(best_rates, score, min_score, scores, num_ranked):
 
 
 @jit
-def _rank(nodes, scores, first, num_ranked, row, score):
-    """Sort a candidate into `nodes[first:num_ranked]`, dropping the last one if they are full."""
-    place = num_ranked
-    if place == len(scores):
+def rank(ranked, order, scores, first, num_ranked, candidate, score):
+    """Sort a candidate into `order[first:num_ranked]`; if that is full, the last one drops out.
+
+    `ranked[order[i]]` is the candidate with the score `scores[i]`. Returns the new `num_ranked`.
+    """
+    place = row = num_ranked
+    if place == len(order):
         place -= 1
         if scores[place] >= score:
             return num_ranked
+        row = order[place]
     while place > first and scores[place - 1] < score:
         scores[place] = scores[place - 1]
-        _copy(nodes[place - 1], nodes[place])
+        order[place] = order[place - 1]
         place -= 1
     scores[place] = score
-    _copy(row, nodes[place])
-    return min(num_ranked + 1, len(scores))
-
-
-@jit
-def _copy(source, target):
-    for i in range(NUM_FIELDS):
-        target[i] = source[i]
+    order[place] = row
+    for i in range(len(candidate)):
+        ranked[row, i] = candidate[i]
+    return min(num_ranked + 1, len(order))

@@ -1,8 +1,8 @@
-"""Compiled growth of a pool's tree; `pool_reference` says what it finds, `_pool_table` where.
+"""Compiled growth of a pool's tree; `tests/oracles/pool.py` does the same in plain Python.
 
-A tree is grown from the occurrences of its context alone: they are read on, token by token, where
+A tree grows from the occurrences of its context alone: they are read onwards, token by token, while
 the suffix index looks every node up again. That finds 2 to 3 % fewer of the tokens, but memory of
-this size answers slowly: 60 places are read then instead of 60 for every node.
+this size is slow: reading onwards visits 60 places, not 60 for every node.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,6 +26,7 @@ from lookahead_hf.ngram_pool._numba import (
     TOTAL,
     VISITS,
     bucket_of,
+    rank,
 )
 from lookahead_hf.ngram_pool._pool_table import (
     append,
@@ -36,7 +37,7 @@ from lookahead_hf.ngram_pool._pool_table import (
     time_of,
 )
 from lookahead_hf.ngram_pool.jit import jit
-from lookahead_hf.ngram_pool.suffix_index import BORDER, NUM_KEYS
+from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
 
 __all__ = ["append", "grow"]
 
@@ -52,10 +53,10 @@ def grow(
     log, links, table, num_added, max_tokens, time_bits,
     vocab_size, context, limits, rates, min_score, scores, nodes,
 ):  # fmt: skip
-    """Fill `scores` [max_nodes] and `nodes` [7, max_nodes] best-first; returns how many.
+    """Fill `scores` [max_nodes] and `nodes` [7, max_nodes], best first; returns how many.
 
-    Occurrences are looked up for the context alone. Those of a node's path lie side by side in
-    `found`; growing the node sorts them by the token that comes next.
+    Occurrences are looked up for the context alone. Those of a node's path are adjacent in `found`;
+    growing the node sorts them by the token that comes next.
     """
     min_ngram, max_ngram = limits
     head, live = num_added % max_tokens, min(num_added, max_tokens)
@@ -73,7 +74,7 @@ def grow(
             reach = score * rates[children[i, BUCKET]]
             if reach >= min_score:
                 children[i, PARENT], children[i, DEPTH] = node, depth + 1
-                num_ranked = _rank(ranked, order, scores, node + 1, num_ranked, children[i], reach)
+                num_ranked = rank(ranked, order, scores, node + 1, num_ranked, children[i], reach)
         node += 1
         if node == num_ranked:
             return node
@@ -88,7 +89,7 @@ def grow(
 def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, found):
     """Fill `found` with the newest occurrences of the context's suffixes; returns how many.
 
-    They stand from the longest key down; those that a longer key finds are passed over.
+    Those of the longest key come first; a shorter key does not repeat them.
     """
     ages = np.zeros((NUM_KEYS, VISITS[0]), np.int64)
     key, longest = np.uint64(0), -1
@@ -118,10 +119,10 @@ def _look_up(log, links, table, head, live, now, time_bits, context, min_ngram, 
 
 @jit
 def _follow_links(log, links, head, live, longest, ages, found):
-    """Fill `ages` [keys, visits] with the older occurrences of each key, 0 behind the last.
+    """Fill `ages` [keys, visits] with the older occurrences of each key, 0 after the last.
 
-    Nothing is compared here, and the tokens are read only to be at hand: so the memory of all keys
-    is waited for at the same time.
+    This only loads links and tokens, without comparing any, so that the reads of all keys wait for
+    the memory at the same time.
     """
     for visit in range(1, VISITS[0]):
         for k in range(longest + 1):
@@ -136,7 +137,7 @@ def _follow_links(log, links, head, live, longest, ages, found):
 
 @jit
 def _read_next(log, head, vocab_size, found, first, last):
-    """Read what follows at each occurrence; returns the new `last`, without those that end."""
+    """Read the next token of each occurrence; returns the new `last`, without those that end."""
     kept = first
     for i in range(first, last):
         if found[AGE, i] > 0:
@@ -150,11 +151,11 @@ def _read_next(log, head, vocab_size, found, first, last):
 
 @jit
 def _sort_children(found, first, last, max_ngram, children):
-    """Sort occurrences by their next token and step over it; returns how many tokens there are."""
+    """Sort occurrences by their next token and advance past it; returns the number of tokens."""
     occurrences = np.zeros(NUM_LEVELS, np.int32)
     num_children = 0
     while first < last:
-        end = _bring_together(found, first, last)
+        end = _group(found, first, last)
         child = children[num_children]
         child[TOKEN], child[FIRST], child[LAST] = found[NEXT, first], first, end
         child[LEVEL] = child[MATCH] = child[COUNT] = -1
@@ -180,8 +181,8 @@ def _sort_children(found, first, last, max_ngram, children):
 
 
 @jit
-def _bring_together(found, first, last):
-    """Move the occurrences that go on like the first one behind it; returns their end."""
+def _group(found, first, last):
+    """Move the occurrences with the first one's next token next to it; returns their end."""
     end = first + 1
     for i in range(first + 1, last):
         if found[NEXT, i] == found[NEXT, first]:
@@ -192,23 +193,3 @@ def _bring_together(found, first, last):
                 found[row, end] = moved
             end += 1
     return end
-
-
-@jit
-def _rank(ranked, order, scores, first, num_ranked, child, score):
-    """Sort a child into `order[first:num_ranked]`, over the last one if they are full."""
-    place = row = num_ranked
-    if place == len(order):
-        place -= 1
-        if scores[place] >= score:
-            return num_ranked
-        row = order[place]
-    while place > first and scores[place - 1] < score:
-        scores[place] = scores[place - 1]
-        order[place] = order[place - 1]
-        place -= 1
-    scores[place] = score
-    order[place] = row
-    for i in range(NUM_COLUMNS):
-        ranked[row, i] = child[i]
-    return min(num_ranked + 1, len(order))

@@ -1,20 +1,20 @@
 """Compiled functions that read and write the arrays of a pool.
 
-Three arrays make a pool (`pool` owns and enlarges them, `store` keeps them in a file):
+A pool consists of three arrays, which `store.Contents` owns and enlarges:
 
 * `log`: the tokens in the order of their arrival, a negative one between two texts. In a full log
-  the newest token takes the place of the oldest.
-* `links[p, k]`: how many tokens before place `p` its key k last occurred; 0: it did not.
-  Key k is the `2**k` tokens before `p`, and an occurrence the place of the token that follows it.
-* `table`: a hash table in buckets. An entry is the newest occurrence of a key: the time of its
-  arrival below a tag, some bits of the key's hash. Free ways come last in their bucket; a full one
-  gives up its oldest entry.
+  the newest token overwrites the oldest.
+* `links[p, k]`: how many tokens before place `p` its key k last occurred; 0: never. Key k is the
+  `2**k` tokens before `p`; an occurrence is the place of the token that follows it.
+* `table`: a hash table in buckets. An entry is the newest occurrence of a key: its arrival time in
+  the low bits, a tag (some bits of the key's hash) above them. Free ways come last in their bucket;
+  a full bucket gives up its oldest entry.
 
-Tokens are told by their *age*: the newest has age 1, the oldest age `live`. Entries and links are
-believed only if the age that they lead to is at most `live` and the tokens there are the key: what
-was overwritten is found out so, and no file, whatever it holds, makes us read outside the log.
+A token is addressed by its *age*: the newest has age 1, the oldest age `live`. Entries and links
+count only if the age that they lead to is at most `live` and the tokens there are the key. That
+detects what was overwritten, and no file, whatever it holds, makes us read outside the log.
 
-The table grows bucket by bucket (linear hashing, Litwin 1980): no addition has to wait for all.
+The table grows bucket by bucket (linear hashing, Litwin 1980), so no addition waits for a rehash.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,8 +24,8 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
 from lookahead_hf.ngram_pool.store import FEWEST_BUCKETS, ROOM_TO_GROW, WAYS
-from lookahead_hf.ngram_pool.suffix_index import BORDER, NUM_KEYS
 
 FREE = 0
 LONGEST_KEY = 1 << (NUM_KEYS - 1)
@@ -33,10 +33,9 @@ LONGEST_KEY = 1 << (NUM_KEYS - 1)
 
 @jit
 def append(log, links, table, num_buckets, num_added, max_tokens, time_bits, token_ids):
-    """Append tokens; returns by how many the borders in the log have become more.
+    """Append tokens, for which the arrays have room; returns the change in the number of borders.
 
-    The arrays have room for them. `table` ends with the buckets that are needed after that, of
-    which `num_buckets` are in use.
+    `table` has the buckets that are needed afterwards, of which `num_buckets` are in use.
     """
     context = np.empty(LONGEST_KEY, np.int32)
     more_borders = 0
@@ -73,7 +72,7 @@ def append(log, links, table, num_buckets, num_added, max_tokens, time_bits, tok
 def newest_occurrence(log, table, num_buckets, head, live, now, time_bits, context, k, key):
     """Bucket and way of key k's entry and the age of its newest occurrence, 0 if none is known.
 
-    The context stands newest first, and `key` is the hash of its last `2**k` tokens. The way of an
+    The context is newest first, and `key` is the hash of its last `2**k` tokens. The way of an
     unknown key is the one that its entry would take: a free one, or that of the oldest entry.
     """
     bucket, tag = bucket_of_key(key, num_buckets), tag_of(key, time_bits)
@@ -112,13 +111,13 @@ def place_of(log, head, age):
 
 @jit
 def time_of(num_added, time_bits):
-    """Time of arrival of the token that comes after so many, never 0."""
+    """Arrival time of the token that follows `num_added` others, never 0."""
     return 1 + num_added % ((1 << time_bits) - 1)
 
 
 @jit
 def age_of(entry, now, time_bits):
-    """Age of the token that an entry stands for, 1 or more; the next token would arrive `now`."""
+    """Age of an entry's token, 1 or more; the next token would arrive at the time `now`."""
     period = (np.int64(1) << time_bits) - 1
     age = now - (np.int64(entry) & period)
     return age if age > 0 else age + period
@@ -126,7 +125,7 @@ def age_of(entry, now, time_bits):
 
 @jit
 def longer_key(key, context, k):
-    """Hash of the context's last `2**k` tokens, from that of the next shorter key."""
+    """Hash of the context's last `2**k` tokens, computed from that of the next shorter key."""
     for i in range((1 << k) >> 1, 1 << k):
         key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
         key ^= key >> np.uint64(32)
@@ -135,7 +134,7 @@ def longer_key(key, context, k):
 
 @jit
 def bucket_of_key(key, num_buckets):
-    """As many bits of the key's hash as number the buckets, one less where that is too much."""
+    """Bucket of a key: as many bits of its hash as number the buckets, or one bit less."""
     mask = num_buckets - 1
     for shift in (1, 2, 4, 8, 16):
         mask |= mask >> shift
@@ -151,7 +150,7 @@ def tag_of(key, time_bits):
 
 @jit
 def _forget(table, bucket, live, now, time_bits):
-    """Free the entries of keys that have left the log, long before their time comes round again."""
+    """Free the entries of keys that have left the log, long before their arrival times recur."""
     kept = 0
     for way in range(WAYS):
         entry = table[bucket, way]
@@ -163,7 +162,7 @@ def _forget(table, bucket, live, now, time_bits):
 
 @jit
 def _split(log, table, new, head, live, now, time_bits, context):
-    """Begin the next bucket with the entries of another that now belong there."""
+    """Start the next bucket with those entries of an older bucket that now belong to it."""
     highest_bit = FEWEST_BUCKETS
     while 2 * highest_bit <= new:
         highest_bit *= 2
@@ -184,7 +183,7 @@ def _split(log, table, new, head, live, now, time_bits, context):
 
 @jit
 def _key_of_entry(log, head, live, now, time_bits, entry, bucket, num_buckets, context):
-    """Hash of the key of an entry, 0 if it is no longer there."""
+    """Hash of the key of an entry, 0 if the log no longer holds it."""
     key = np.uint64(0)
     age = age_of(entry, now, time_bits)
     if age < live:

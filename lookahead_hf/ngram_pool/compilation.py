@@ -1,4 +1,4 @@
-"""Whether numba's functions are ready, and how to get them ready without stalling a call."""
+"""Compiles numba's functions without stalling a call, and knows whether they are ready."""
 
 from __future__ import annotations
 
@@ -7,36 +7,49 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_ATTEMPTS = 60.0
-"""Compiling that failed is tried again by a call that begins so much later."""
+"""After a failure, the first call that begins this much later tries to compile again."""
 
 _pending: list[Callable[[], None]] = []
 _compiling = threading.Lock()
 _compiler: int | None = None
-"""The thread that compiles, None where none does."""
+"""The thread that is compiling, if any."""
 _background: threading.Thread | None = None
 _failure: Exception | None = None
-"""Why the last attempt to compile failed, None where none has or where a later one went well."""
+"""Why the last attempt to compile failed; None if it succeeded or there was none."""
 _failed_at = 0.0
 
 
 class NumbaMissingError(ImportError):
-    """An index was asked for, and numba is missing or does not work."""
+    """An index was requested, but numba is missing or does not work."""
 
     def __init__(self, reason: BaseException | None = None) -> None:
-        """`reason`: what was raised for it, None where numba was not found."""
+        """`reason`: the exception that was raised, None if numba was not found."""
         self.reason = reason
         is_missing = reason is None or getattr(reason, "name", None) == "numba"
-        said = f"{type(reason).__name__}: {reason}"
-        why = "is not installed" if is_missing else f"does not work here ({said})"
+        error = f"{type(reason).__name__}: {reason}"
+        why = "is not installed" if is_missing else f"does not work here ({error})"
         super().__init__(
-            f"indexes of token ids need numba, which {why}: `pip install numba` brings one that "
-            "fits the other packages; or leave out the drafters that keep an index"
+            f"indexes of token ids need numba, which {why}: `pip install numba` installs a version "
+            "that fits the other packages; or leave out the drafters that keep an index"
         )
+
+
+@contextmanager
+def importing_numba() -> Iterator[None]:
+    """Raise NumbaMissingError for anything that importing compiled functions raises.
+
+    numba fails in many ways if other packages do not fit it.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise NumbaMissingError(error) from error
 
 
 def register(warm_up: Callable[[], None]) -> None:
@@ -45,12 +58,12 @@ def register(warm_up: Callable[[], None]) -> None:
 
 
 def available() -> bool:
-    """Whether indexes can be built: numba is installed and has not failed to compile."""
+    """Return whether indexes can be built: numba is installed and has not failed to compile."""
     return not failed() and _is_installed()
 
 
 def check_available() -> None:
-    """Raise NumbaMissingError where indexes cannot be built."""
+    """Raise NumbaMissingError if indexes cannot be built."""
     if failed():
         raise NumbaMissingError(getattr(_failure, "reason", _failure)) from _failure
     if not _is_installed():
@@ -58,17 +71,20 @@ def check_available() -> None:
 
 
 def failed() -> bool:
-    """Whether the last attempt to compile failed; not so for the thread that tries once more."""
+    """Return whether the last attempt to compile failed; False in the thread that tries again."""
     return _failure is not None and threading.get_ident() != _compiler
 
 
 def compiled() -> bool:
-    """Whether everything is compiled (or loaded from numba's cache), so that no call waits."""
+    """Return whether everything is compiled (or loaded from numba's cache), so no call waits."""
     return not _pending
 
 
 def ready() -> bool:
-    """Whether a call can go on: everything is compiled, or cannot be; else it is begun here."""
+    """Start to compile if needed; return whether a call need not wait for it.
+
+    A call need not wait if everything is compiled, or cannot be.
+    """
     compile_in_background()
     return compiled() or not available()
 
@@ -76,9 +92,9 @@ def ready() -> bool:
 def compile_now() -> None:
     """Compile everything that is not compiled yet, or wait until another thread has done so.
 
-    It takes some seconds once per installation and tenths of a second later: numba keeps what it
-    compiled beside the package or, where that is read-only, in the user's cache folder
-    (`NUMBA_CACHE_DIR` names another).
+    This takes some seconds once per installation and tenths of a second later: numba keeps its
+    compiled functions beside the package or, if that folder is read-only, in the user's cache
+    folder (`NUMBA_CACHE_DIR` names another one).
 
     Raises:
         NumbaMissingError: numba is missing or cannot be imported.
@@ -99,12 +115,12 @@ def compile_now() -> None:
 
 
 def compile_in_background() -> None:
-    """Start `compile_now` in a thread, unless it is running, has run, or has lately failed."""
+    """Start `compile_now` in a thread, unless it is running, has run, or has failed recently."""
     global _background, _failure, _failed_at
     if compiled() or not _is_worth_trying() or (_background and _background.is_alive()):
         return
-    # Not a daemon: a script that ends early leaves a filled cache to the next one.
-    thread = threading.Thread(target=_compile_or_note, name="lookahead-hf-compile")
+    # Not a daemon: a script that ends early still fills the cache for the next one.
+    thread = threading.Thread(target=_compile_quietly, name="lookahead-hf-compile")
     try:
         thread.start()
     except RuntimeError as error:  # there are too many threads, or the interpreter is ending
@@ -114,17 +130,17 @@ def compile_in_background() -> None:
 
 
 def _is_worth_trying() -> bool:
-    """Not where numba cannot be imported: a process that is running will not change that."""
+    """An import of numba that failed is not repeated: it would fail again in this process."""
     if _failure is None:
         return _is_installed()
-    due = time.monotonic() - _failed_at >= SECONDS_BETWEEN_ATTEMPTS
-    return due and not isinstance(_failure, NumbaMissingError)
+    is_due = time.monotonic() - _failed_at >= SECONDS_BETWEEN_ATTEMPTS
+    return is_due and not isinstance(_failure, NumbaMissingError)
 
 
-def _compile_or_note() -> None:
+def _compile_quietly() -> None:
     try:
         compile_now()
-    except Exception:  # calls go on without indexes, and say so
+    except Exception:  # calls continue without indexes, and report that
         logger.info("numba's functions could not be compiled", exc_info=True)
 
 

@@ -1,4 +1,4 @@
-"""How this package compiles its loops, and keeps them where it can."""
+"""Compiles this package's loops with numba, and keeps the compiled code on disk if possible."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from numba.core.caching import FunctionCache
 
 logger = logging.getLogger(__name__)
 
-_is_said = False
+_has_warned = False
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile without the interpreter lock, kept on disk where numba finds a writable folder."""
+    """Compile without the interpreter lock; keep the code on disk if a folder is writable."""
     dispatcher = njit(nogil=True)(function)
     try:
-        dispatcher._cache = KeptOrNot(function)  # as `cache=True` does with numba's own
-    except (OSError, RuntimeError) as error:  # no folder can be written to
-        _say_once(error)
+        dispatcher._cache = TolerantCache(function)  # what `cache=True` does with numba's own
+    except (OSError, RuntimeError) as error:  # no folder is writable
+        _warn_once(error)
     return dispatcher
 
 
-class KeptOrNot(FunctionCache):
-    """numba's cache on disk; a full disk or a damaged file costs the time to compile again.
+class TolerantCache(FunctionCache):
+    """numba's cache on disk; after a full disk or a damaged file it compiles again.
 
-    numba's own lets such an error end the call of the function that was to be compiled.
+    With numba's own cache, such an error ends the call of the function to be compiled.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function, None where it was not kept."""
+        """Return the compiled function, None if the cache does not have it."""
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:
             logger.info("a compiled function cannot be read: %r", error)
             with suppress(Exception):
-                self.flush()  # a damaged index would be read again by all that save
+                self.flush()  # every save would read a damaged index again
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a compiled function, if that can be done."""
+        """Keep a compiled function, if that is possible."""
         try:
             super().save_overload(sig, data)
         except Exception as error:
-            _say_once(error)
+            _warn_once(error)
 
 
-def _say_once(error: Exception) -> None:
-    global _is_said
-    if not _is_said:
-        _is_said = True
+def _warn_once(error: Exception) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         logger.warning(
-            "compiled functions cannot be kept (%s), so that every process compiles them anew, for "
-            "some seconds: let NUMBA_CACHE_DIR name a folder that can be written to",
+            "compiled functions cannot be saved (%s), so every process spends some seconds to "
+            "compile them again: set NUMBA_CACHE_DIR to a writable folder",
             error,
         )

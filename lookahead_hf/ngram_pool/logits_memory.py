@@ -1,17 +1,17 @@
-"""What the target expected after the contexts it has seen: its best logits, by last tokens."""
+"""The target's best logits after the contexts it has seen, keyed by the last tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from lookahead_hf.ngram_pool import _logits_numba as compiled
-from lookahead_hf.ngram_pool.logits_reference import WAYS
+from lookahead_hf.ngram_pool._logits_numba import WAYS
 
 
 class LogitsMemory:
     """The k likeliest next tokens of contexts, keyed by their last two tokens and by the last one.
 
-    A bounded hash table in flat arrays: once a place is full, its oldest entry gives way.
+    A bounded hash table in flat arrays: a new entry replaces the oldest one of a full place.
 
     Attributes:
         keys: Contexts, [places, ways] int64, -1 where free.
@@ -32,7 +32,7 @@ class LogitsMemory:
         self._clock = 0
 
     def __len__(self) -> int:
-        """Contexts that are remembered."""
+        """Number of contexts in the memory."""
         return int((self.keys >= 0).sum())
 
     def remember(
@@ -42,10 +42,10 @@ class LogitsMemory:
         tokens: np.ndarray,
         probs: np.ndarray,
     ) -> None:
-        """Note what the target expects after contexts; later ones overwrite earlier ones.
+        """Store what the target expects after contexts; later ones overwrite earlier ones.
 
         Args:
-            before: Token before the last one, -1 where there is none, [contexts] int64.
+            before: Token before the last one, -1: none, [contexts] int64.
             last: Last token, [contexts] int64.
             tokens: Likeliest next tokens, best first, -1: none, [contexts, top_k] int32.
             probs: Their probabilities, [contexts, top_k] float32.
@@ -56,20 +56,20 @@ class LogitsMemory:
         )  # fmt: skip
 
     def find(self, before: int, last: int) -> int:
-        """Entry of the context `(before, last)`, of `last` alone for `before = -1`; -1: none."""
+        """Return the entry of `(before, last)`, or of `last` alone if `before` is -1; -1: none."""
         return int(compiled.find(self.keys, before, last))
 
 
 def top_rows(bits: np.ndarray, which: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The best tokens of rows of logits, with approximate probabilities.
+    """Find the best tokens of rows of logits, with approximate probabilities.
 
     Args:
         bits: Bit patterns, [rows, vocab]: int16 of bfloat16 or int32 of float32.
-        which: Rows to look at, [wanted] int64.
+        which: Rows to search, [wanted] int64.
         top_k: Tokens per row.
 
     Returns:
-        tokens: Best first, the lower id where two are equal, [wanted, top_k] int32, -1: none.
+        tokens: Best first, the lower id first among equals, [wanted, top_k] int32, -1: none.
         probs: Their probabilities, [wanted, top_k] float32.
     """
     tokens = np.empty((len(which), top_k), np.int32)

@@ -1,11 +1,11 @@
-"""What followed this context in any text so far? A bounded memory of n-grams across requests."""
+"""A bounded memory of n-grams across requests: finds what followed a context in any text."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -13,25 +13,18 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.ngram_pool import store
-from lookahead_hf.ngram_pool.compilation import NumbaMissingError, register
-from lookahead_hf.ngram_pool.store import (
-    FEWEST_BUCKETS,
-    MOST_TOKENS,
-    MOST_VOCABULARY,
-    WAYS,
-    Contents,
-)
-from lookahead_hf.ngram_pool.suffix_index import (
+from lookahead_hf.ngram_pool.compilation import importing_numba, register
+from lookahead_hf.ngram_pool.matches import (
     BORDER,
     LONGEST_MATCH,
     NUM_BUCKETS,
-    NUM_KEYS,
     Continuations,
     check_limits,
 )
+from lookahead_hf.ngram_pool.store import MOST_TOKENS, MOST_VOCABULARY, Contents
 
 CHUNK = 1024
-"""Tokens that are added at once; a look-up of another thread waits no longer than for these."""
+"""Tokens that are added at once: the most that a look-up of another thread has to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +33,12 @@ class PoolInfo:
 
     Attributes:
         num_tokens: Tokens held.
-        num_texts: Ends of texts that are held.
-        max_tokens: Most tokens and ends of texts that are held.
+        num_texts: Ends of texts held.
+        max_tokens: Most tokens and ends of texts that the pool can hold.
         num_ngrams: Different 1-, 2-, 4- and 8-grams that can be looked up.
-        nbytes: Size of what is held, in memory as in a file.
-        vocab_size: All token ids are below; None: not said.
-        tokenizer_fingerprint: What tells the tokenizer from others; None: not said.
+        nbytes: Size of the contents, in memory as in a file.
+        vocab_size: All token ids are below it; None: unknown.
+        tokenizer_fingerprint: Identifies the tokenizer; None: unknown.
     """
 
     num_tokens: int
@@ -60,13 +53,14 @@ class PoolInfo:
 class NgramPool:
     """Remembers the newest tokens of all texts that were added, and finds n-grams in them.
 
-    Texts leave in the order in which they came: an n-gram is gone with its last occurrence, so what
-    is said often stays. Of frequent n-grams only the newest occurrences are counted, so what was
-    usual once fades. All methods may be called from several threads.
+    The oldest texts leave first. An n-gram leaves with its last occurrence, so frequent n-grams
+    stay. Of a frequent n-gram only the newest occurrences are counted, so old habits fade. All
+    methods may be called from several threads.
 
-    A pool that was loaded reads its file as it needs it and never writes to it: what is added stays
-    in this process until `save`. The file may be deleted or replaced meanwhile, but not written
-    into: all methods then raise ValueError, and a process that was just reading there may end.
+    A loaded pool reads its file on demand and never writes to it: added texts stay in this process
+    until `save`. The file may be deleted or replaced meanwhile, but not written into: every method
+    then raises ValueError until the pool is loaded again, and a process that is reading the file at
+    that moment may end.
 
     Example:
         >>> pool = NgramPool()
@@ -85,33 +79,23 @@ class NgramPool:
         """Start an empty pool, which takes memory as it fills: 32 bytes a token when it is full.
 
         Args:
-            max_tokens: Most tokens to hold; the end of each text takes the place of one.
-            vocab_size: Token ids must be below.
-            tokenizer_fingerprint: What tells the texts' tokenizer from others.
+            max_tokens: Most tokens to hold; the end of each text counts as one.
+            vocab_size: Token ids must be below it.
+            tokenizer_fingerprint: Identifies the tokenizer of the texts.
 
         Raises:
             NumbaMissingError: numba is missing or cannot be imported.
-            ValueError: An argument is of the wrong type or out of its range.
+            ValueError: An argument has the wrong type or is out of range.
         """
         _check_int("max_tokens", max_tokens, MOST_TOKENS)
         if vocab_size is not None:
             _check_int("vocab_size", vocab_size, MOST_VOCABULARY)
         if not isinstance(tokenizer_fingerprint, (str, type(None))):
             raise ValueError(
-                f"tokenizer_fingerprint must be a text or None, not {tokenizer_fingerprint!r}"
+                f"tokenizer_fingerprint must be a str or None, not {tokenizer_fingerprint!r}"
             )
-        _functions()
         self._start(
-            Contents(
-                log=np.empty(0, np.int32),
-                links=np.empty((0, NUM_KEYS), np.uint32),
-                table=np.zeros((FEWEST_BUCKETS, WAYS), np.uint32),
-                max_tokens=max_tokens,
-                num_added=0,
-                num_texts=0,
-                vocab_size=vocab_size,
-                tokenizer_fingerprint=tokenizer_fingerprint,
-            )
+            Contents(max_tokens, vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
         )
 
     @classmethod
@@ -122,16 +106,17 @@ class NgramPool:
         vocab_size: int | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> NgramPool:
-        """Open what `save` wrote, by memory map; its data are not looked at (`pool check` does).
+        """Open a file of `save` by memory map; `lookahead-hf pool check` also verifies its data.
 
         Args:
             path: The file.
-            vocab_size: Refuse a pool of another vocabulary size.
+            vocab_size: Refuse a pool with another vocabulary size.
             tokenizer_fingerprint: Refuse a pool of another tokenizer.
 
         Raises:
+            NumbaMissingError: numba is missing or cannot be imported.
             OSError: The file cannot be read.
-            ValueError: It is no pool, is damaged, or belongs to another tokenizer.
+            ValueError: It is not a pool, is damaged, or belongs to another tokenizer.
         """
         file = store.read(path)
         needed = {"vocab_size": vocab_size, "tokenizer_fingerprint": tokenizer_fingerprint}
@@ -142,30 +127,29 @@ class NgramPool:
                     f"{os.fspath(path)}: the pool has {name}={found!r}, but {value!r} is needed: "
                     "build a pool with the tokenizer of this model"
                 )
-        _functions()
         pool = cls.__new__(cls)
         pool._start(file)
         return pool
 
     def _start(self, contents: Contents) -> None:
+        _functions()
         self._contents = contents
         # Adding, merging and saving exclude each other; a look-up waits for one chunk at most.
         self._adding = threading.Lock()
         self._lock = threading.Lock()
-        self._readable = _readable(contents)
 
     def __len__(self) -> int:
-        """Tokens that are held."""
+        """Tokens that the pool holds."""
         return self._contents.live - self._contents.num_texts
 
     @property
     def vocab_size(self) -> int | None:
-        """All token ids are below; None: not said."""
+        """All token ids are below it; None: unknown."""
         return self._contents.vocab_size
 
     @property
     def tokenizer_fingerprint(self) -> str | None:
-        """What tells the tokenizer from others; None: not said."""
+        """Identifies the tokenizer; None: unknown."""
         return self._contents.tokenizer_fingerprint
 
     @property
@@ -184,10 +168,10 @@ class NgramPool:
             )
 
     def add(self, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Add a text, [num_tokens]: no n-gram goes from it into the next one.
+        """Add a text, [num_tokens]: no n-gram spans it and the next one.
 
         Raises:
-            ValueError: The ids are no whole numbers from 0 to the vocabulary's size.
+            ValueError: The ids are not integers from 0 to the largest id of the vocabulary.
         """
         ids = self._checked(token_ids)
         if len(ids):
@@ -195,16 +179,16 @@ class NgramPool:
                 self._append(np.append(ids, np.int32(BORDER)))
 
     def merge(self, other: NgramPool) -> None:
-        """Add all texts of another pool, oldest first, as if they were added here once more.
+        """Add all texts of another pool, oldest first, as `add` would.
 
-        What only the other pool says of its tokenizer holds for this one from then on.
+        If only the other pool knows its tokenizer, this pool adopts it.
 
         Raises:
             ValueError: The pools have different vocabulary sizes or tokenizers, one has token ids
-                that the other cannot have, or `other` is none.
+                that the other cannot have, or `other` is not a pool.
         """
         if not isinstance(other, NgramPool):
-            raise ValueError(f"only an NgramPool can be merged, not {other!r}")
+            raise ValueError(f"expected an NgramPool to merge, got {other!r}")
         for name in ("vocab_size", "tokenizer_fingerprint"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if None not in (ours, theirs) and ours != theirs:
@@ -228,34 +212,36 @@ class NgramPool:
         max_ngram: int = LONGEST_MATCH,
         min_score: float = 1e-4,
     ) -> Continuations:
-        """Grow the tree of what may follow a context, best-first.
+        """Grow a tree of what may follow a context, best nodes first.
 
         Args:
             context: A text or its end, [num_tokens].
             rates: Acceptance rate of each bucket, [NUM_BUCKETS], values from 0 to 1.
             max_nodes: Most nodes of the tree.
             min_ngram: Shortest match that counts.
-            max_ngram: Longest match that is told from shorter ones.
+            max_ngram: Longest match length that is distinguished.
             min_score: Paths with a lower score are left out.
 
         Raises:
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
-        self._contents.check_file()
+        contents = self._contents
+        contents.check_file()
         newest_first = np.array(context[-max_ngram:][::-1], np.int32)
-        rates = rates.astype(np.float64)
         scores = np.empty(max_nodes)
         nodes = np.empty((7, max_nodes), np.int32)
-        limits = min_ngram, max_ngram
         with self._lock:
             num_nodes = _functions().grow(
-                *self._readable, newest_first, limits, rates, min_score, scores, nodes
-            )
+                contents.log, contents.links, contents.table[: contents.num_buckets],
+                contents.num_added, contents.max_tokens, contents.time_bits,
+                contents.vocab_size or MOST_VOCABULARY, newest_first, (min_ngram, max_ngram),
+                rates.astype(np.float64), min_score, scores, nodes,
+            )  # fmt: skip
         return Continuations(scores[:num_nodes], *nodes[:, :num_nodes])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, or replace one when all is written.
+        """Write a safetensors file; an older one is replaced once the new one is complete.
 
         Raises:
             OSError: The file cannot be written.
@@ -276,17 +262,15 @@ class NgramPool:
         return ids.astype(np.int32)
 
     def _texts(self) -> np.ndarray:
-        """The tokens that are held and their borders, oldest first, as a copy."""
+        """Copy the tokens that the pool holds and their borders, oldest first."""
         with self._adding:
             contents = self._contents
             contents.check_file()
-            head = contents.num_added % contents.max_tokens
-            log = contents.log[: contents.live]
-            full = contents.live == contents.max_tokens
-            return np.concatenate([log[head:], log[:head]]) if full else log.copy()
+            oldest = (contents.num_added - contents.live) % contents.max_tokens
+            return np.roll(contents.log[: contents.live], -oldest)
 
     def _adopt(self, other: NgramPool, texts: np.ndarray) -> None:
-        """Take over what only the other pool says of its tokenizer; `texts` are its tokens."""
+        """Adopt the other pool's tokenizer if it is unknown here; `texts` are its tokens."""
         contents = self._contents
         vocab_size = contents.vocab_size or other.vocab_size
         own = contents.log[: contents.live]
@@ -294,44 +278,25 @@ class NgramPool:
         if vocab_size is not None and most >= vocab_size:
             raise ValueError(
                 f"the pools have token ids up to {most}, but their vocabulary has {vocab_size}: "
-                "one of them is damaged, or they are not of one tokenizer"
+                "one of them is damaged, or their tokenizers differ"
             )
         contents.vocab_size = vocab_size
         contents.tokenizer_fingerprint = self.tokenizer_fingerprint or other.tokenizer_fingerprint
-        with self._lock:
-            self._readable = _readable(contents)
 
     def _append(self, token_ids: np.ndarray) -> None:  # [num_tokens] int32
         contents = self._contents
         contents.check_file()
-        self._make_room(len(token_ids))
+        contents.make_room(len(token_ids))
         for start in range(0, len(token_ids), CHUNK):
             chunk = token_ids[start : start + CHUNK]
-            after = replace(contents, num_added=contents.num_added + len(chunk))
+            after = contents.later(len(chunk))
             with self._lock:
                 contents.num_texts += _functions().append(
-                    contents.log,
-                    contents.links,
-                    contents.table[: after.num_buckets],
-                    contents.num_buckets,
-                    contents.num_added,
-                    contents.max_tokens,
-                    contents.time_bits,
-                    chunk,
-                )
+                    contents.log, contents.links, contents.table[: after.num_buckets],
+                    contents.num_buckets, contents.num_added, contents.max_tokens,
+                    contents.time_bits, chunk,
+                )  # fmt: skip
                 contents.num_added = after.num_added
-                self._readable = _readable(contents)
-
-    def _make_room(self, num_tokens: int) -> None:
-        contents = self._contents
-        after = replace(contents, num_added=contents.num_added + num_tokens)
-        # Room for as much again, so that the arrays are seldom copied.
-        ahead = replace(contents, num_added=2 * after.num_added)
-        if after.live > len(contents.log):
-            contents.log = _enlarged(contents.log, ahead.live)
-            contents.links = _enlarged(contents.links, ahead.live)
-        if after.num_buckets > len(contents.table):
-            contents.table = _enlarged(contents.table, ahead.num_buckets)
 
 
 def _check_int(name: str, value: Any, most: int) -> None:
@@ -340,31 +305,10 @@ def _check_int(name: str, value: Any, most: int) -> None:
         raise ValueError(f"{name} is {value!r}, but must be an int in 1..{most}")
 
 
-def _readable(contents: Contents) -> tuple[Any, ...]:
-    """What a look-up is made in, put together once per change."""
-    return (
-        contents.log,
-        contents.links,
-        contents.table[: contents.num_buckets],
-        contents.num_added,
-        contents.max_tokens,
-        contents.time_bits,
-        contents.vocab_size or MOST_VOCABULARY,
-    )
-
-
-def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
-    larger = np.empty((length, *array.shape[1:]), array.dtype)
-    larger[: len(array)] = array
-    return larger
-
-
 @cache
 def _functions() -> ModuleType:
-    try:
+    with importing_numba():
         from lookahead_hf.ngram_pool import _pool_numba
-    except Exception as error:  # numba fails in many ways where other packages do not fit it
-        raise NumbaMissingError(error) from error
     return _pool_numba
 
 

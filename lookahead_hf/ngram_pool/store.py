@@ -1,31 +1,32 @@
-"""The file of a pool: a safetensors file, opened by memory map, replaced in one piece.
+"""What a pool holds, and its file: safetensors, opened by memory map, replaced as a whole.
 
 Tensors: `table` U32 [buckets, 16], `links` U32 [tokens, 4] and `log` I32 [tokens], as described in
-`_pool_table`. The numbers of `Contents` and a SHA-256 of everything stand in `__metadata__`, as
-decimal or hexadecimal text.
+`_pool_table`. `__metadata__` holds the numbers of `Contents` and a SHA-256 of everything, as
+decimal and hexadecimal text.
 
-A file that is replaced stays as it was for those who have it open. One that is written into does
-not, and where it has become shorter the system ends a process that reads on (SIGBUS): so whoever
-reads asks `OpenFile` first.
+A process that has a file open keeps its contents when the file is replaced, but not when the file
+is written into. If it was cut short, the system even ends a process that reads on (SIGBUS), so
+every reader asks `OpenFile` first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import secrets
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.suffix_index import NUM_KEYS
+from lookahead_hf.ngram_pool.matches import NUM_KEYS
 
 FORMAT = "lookahead_hf.ngram_pool"
 VERSION = 1
@@ -47,19 +48,19 @@ full as the others.
 """
 
 ROOM_AT_MOST = 4.5
-"""Entries per token of a full pool that the largest table has room for; it is a power of two, so
-for half of that at least."""
+"""Entries per token of a full pool that the largest table has room for. Its number of buckets is a
+power of two, so the actual room may be as little as half of that."""
 
 MOST_VOCABULARY = 2**31 - 1
 
 _DTYPES = {"table": ("U32", np.uint32), "links": ("U32", np.uint32), "log": ("I32", np.int32)}
 _MOST_HEADER = 1 << 16
-# The data begin at a multiple of it, so that no bucket lies across two cache lines.
+# The data begin at a multiple of it, so that no bucket spans two cache lines.
 _ALIGNMENT = 64
 
 
 class OpenFile:
-    """A file that is mapped: whether what is there is still what was opened."""
+    """A mapped file: detects whether it was written into since it was opened."""
 
     def __init__(self, path: str | os.PathLike[str], file: BinaryIO) -> None:
         self._path, self._number = os.fspath(path), os.dup(file.fileno())
@@ -67,11 +68,12 @@ class OpenFile:
         self._state = self._look()
 
     def check(self) -> None:
-        """Raise ValueError where the file was written into."""
+        """Raise ValueError if the file was written into."""
         if self._look() != self._state:
             raise ValueError(
-                f"{self._path}: the file was written into while it was open, so that its pool can "
-                "no longer be read: replace such a file as a whole, as `NgramPool.save` does"
+                f"{self._path}: the file was written into while it was open, so this pool can no "
+                "longer be read: load the pool again, and replace such a file as a whole, as "
+                "`NgramPool.save` does"
             )
 
     def _look(self) -> tuple[int, int]:
@@ -81,29 +83,29 @@ class OpenFile:
 
 @dataclass(eq=False)
 class Contents:
-    """What a pool holds and what its file keeps.
+    """What a pool holds and what its file stores.
 
     Attributes:
-        log: Tokens by place, at least [live] int32.
-        links: Distances to the next older occurrences, at least [live, NUM_KEYS] uint32.
-        table: Newest occurrences by hash, at least [num_buckets, WAYS] uint32.
         max_tokens: Places of a full log.
         num_added: Tokens and borders that were ever added.
         num_texts: Borders in the log.
-        vocab_size: Token ids are below; None: not said.
-        tokenizer_fingerprint: What tells the tokenizer from others; None: not said.
-        file: The file that the arrays lie in; None where they lie in memory.
+        vocab_size: All token ids are below it; None: unknown.
+        tokenizer_fingerprint: Identifies the tokenizer; None: unknown.
+        file: The file that the arrays are mapped from; None if they are in memory.
+        log: Tokens by place, at least [live] int32.
+        links: Distances to the next older occurrences, at least [live, NUM_KEYS] uint32.
+        table: Newest occurrences by hash, at least [num_buckets, WAYS] uint32.
     """
 
-    log: np.ndarray
-    links: np.ndarray
-    table: np.ndarray
     max_tokens: int
-    num_added: int
-    num_texts: int
-    vocab_size: int | None
-    tokenizer_fingerprint: str | None
+    num_added: int = 0
+    num_texts: int = 0
+    vocab_size: int | None = None
+    tokenizer_fingerprint: str | None = None
     file: OpenFile | None = None
+    log: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    links: np.ndarray = field(default_factory=lambda: np.empty((0, NUM_KEYS), np.uint32))
+    table: np.ndarray = field(default_factory=lambda: np.zeros((FEWEST_BUCKETS, WAYS), np.uint32))
 
     @property
     def live(self) -> int:
@@ -119,33 +121,57 @@ class Contents:
 
     @property
     def time_bits(self) -> int:
-        """Bits of an arrival time; it comes round again when its token is long gone."""
+        """Bits of an arrival time; it recurs only long after its token has left the log."""
         return max(16, (2 * self.max_tokens).bit_length())
 
+    def later(self, num_tokens: int) -> Contents:
+        """Return a copy whose numbers count `num_tokens` more; the arrays are the same."""
+        return replace(self, num_added=self.num_added + num_tokens)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Enlarge the arrays if `num_tokens` more do not fit into them."""
+        after = self.later(num_tokens)
+        # Room for twice as many, so that the arrays are seldom copied.
+        ahead = after.later(after.num_added)
+        if after.live > len(self.log):
+            self.log = _enlarged(self.log, ahead.live)
+            self.links = _enlarged(self.links, ahead.live)
+        if after.num_buckets > len(self.table):
+            self.table = _enlarged(self.table, ahead.num_buckets)
+
     def check_file(self) -> None:
-        """Raise ValueError where the arrays lie in a file that was written into."""
+        """Raise ValueError if the arrays are mapped from a file that was written into."""
         if self.file is not None:
             self.file.check()
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The filled part of the arrays, in the order of the file."""
+        """Return the filled part of the arrays, in the order of the file."""
         self.check_file()
-        live, buckets = self.live, self.num_buckets
-        return {"table": self.table[:buckets], "links": self.links[:live], "log": self.log[:live]}
+        return {name: getattr(self, name)[: shape[0]] for name, shape in self.shapes().items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the filled part of each array, in the order of the file."""
+        table, links, log = (self.num_buckets, WAYS), (self.live, NUM_KEYS), (self.live,)
+        return {"table": table, "links": links, "log": log}
+
+    def layout(self) -> dict[str, Any]:
+        """Return type, shape and place of each array, as the file's header states them."""
+        layout, start = {}, 0
+        for name, shape in self.shapes().items():
+            dtype, kind = _DTYPES[name]
+            end = start + math.prod(shape) * np.dtype(kind).itemsize
+            layout[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+            start = end
+        return layout
 
     def numbers(self) -> dict[str, str]:
-        """Everything but the arrays, as text."""
-        fields = {
-            "max_tokens": self.max_tokens,
-            "num_added": self.num_added,
-            "num_texts": self.num_texts,
-            "vocab_size": self.vocab_size,
-            "tokenizer_fingerprint": self.tokenizer_fingerprint,
-        }
-        return {name: str(value) for name, value in fields.items() if value is not None}
+        """Return everything but the arrays, as text."""
+        names = ("max_tokens", "num_added", "num_texts", "vocab_size", "tokenizer_fingerprint")
+        values = {name: getattr(self, name) for name in names}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     def digest(self) -> str:
-        """SHA-256 of the numbers and the arrays, in hexadecimal."""
+        """Return the SHA-256 of the numbers and the arrays, in hexadecimal."""
         digest = hashlib.sha256(json.dumps(self.numbers(), sort_keys=True).encode())
         for array in self.arrays().values():
             digest.update(_bytes(array))
@@ -153,8 +179,11 @@ class Contents:
 
 
 def write(path: str | os.PathLike[str], contents: Contents) -> None:
-    """Write a file, or replace it: whoever opens it finds the old one or the new one, whole."""
-    header = _header(contents)
+    """Write or replace a file: a reader finds the whole old file or the whole new one."""
+    metadata = {"format": FORMAT, "version": str(VERSION), "sha256": contents.digest()}
+    fields = {"__metadata__": {**metadata, **contents.numbers()}, **contents.layout()}
+    header = json.dumps(fields).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGNMENT)
     with _replacing(Path(path)) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for array in contents.arrays().values():
@@ -164,48 +193,32 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
 def read(path: str | os.PathLike[str]) -> Contents:
     """Open a file by memory map; changes to the arrays stay in this process.
 
-    Sizes and numbers are checked, the data are not looked at.
+    The header is checked, the data are not.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no file of a pool, or is damaged.
+        ValueError: It is not the file of a pool, or is damaged.
     """
     contents, _ = _open(path)
     return contents
 
 
 def check(path: str | os.PathLike[str]) -> Contents:
-    """Open a file like `read`, and read it all.
+    """Open a file like `read`, and compare its data with its checksum.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no file of a pool, or a bit of it has changed since it was written.
+        ValueError: It is not the file of a pool, or a bit of it has changed since it was written.
     """
     contents, digest = _open(path)
     if contents.digest() != digest:
-        raise _damaged(path, "its checksum is another one")
+        raise _damaged(path, "its checksum does not match")
     return contents
-
-
-def _header(contents: Contents) -> bytes:
-    tensors: dict[str, Any] = {}
-    start = 0
-    for name, array in contents.arrays().items():
-        end = start + array.nbytes
-        tensors[name] = {
-            "dtype": _DTYPES[name][0],
-            "shape": list(array.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    metadata = {"format": FORMAT, "version": str(VERSION), "sha256": contents.digest()}
-    header = json.dumps({"__metadata__": {**metadata, **contents.numbers()}, **tensors}).encode()
-    return header + b" " * (-(len(header) + 8) % _ALIGNMENT)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file in the same folder that takes the place of `path` once it is on the disk."""
+    """Yield a new file in the same folder, which replaces `path` once it is on the disk."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with part.open("xb") as file:
@@ -219,78 +232,55 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Contents, str]:
-    """The contents and the digest that the file says they have."""
+    """Return the contents and the digest that the file's header states."""
     with open(os.fspath(path), "rb") as file:  # open alone would take an int, as a descriptor
         opened = OpenFile(path, file)
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER):
-            raise _no_pool(path)
+            raise _not_a_pool(path)
         metadata, tensors = _parsed(path, file.read(length))
-        _check_layout(path, tensors, size - 8 - length)
+        try:
+            contents, digest = _contents(metadata, opened), str(metadata["sha256"])
+            layout = contents.layout()
+            if tensors != layout:
+                raise ValueError("its arrays do not have the sizes that its numbers imply")
+            if size != (expected := 8 + length + layout["log"]["data_offsets"][1]):
+                raise ValueError(f"it should have {expected} bytes, but has {size}")
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
         # A private map: the arrays can be written to, and the file never is.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    try:
-        arrays = {name: _array(data, 8 + length, name, tensors[name]) for name in _DTYPES}
-        contents = _contents(metadata, arrays, opened)
-        return contents, str(metadata["sha256"])
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
+    for name, shape in contents.shapes().items():
+        offset = 8 + length + layout[name]["data_offsets"][0]
+        array = np.frombuffer(data, _DTYPES[name][1], math.prod(shape), offset)
+        setattr(contents, name, array.reshape(shape))
+    return contents, digest
 
 
 def _parsed(path: str | os.PathLike[str], header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    """The metadata and the tensors of a header."""
+    """Return the metadata and the tensors of a header."""
     try:
         tensors = json.loads(header)
         metadata = tensors.pop("__metadata__")
         is_pool = metadata["format"] == FORMAT
         version = int(metadata["version"]) if is_pool else VERSION
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
-        raise _no_pool(path) from None
+        raise _not_a_pool(path) from None
     if not is_pool:
-        raise _no_pool(path)
+        raise _not_a_pool(path)
     if version != VERSION:
         raise ValueError(
-            f"{os.fspath(path)}: a pool of format version {version}, and version {VERSION} is what "
-            "this lookahead_hf reads: build the pool again, or install the version that wrote it"
+            f"{os.fspath(path)}: the pool has format version {version}, but this lookahead_hf "
+            f"reads version {VERSION}: build the pool again, or install the version that wrote it"
         )
     return metadata, tensors
 
 
-def _check_layout(path: str | os.PathLike[str], tensors: dict[str, Any], num_bytes: int) -> None:
-    """Raise ValueError unless the tensors are those of a pool and fill the file exactly."""
-    try:
-        end = 0
-        for name, (dtype, kind) in _DTYPES.items():
-            tensor = tensors[name]
-            size = int(np.prod(tensor["shape"], dtype=object)) * np.dtype(kind).itemsize
-            if tensor["dtype"] != dtype or tensor["data_offsets"] != [end, end + size]:
-                raise ValueError(f"the tensor {name!r} has another type or place")
-            end += size
-        if end != num_bytes or len(tensors) != len(_DTYPES):
-            raise ValueError(f"{end} bytes of data are expected, {num_bytes} are there")
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-
-
-def _array(data: mmap.mmap, start: int, name: str, tensor: dict[str, Any]) -> np.ndarray:
-    shape = tuple(tensor["shape"])
-    offset = start + tensor["data_offsets"][0]
-    count = int(np.prod(shape))
-    return np.frombuffer(data, _DTYPES[name][1], count, offset).reshape(shape)
-
-
-def _contents(metadata: dict[str, str], arrays: dict[str, np.ndarray], file: OpenFile) -> Contents:
-    """Contents whose numbers fit the arrays; ValueError where they do not."""
+def _contents(metadata: dict[str, str], file: OpenFile) -> Contents:
+    """Return contents with the numbers of the metadata and without arrays; check the numbers."""
     vocab_size, fingerprint = metadata.get("vocab_size"), metadata.get("tokenizer_fingerprint")
     contents = Contents(
-        log=arrays["log"],
-        links=arrays["links"],
-        table=arrays["table"],
         max_tokens=int(metadata["max_tokens"]),
         num_added=int(metadata["num_added"]),
         num_texts=int(metadata["num_texts"]),
@@ -298,24 +288,29 @@ def _contents(metadata: dict[str, str], arrays: dict[str, np.ndarray], file: Ope
         tokenizer_fingerprint=None if fingerprint is None else str(fingerprint),
         file=file,
     )
-    live = contents.live
     if not (1 <= contents.max_tokens <= MOST_TOKENS and 0 <= contents.num_added < 2**62):
-        raise ValueError("a number is out of its range")
+        raise ValueError("its number of tokens is out of range")
     if vocab_size is not None and not 1 <= int(vocab_size) <= MOST_VOCABULARY:
-        raise ValueError("the vocabulary size is out of its range")
-    if arrays["log"].shape != (live,) or arrays["links"].shape != (live, NUM_KEYS):
-        raise ValueError("the numbers do not fit the log")
-    if arrays["table"].shape != (contents.num_buckets, WAYS):
-        raise ValueError("the numbers do not fit the table")
-    if not 0 <= contents.num_texts <= live:
-        raise ValueError("the number of texts does not fit the log")
+        raise ValueError("its vocabulary size is out of range")
+    if not 0 <= contents.num_texts <= contents.live:
+        raise ValueError("its number of texts is out of range")
     return contents
 
 
-def _no_pool(path: str | os.PathLike[str]) -> ValueError:
+def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
+    larger = np.empty((length, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _not_a_pool(path: str | os.PathLike[str]) -> ValueError:
     return ValueError(
-        f"{os.fspath(path)} is no pool, or a damaged one: make one with `lookahead-hf pool build` "
-        "or `NgramPool.save`"
+        f"{os.fspath(path)} is not a pool, or a damaged one: make one with `lookahead-hf pool "
+        "build` or `NgramPool.save`"
     )
 
 

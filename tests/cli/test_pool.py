@@ -13,7 +13,7 @@ from transformers.utils import logging
 from lookahead_hf.cli import main
 from lookahead_hf.drafting.sources.pool import fingerprint
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.ngram_pool.suffix_index import NUM_BUCKETS
+from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
 from tests.helpers.tiny_chat import byte_tokenizer
 
 EVEN = np.full(NUM_BUCKETS, 0.5)
@@ -177,11 +177,11 @@ def test_what_cannot_be_done_is_one_message(
         "no field 'text' but content": [*build, "other.jsonl"],
         "the field 'text' is no text": [*build, "number.jsonl"],
         "max_tokens is 0": [*build, "text.txt", "--max-tokens", "0"],
-        "is no pool": ["info", "text.txt"],
+        "is not a pool": ["info", "text.txt"],
         "have vocab_size 10 and 20": ["merge", "c", "a", "b"],
         "tokenizer_fingerprint 'X' and 'Y'": ["merge", "c", "none", "x", "y"],
         "token ids up to 15, but their vocabulary has 10": ["merge", "c", "none", "a"],
-        "its checksum is another one": ["merge", "c", "none", "damaged"],
+        "its checksum does not match": ["merge", "c", "none", "damaged"],
     }
     for message, words in failing.items():
         assert main(["pool", *words]) == 1, words

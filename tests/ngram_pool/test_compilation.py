@@ -132,7 +132,7 @@ def test_without_numba_nothing_waits(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module; numba's own folders are below it."""
     monkeypatch.setattr(config, "CACHE_DIR", "")
-    monkeypatch.setattr(jit, "_is_said", False)
+    monkeypatch.setattr(jit, "_has_warned", False)
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "users"))
     (tmp_path / "toy.py").write_text(TOY)

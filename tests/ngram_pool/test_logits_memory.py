@@ -11,9 +11,9 @@ pytest.importorskip("numba")
 torch = pytest.importorskip("torch")
 
 from lookahead_hf.ngram_pool import _logits_numba as compiled  # noqa: E402
-from lookahead_hf.ngram_pool import logits_reference as reference  # noqa: E402
+from lookahead_hf.ngram_pool._logits_numba import LANES, WAYS  # noqa: E402
 from lookahead_hf.ngram_pool.logits_memory import LogitsMemory, top_rows  # noqa: E402
-from lookahead_hf.ngram_pool.logits_reference import LANES, WAYS  # noqa: E402
+from tests.oracles import logits_memory as reference  # noqa: E402
 
 DTYPES = {"fp32": (torch.float32, torch.int32), "bf16": (torch.bfloat16, torch.int16)}
 

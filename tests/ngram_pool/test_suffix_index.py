@@ -1,4 +1,4 @@
-"""The suffix index: hand cases, the plain twin as oracle, borders, growth, compilation."""
+"""The suffix index: hand cases, the oracle, borders, growth, compilation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_hf.ngram_pool import Continuations, SuffixIndex, reference
-from lookahead_hf.ngram_pool.suffix_index import LEVELS, NUM_BUCKETS, level_of
-
-EVEN = np.full(NUM_BUCKETS, 0.5, np.float32)
-FIELDS = ("token_ids", "parents", "depth", "match_len", "count", "total", "bucket", "score")
+from lookahead_hf.ngram_pool import SuffixIndex
+from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS, level_of
+from tests.helpers.ngrams import EVEN, assert_same_tree, paths, roots
+from tests.oracles import suffix_index as oracle
 
 
 def build(text: list[int], references: tuple[list[int], ...] = (), **options: int) -> SuffixIndex:
@@ -23,14 +22,6 @@ def build(text: list[int], references: tuple[list[int], ...] = (), **options: in
         index.add_reference(other)
     index.extend(text)
     return index
-
-
-def paths(tree: Continuations) -> list[list[int]]:
-    """Path of every node, in the tree's order."""
-    found: list[list[int]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        found.append([*(found[parent] if parent >= 0 else []), token])
-    return found
 
 
 def rates_by_length() -> np.ndarray:
@@ -57,23 +48,10 @@ def test_a_copy_is_followed_past_its_own_beginning() -> None:
     assert tree.depth.tolist() == [len(path) for path in paths(tree)]
 
 
-def test_the_longest_match_speaks_for_a_token() -> None:
-    # "1 2" was followed by 3 once and by 4 twice, "9 1 2" by 3.
+def test_the_longest_match_decides_about_a_token() -> None:
+    # 3 followed "1 2" once and "9 1 2" once, 4 followed "1 2" twice.
     text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 9, 1, 2]
-    tree = build(text).grow(EVEN, 64)
-    roots = {
-        token: (match_len, count, total)
-        for token, parent, match_len, count, total in zip(
-            tree.token_ids.tolist(),
-            tree.parents.tolist(),
-            tree.match_len.tolist(),
-            tree.count.tolist(),
-            tree.total.tolist(),
-            strict=True,
-        )  # fmt: skip
-        if parent == -1
-    }
-    assert roots == {3: (3, 1, 1), 4: (2, 2, 3)}
+    assert roots(build(text).grow(EVEN, 64)) == {3: (3, 1, 1), 4: (2, 2, 3)}
 
 
 def test_branches_share_their_prefix() -> None:
@@ -120,8 +98,8 @@ def test_senseless_limits_are_refused(limits: tuple[int, int]) -> None:
 
 def test_levels() -> None:
     assert [level_of(n) for n in (1, 8, 9, 15, 16, 31, 32)] == [0, 7, 8, 8, 9, 9, 10]
-    assert reference.bucket_of(32, 5, 5) == NUM_BUCKETS - 1
-    assert reference.bucket_of(1, 1, 8) == 2
+    assert oracle.bucket_of(32, 5, 5) == NUM_BUCKETS - 1
+    assert oracle.bucket_of(1, 1, 8) == 2
 
 
 def test_paths_below_the_least_score_are_left_out() -> None:
@@ -142,7 +120,7 @@ streams = alphabets.flatmap(lambda size: st.lists(st.integers(0, size - 1), max_
     max_nodes=st.sampled_from((1, 7, 64)),
     seed=st.integers(0, 2**16),
 )
-def test_equals_the_plain_twin(
+def test_equals_the_oracle(
     text: list[int],
     other: list[int],
     cuts: list[int],
@@ -151,16 +129,14 @@ def test_equals_the_plain_twin(
     seed: int,
 ) -> None:
     rates = np.random.default_rng(seed).random(NUM_BUCKETS).astype(np.float32)
-    index, twin = SuffixIndex(*limits), reference.SuffixIndex(*limits)
+    index, twin = SuffixIndex(*limits), oracle.SuffixIndex(*limits)
     for each in (index, twin):
         each.add_reference(other)
     pieces = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, stop in zip(pieces, pieces[1:], strict=False):
         index.extend(text[start:stop])
         twin.extend(text[start:stop])
-        got, want = index.grow(rates, max_nodes), twin.grow(rates, max_nodes)
-        for field in FIELDS:
-            assert getattr(got, field).tolist() == getattr(want, field).tolist(), field
+        assert_same_tree(index.grow(rates, max_nodes), twin.grow(rates, max_nodes))
     assert len(index) == len(twin) == len(text)
 
 
@@ -171,10 +147,9 @@ def test_a_long_text_in_many_pieces_equals_one_insertion() -> None:
     whole.extend(text)
     for piece in np.array_split(text, 997):
         grown.extend(piece)
-    got, want = grown.grow(EVEN, 64), whole.grow(EVEN, 64)
-    assert len(got.token_ids) == 64
-    for field in FIELDS:
-        np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
+    tree = grown.grow(EVEN, 64)
+    assert len(tree.token_ids) == 64
+    assert_same_tree(tree, whole.grow(EVEN, 64))
     assert grown.nbytes <= 64 * len(text)
     assert whole.nbytes <= 64 * len(text)
 

@@ -1,4 +1,4 @@
-"""The compiled growth of recycling trees; `recycling_reference` says what it does."""
+"""Compiled growth of recycling trees."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.drafting._heap import pop, push
-from lookahead_hf.drafting.sources.recycling_reference import (
+from lookahead_hf.drafting.sources.recycling_buckets import (
     NEXT_START,
     NO_BUCKET,
     NUM_PROBS,

@@ -15,7 +15,7 @@ import numpy as np
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.ngram_pool import Continuations, SuffixIndex, check_available
-from lookahead_hf.ngram_pool.suffix_index import LONGEST_MATCH, NUM_BUCKETS, check_limits
+from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
     import torch

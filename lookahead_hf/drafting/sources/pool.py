@@ -23,7 +23,7 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.sources.ngram import joined, rates_of
 from lookahead_hf.ngram_pool import Continuations, NgramPool, check_available
-from lookahead_hf.ngram_pool.suffix_index import LONGEST_MATCH, NUM_BUCKETS, check_limits
+from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows

@@ -15,7 +15,7 @@ import numpy as np
 from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.sources.recycling_reference import MIN_REACH, NUM_BUCKETS
+from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
 from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.ngram_pool import check_available
 

@@ -13,10 +13,14 @@ torch = pytest.importorskip("torch")
 from lookahead_hf.draft import ROOT, DraftTree, Verdict  # noqa: E402
 from lookahead_hf.drafting.calibration import Calibration  # noqa: E402
 from lookahead_hf.drafting.sources import _recycling_numba as compiled  # noqa: E402
-from lookahead_hf.drafting.sources import recycling_reference as reference  # noqa: E402
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter  # noqa: E402
+from lookahead_hf.drafting.sources.recycling_buckets import (  # noqa: E402
+    NEXT_START,
+    NUM_BUCKETS,
+)
 from lookahead_hf.ngram_pool.logits_memory import LogitsMemory  # noqa: E402
 from lookahead_hf.rows import Rows  # noqa: E402
+from tests.oracles import recycling as reference  # noqa: E402
 
 VOCAB = 40
 LIKELY, POSSIBLE = 8.0, 4.0
@@ -124,7 +128,7 @@ def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> No
     tree = drafter.propose(rows, 8)
     assert tree.token_ids[0] == 21
     assert tree.evidence is not None
-    assert tree.evidence.bucket[0] >= reference.NEXT_START
+    assert tree.evidence.bucket[0] >= NEXT_START
     # They stand for one step only.
     drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [22])), logits_of([{22: LIKELY}]))
     assert 21 not in drafter.propose(rows, 8).token_ids
@@ -235,7 +239,7 @@ def test_compiled_and_plain_growth_agree(
     arguments = (
         memory.keys, memory.tokens, memory.probs, rng.integers(0, 6, (2, 2)),
         others, rng.choice([0.0, 0.04, 0.3], others.shape).astype(np.float32),
-        rng.random(2) < 0.8, rng.choice([0.0, 0.2, 0.5], reference.NUM_BUCKETS).astype(np.float32),
+        rng.random(2) < 0.8, rng.choice([0.0, 0.2, 0.5], NUM_BUCKETS).astype(np.float32),
         max_nodes, 1e-4,
     )  # fmt: skip
     for one, other in zip(

@@ -1,4 +1,4 @@
-"""The plain twin of the recycling drafter's growth: test oracle and documentation."""
+"""The growth of recycling trees in plain Python: what the compiled one must find."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import heapq
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.logits_reference import find
-
-RANK_EDGES = (1, 2, 3, 5, 8)
-PROB_EDGES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
-NUM_PROBS = len(PROB_EDGES) + 1
-SINGLE_START = (len(RANK_EDGES) + 1) * NUM_PROBS
-NEXT_START = 2 * SINGLE_START
-NUM_BUCKETS = 3 * SINGLE_START
-"""Buckets: (rank, probability), both in classes, of what was remembered under two tokens, the same
-under one token, then the same of the last logits' other candidates."""
-
-NO_BUCKET = -1
-
-MIN_REACH = 1e-4
-"""Nodes less likely than this are not worth a place even in an empty tree."""
+from lookahead_hf.drafting.sources.recycling_buckets import (
+    NEXT_START,
+    NUM_PROBS,
+    PROB_EDGES,
+    RANK_EDGES,
+    SINGLE_START,
+)
+from tests.oracles.logits_memory import find
 
 
 def grow_trees(
@@ -38,9 +31,9 @@ def grow_trees(
     """Grow each live row's tree best first from what the target expected after the same tokens.
 
     The children of a node are the remembered next tokens of its last two tokens, or else of its
-    last one. Directly below the last emitted token stand also the tokens that the target considered
-    for its place: what was not said now is often said next. Less likely candidates than `cutoff`
-    are not followed.
+    last one. The last emitted token has further children: the tokens that the target considered
+    for its place, since a token that was not chosen now is often chosen next. Candidates less
+    likely than `cutoff` are not followed.
 
     Returns:
         row_offsets, token_ids, parents, depth, score, entry_offsets, entry_bucket.

@@ -1,4 +1,4 @@
-"""The pool in plain Python: what the compiled one must find, and how it is meant."""
+"""The pool in plain Python: what the compiled one must find."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.reference import bucket_of
-from lookahead_hf.ngram_pool.suffix_index import (
+from lookahead_hf.ngram_pool.matches import (
     BORDER,
     LONGEST_MATCH,
     NUM_KEYS,
@@ -17,17 +16,18 @@ from lookahead_hf.ngram_pool.suffix_index import (
     Continuations,
     level_of,
 )
+from tests.oracles.suffix_index import bucket_of
 
 
 class Occurrence(NamedTuple):
-    """Where a path was found: the place of the token after it, and the match before that."""
+    """Where a path was found: the place of the next token, and the match length before it."""
 
     place: int
     match_len: int
 
 
 class NgramPool:
-    """Twin of `pool.NgramPool`, without its checks, as long as no bucket of the table overflows."""
+    """Finds what `ngram_pool.NgramPool` finds while none of its buckets overflows."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -74,7 +74,7 @@ class NgramPool:
         return Continuations(np.array(scores), *np.array(nodes, np.int32).reshape(-1, 7).T)
 
     def _look_up(self, context: list[int], min_ngram: int) -> Iterator[Occurrence]:
-        """The newest occurrences of each key of the context, those of the longest key first."""
+        """Yield the newest occurrences of each key of the context, the longest key first."""
         keys = [context[-(1 << k) :] for k in range(NUM_KEYS) if len(context) >= 1 << k]
         places = [at for at in map(self._places, keys) if at]
         for k in reversed(range(len(places))):
@@ -85,7 +85,7 @@ class NgramPool:
                     yield Occurrence(place, match_len)
 
     def _places(self, key: list[int]) -> list[int]:
-        """Places of the tokens that follow a key within a text, newest first."""
+        """Return the places of the tokens that follow a key within a text, newest first."""
         size, log = len(key), self._log
         return [
             place
@@ -102,9 +102,9 @@ class NgramPool:
     def _children(
         self, found: list[Occurrence]
     ) -> Iterator[tuple[int, list[Occurrence], tuple[int, int, int]]]:
-        """Tokens that follow, each with its occurrences, match length, count and total.
+        """Yield the next tokens, each with its occurrences, match length, count and total.
 
-        The longest matches speak for a token; `total` counts all occurrences of their level and
+        The longest matches decide about a token; `total` counts all occurrences of their level and
         above.
         """
         followers: dict[int, list[Occurrence]] = {}

@@ -1,14 +1,10 @@
-"""Plain twins of the logits memory's compiled functions: test oracle and documentation."""
+"""The logits memory in plain numpy: what its compiled functions must find."""
 
 from __future__ import annotations
 
 import numpy as np
 
-LANES = 1024
-"""Lanes of a row of logits: 48 elements each for a vocabulary of 49,152."""
-
-WAYS = 4
-"""Entries that share one place of the hash table; the oldest of them gives way."""
+from lookahead_hf.ngram_pool._logits_numba import LANES, WAYS
 
 
 def top_rows(
@@ -21,7 +17,7 @@ def top_rows(
 
     Probabilities are relative to the lanes' maxima only, not to the whole row: on a 135M model that
     moves 1 % of the values into another tenth. A row whose best is NaN or infinite yields nothing.
-    Places without a token hold -1 and probability 0.
+    Unused places hold token -1 and probability 0.
     """
     for out, row in enumerate(bits[which]):
         if bits.dtype == np.int16:
@@ -65,7 +61,7 @@ def remember(
 ) -> int:
     """Write what follows each context under its last token and under its last two.
 
-    A known context is overwritten, a new one takes a free entry of its place or the oldest.
+    A known context is overwritten. A new one takes a free entry of its place, or the oldest one.
 
     Returns:
         The clock after the last context.

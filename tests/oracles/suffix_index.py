@@ -1,4 +1,4 @@
-"""The suffix index in plain Python: what the compiled one must find, and how it is meant."""
+"""The suffix index in plain Python: what the compiled one must find."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lookahead_hf.ngram_pool.suffix_index import (
+from lookahead_hf.ngram_pool.matches import (
     BORDER,
     LEVELS,
     LONGEST_MATCH,
@@ -24,7 +24,7 @@ from lookahead_hf.ngram_pool.suffix_index import (
 
 @dataclass
 class _Found:
-    """A token that followed a context: its longest match, and how often at that level."""
+    """A token that followed a context: its longest match, and its count at that level."""
 
     level: int
     match_len: int
@@ -32,7 +32,7 @@ class _Found:
 
 
 class SuffixIndex:
-    """Twin of `suffix_index.SuffixIndex`, without its argument checks."""
+    """Finds what `ngram_pool.SuffixIndex` finds; checks no arguments."""
 
     def __init__(self, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
@@ -80,7 +80,7 @@ class SuffixIndex:
         return Continuations(np.array(scores), *table)
 
     def _keys(self, context: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """The context's last 1, 2, 4 and 8 tokens, as far as it has so many without a border."""
+        """Yield the context's last 1, 2, 4 and 8 tokens, as far as they contain no border."""
         for k in range(NUM_KEYS):
             key = tuple(context[-(1 << k) :])
             if len(key) < 1 << k or len(key) > self._max_ngram or min(key) <= BORDER:
@@ -88,10 +88,10 @@ class SuffixIndex:
             yield key
 
     def _followers(self, context: list[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Tokens that followed the context, each with its match length, count and total.
+        """Yield the tokens that followed the context, with their match length, count and total.
 
-        The newest occurrences of each key are looked at, those of long keys first. The longest
-        matches speak for a token; `total` counts all occurrences of their level and above.
+        The newest occurrences of each key are visited, those of long keys first. The longest
+        matches decide about a token; `total` counts all occurrences of their level and above.
         """
         found: dict[int, _Found] = {}
         occurrences = [0] * len(LEVELS)
@@ -109,7 +109,7 @@ class SuffixIndex:
             yield token, (follower.match_len, follower.count, total)
 
     def _occurrences(self, context: list[int]) -> Iterator[tuple[int, int]]:
-        """Place and match length of the occurrences to look at, none of them twice."""
+        """Yield place and match length of every occurrence to visit, none of them twice."""
         keys = [key for key in self._keys(context) if self._places.get(key)]
         for k in reversed(range(len(keys))):
             for place in reversed(self._places[keys[k]][-VISITS[k] :]):
@@ -129,7 +129,7 @@ class SuffixIndex:
 
 
 def bucket_of(match_len: int, count: int, total: int) -> int:
-    """Class of a continuation: its match length, its share in quarters, how many it is of."""
+    """Return the class of a continuation by match length, share in quarters, and total."""
     share = -(-NUM_SHARES * count // total) - 1
     level = level_of(match_len)
     return (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
