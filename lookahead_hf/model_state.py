@@ -21,10 +21,14 @@ class ModelState:
     Attributes:
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
+        mask_sources: Sources of the forwards that handle masks.
+        fixed_attention: Ids of configurations whose attention implementation must stay.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
+    mask_sources: list[str] | None = None
+    fixed_attention: set[int] | None = None
 
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""

@@ -1,4 +1,7 @@
-"""Every line that depends on how transformers is built inside."""
+"""Everything that depends on the internals of transformers.
+
+A name is defined in one submodule; callers import `compat` and read it here.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ from lookahead_hf.compat.forwards import (
     forward_arguments,
     has_experts,
     text_config,
+    unreadable_forward,
 )
 from lookahead_hf.compat.generation import (
     are_unfinished,
@@ -71,62 +75,3 @@ from lookahead_hf.compat.positions import (
     relative_biases,
     rope_limits,
 )
-
-__all__ = [
-    "CACHES",
-    "PROMPT_ONLY",
-    "TOKEN_TYPES",
-    "Cache",
-    "DecoderNames",
-    "DynamicCache",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "EmptyLayer",
-    "EncoderDecoderCache",
-    "StaticCache",
-    "StaticLayer",
-    "StaticSlidingWindowLayer",
-    "are_unfinished",
-    "attention_configs",
-    "attention_function",
-    "attention_name",
-    "captures_outputs",
-    "counted_tables",
-    "counts_by_mask",
-    "counts_positions",
-    "decoder_names",
-    "eager_attention",
-    "empty_cache",
-    "encoded",
-    "encodes",
-    "entries_of_columns",
-    "forward_arguments",
-    "grows",
-    "has_experts",
-    "has_only_flash_beside_eager",
-    "has_own_generate",
-    "has_own_loop",
-    "is_stateful",
-    "is_users_cache",
-    "known_mask_length",
-    "layer_masks",
-    "mask_kinds",
-    "num_pipeline",
-    "num_tensor_parallel",
-    "pad_token",
-    "position_table",
-    "prefill",
-    "reads_lengths",
-    "register_attention",
-    "registry_configs",
-    "relative_biases",
-    "rope_limits",
-    "self_attention",
-    "set_attention_name",
-    "set_up_for_decoding",
-    "synced_gpus",
-    "takes_mask_dict",
-    "text_config",
-    "window",
-    "with_self_attention",
-]

@@ -1,10 +1,9 @@
-"""Names and functions of attention, and the masks that a decoder takes."""
+"""Attention implementations, and the masks that a decoder takes."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -14,95 +13,91 @@ from transformers.modeling_utils import (
     PreTrainedModel,
 )
 
-from lookahead_hf.compat.forwards import decoder_sources, text_config
+from lookahead_hf.compat.forwards import mask_sources, text_config
+from lookahead_hf.model_state import state_of
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
-    """Every configuration object that the model's modules read their attention's name from."""
+    """Return the configurations from which the model's modules read their attention's name."""
     found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
     return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
 
 
 def registry_configs(model: nn.Module) -> list[Any]:
-    """Those of them whose modules look the name up in the registry.
+    """Return those of them whose modules look the name up in the registry.
 
-    Falcon's, and some that are loaded as remote code, ask which of two names it is: another one
-    sends them the wrong way.
+    Falcon's modules, and some remote code, compare the name with the few that they know: any other
+    name makes them choose the wrong one.
     """
-    configs, asking = attention_configs(model), _asking_configs.get(model)
-    if asking is None:
+    state = state_of(model)
+    if state.fixed_attention is None:
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        asking = {id(part.config) for part in parts if not part._can_set_attn_implementation()}
-        _asking_configs[model] = asking
-    return [config for config in configs if id(config) not in asking]
-
-
-_asking_configs: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+        fixed = {id(part.config) for part in parts if not part._can_set_attn_implementation()}
+        state.fixed_attention = fixed
+    return [c for c in attention_configs(model) if id(c) not in state.fixed_attention]
 
 
 def attention_name(config: Any) -> str | None:
-    """Name of the attention implementation that a configuration asks for."""
+    """Return the name of the attention implementation that a configuration asks for."""
     return config._attn_implementation_internal
 
 
 def set_attention_name(config: Any, name: str | None) -> None:
-    """Name another implementation, for this object only: the property sets those below it too."""
+    """Set it for this object only; the property would set it for its sub-configurations too."""
     config._attn_implementation_internal = name
 
 
 def attention_function(name: str) -> Any:
-    """The registered attention function of that name; None for one that is not registered."""
+    """Return the attention function registered under a name, None if there is none."""
     return ALL_ATTENTION_FUNCTIONS.get(name)
 
 
 def eager_attention(module: nn.Module) -> Any:
-    """The eager attention function that a module's own file has."""
+    """Return the eager attention function of the file that defines a module."""
     forward = inspect.unwrap(type(module).forward)
     return forward.__globals__["eager_attention_forward"]
 
 
 def has_only_flash_beside_eager(model: nn.Module) -> bool:
-    """Whether a model says that its attention is eager or flash attention, but never sdpa."""
+    """Return whether a model declares eager and flash attention, but not sdpa."""
     supports = getattr(model, "_supports_sdpa", True), getattr(model, "_supports_flash_attn", False)
     return supports == (False, True)
 
 
 def register_attention(name: str, function: Any, like: str) -> None:
-    """Register an attention function whose masks are built as those of `like`."""
+    """Register an attention function whose masks are built like those of `like`."""
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[like])
 
 
 def mask_kinds(model: nn.Module) -> tuple[str, ...]:
-    """Names of the masks that the decoder takes as a dict; one name where it takes a single mask.
+    """Return the names of the masks that the decoder takes as a dict, or of its single mask.
 
-    Models that mix layer types read `attention_mask[layer_type]` when handed a dict. Models of one
-    type build a sliding mask where their configuration has a window, a plain causal one otherwise.
+    Models that mix layer types read `attention_mask[layer_type]` from a dict. Models of one layer
+    type build a sliding mask if their configuration has a window, else a plain causal one.
     """
     config = text_config(model)
-    sources = decoder_sources(model)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types and any("attention_mask, dict)" in s for s in sources):
-        return tuple(sorted(set(layer_types)))
-    sliding = any("create_sliding_window_causal_mask" in source for source in sources)
+    if takes_mask_dict(model):
+        return tuple(sorted(set(config.layer_types)))
+    sliding = any("create_sliding_window_causal_mask" in each for each in mask_sources(model))
     windowed = getattr(config, "sliding_window", None) is not None
     return ("sliding_attention",) if sliding and windowed else ("full_attention",)
 
 
 def window(model: nn.Module) -> int | None:
-    """Columns that a sliding or chunked layer sees at most; None where the model has none."""
+    """Return the most columns that a sliding or chunked layer sees, None without such layers."""
     config = text_config(model)
     widths = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return max((width for width in widths if width), default=None)
 
 
 def takes_mask_dict(model: nn.Module) -> bool:
-    """Whether the decoder accepts a dict of masks by layer type."""
+    """Return whether the decoder accepts a dict of masks by layer type."""
     has_types = bool(getattr(text_config(model), "layer_types", None))
-    return has_types and any("attention_mask, dict)" in s for s in decoder_sources(model))
+    return has_types and any("attention_mask, dict)" in each for each in mask_sources(model))
 
 
 def layer_masks(model: nn.Module) -> tuple[str, ...]:
-    """Name of the mask that each layer of the decoder takes; one name where all take the same."""
+    """Return the name of each layer's mask, or one name if all layers take the same mask."""
     kinds = mask_kinds(model)
     return tuple(text_config(model).layer_types) if takes_mask_dict(model) else kinds

@@ -15,14 +15,14 @@ from transformers.cache_utils import (
 from lookahead_hf.compat.forwards import text_config
 
 EmptyLayer = getattr(cache_utils, "DummyLayer", DynamicLayer)
-"""What stands for a layer without K and V of its own; up to 5.19 one that stays empty."""
+"""Type of a layer without K and V of its own; up to 5.19 an ordinary layer that stays empty."""
 
 CACHES = (DynamicCache, StaticCache)
-"""Caches, by exact type, that are nothing but a list of layers."""
+"""Types of caches that are nothing but a list of layers; subclasses do not count."""
 
 
 def empty_cache(model: Any) -> Any:
-    """An empty cache as `generate` makes it."""
+    """Return an empty cache like the one that `generate` makes."""
     config = text_config(model)
     cache = DynamicCache(config=config)
     if not model.config.is_encoder_decoder:
@@ -31,17 +31,17 @@ def empty_cache(model: Any) -> Any:
 
 
 def self_attention(cache: Any) -> Any:
-    """The part of a cache that grows with the text."""
+    """Return the part of a cache that grows with the text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def with_self_attention(cache: Any, grows: Any) -> Any:
-    """The cache to hand a model in place of `cache` where another part `grows` with the text."""
+    """Return a cache like `cache` in which another part `grows` with the text."""
     if not isinstance(cache, EncoderDecoderCache):
         return grows
     return EncoderDecoderCache(grows, cache.cross_attention_cache)
 
 
 def is_users_cache(cache: Any) -> bool:
-    """Whether the caller of `generate` passed this cache, and so sees it afterwards."""
+    """Return whether the caller of `generate` passed this cache, and so sees it afterwards."""
     return bool(getattr(cache, "_is_user_defined", False))

@@ -1,4 +1,4 @@
-"""What a model's forward takes, and what its source says."""
+"""The arguments that a model's forward takes, and the source of forwards."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers.generation import utils as generation_utils
 
+from lookahead_hf.model_state import state_of
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderNames:
-    """What a forward calls the inputs that every step sets anew.
+    """Names of the forward's arguments that every step sets anew.
 
     Attributes:
         ids: Token ids.
         mask: The attention mask.
-        positions: The positions; None where the decoder counts them itself.
-        columns: What a decoder that counts by itself takes instead; None where it takes nothing.
-        skips_pads: Whether what it then takes does not count the prompt's pads.
+        positions: The positions; None if the decoder counts them itself.
+        columns: Replaces `positions` for a decoder that counts; None if it takes no such argument.
+        skips_pads: Whether `columns` does not count the prompt's pads.
     """
 
     ids: str
@@ -33,13 +34,13 @@ class DecoderNames:
 
     @property
     def prepared(self) -> frozenset[str]:
-        """Arguments that `generate` prepares itself and that a step sets anew."""
+        """Arguments that `generate` prepares and that every step sets anew."""
         names = {self.ids, self.mask, "past_key_values", "use_cache", "logits_to_keep"}
         return frozenset(names | ({self.positions} if self.positions else set()))
 
 
 def decoder_names(model: Any) -> DecoderNames:
-    """What the model's forward calls the inputs of its decoder."""
+    """Return the names of the decoder's inputs in the model's forward."""
     if model.config.is_encoder_decoder:
         told = "decoder_position_ids" in forward_arguments(model)
         columns = "decoder_position_ids" if told else None
@@ -50,7 +51,7 @@ def decoder_names(model: Any) -> DecoderNames:
 
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:
-    """Names that the model's forward accepts."""
+    """Return the names of the forward's arguments."""
     kind: Any = type(model)
     return _signature(kind)
 
@@ -61,12 +62,12 @@ def _signature(model_class: Any) -> frozenset[str]:
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of the part that decodes text."""
+    """Return the configuration of the part that decodes text."""
     return model.config.get_text_config(decoder=True)
 
 
 def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
-    """What a model's encoder returns for inputs, [rows, ...]."""
+    """Run a model's encoder on inputs, [rows, ...]."""
     encoder = model.get_encoder()
     given = {model.main_input_name: inputs}
     if mask is not None and "attention_mask" in forward_arguments(encoder):
@@ -75,44 +76,55 @@ def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
 
 
 def captures_outputs(hook: Any) -> bool:
-    """Whether a module's hook is one of those that transformers leaves there for good.
+    """Return whether a module's hook is one that transformers leaves there for good.
 
-    It hangs them in once hidden states or attentions were asked for. In forwards that are not asked
-    for them they do nothing.
+    It adds such hooks when hidden states or attentions are first requested. In a forward without
+    such a request they do nothing.
     """
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def encodes(model: Any) -> bool:
-    """Whether `generate` may run an encoder, of texts, sounds or pictures, before it decodes."""
+    """Return whether `generate` may run an encoder of texts, sounds or pictures first."""
     return bool(model.config.is_encoder_decoder or text_config(model) is not model.config)
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether some layer sends every token to a few of its experts."""
+    """Return whether some layer routes every token to a few of its experts."""
     return any("Expert" in type(module).__name__ for module in model.modules())
 
 
-_known_sources: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-
-
-def decoder_sources(model: nn.Module) -> list[str]:
-    """Sources of the forwards that deal with masks; a call asks several times, a model is large."""
-    known = _known_sources.get(model)
-    if known is None:
+def mask_sources(model: nn.Module) -> list[str]:
+    """Return the sources of the forwards that handle masks, found once per model."""
+    state = state_of(model)
+    if state.mask_sources is None:
         kinds: set[Any] = {type(module) for module in model.modules()}
-        known = [source for kind in kinds if (source := _forward_source(kind))]
-        _known_sources[model] = known
-    return known
+        state.mask_sources = [source for kind in kinds if (source := _mask_source(kind))]
+    return state.mask_sources
+
+
+def unreadable_forward(model: nn.Module) -> str | None:
+    """Return the class of a forward that handles masks and whose source is missing, if any.
+
+    Sources are missing for classes that were made by `exec`, and in installations without `.py`
+    files.
+    """
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return next((kind.__name__ for kind in kinds if _mask_source(kind) is None), None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward_source(module_class: Any) -> str:
-    """Source of a forward that deals with masks, else nothing."""
+def _mask_source(module_class: Any) -> str | None:
+    """Return the source of a forward that handles masks, "" for others, None if it is missing."""
     try:
         source = inspect.getsource(inspect.unwrap(module_class.forward))
-    except (OSError, TypeError, AttributeError):
+    except AttributeError:  # scripted by torch.jit, as no decoder of transformers is
         return ""
+    except (OSError, TypeError):
+        try:
+            return None if "attention_mask" in _signature(module_class) else ""
+        except (TypeError, ValueError):  # compiled to machine code, without a signature
+            return None
     return source if "attention_mask" in source else ""
 
 
@@ -120,7 +132,7 @@ PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFI
     "input_ids",
     "inputs_embeds",
 }
-"""Arguments of the forward that plain `generate` passes with the prompt and never again."""
+"""Arguments that plain `generate` passes to the forward of the prompt only."""
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that plain extends for every new token: by the row's last value, by 0."""
+"""Arguments that plain `generate` extends per token: by the row's last value, by 0."""

@@ -1,4 +1,4 @@
-"""How a decoder places its tokens: counted, looked up, rotated."""
+"""How a decoder positions its tokens: by counting, by a table, by rotation."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import transformers
 from packaging import version
 from torch import nn
 
-from lookahead_hf.compat.forwards import decoder_names, decoder_sources, text_config
+from lookahead_hf.compat.forwards import decoder_names, mask_sources, text_config
 
 
 def counts_positions(model: Any) -> bool:
-    """Whether the decoder counts positions from the length of its cache."""
+    """Return whether the decoder counts positions from the length of its cache."""
     return decoder_names(model).positions is None
 
 
 def counted_tables(model: Any) -> list[nn.Module]:
-    """Modules in which a decoder looks up the positions that it has counted."""
+    """Return the modules in which a decoder looks up the positions that it counts."""
     table = getattr(model.get_decoder(), "embed_positions", None)
     return [] if table is None or decoder_names(model).columns else [table]
 
 
 def grows(table: nn.Module) -> bool:
-    """Whether a table of positions is computed, as far as a text goes, and has none for pads."""
+    """Return whether a table of positions is computed on demand and skips pads."""
     return hasattr(table, "make_weights")
 
 
 def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """What a table that `grows` has for tokens in these columns, [rows, width, dim].
+    """Look up tokens in a table that `grows`, [rows, width, dim].
 
     Args:
-        table: The table; it is made longer where that is needed.
+        table: The table; it is extended if needed.
         columns: Column of every token, [rows, width].
         ids: The tokens, [rows, width].
     """
@@ -45,29 +45,29 @@ def entries_of_columns(table: Any, columns: torch.Tensor, ids: torch.Tensor) -> 
 
 
 def counts_by_mask(model: Any) -> bool:
-    """Whether a forward that is not told positions counts what its mask lets it see."""
-    return any("cumsum(" in source for source in decoder_sources(model))
+    """Return whether a forward without given positions counts them from its mask."""
+    return any("cumsum(" in source for source in mask_sources(model))
 
 
 def relative_biases(model: Any) -> list[Any]:
-    """Attentions of a decoder that compute a bias from the distance of two tokens."""
+    """Return the attentions of a decoder that add a bias by the distance of two tokens."""
     modules = model.get_decoder().modules()
     return [m for m in modules if getattr(m, "has_relative_attention_bias", False)]
 
 
 def position_table(model: Any) -> int | None:
-    """Positions that the model has a table for; None where they have no end, as rotary ones."""
+    """Return the size of the model's position table; None if positions are unlimited."""
     config = text_config(model)
     if getattr(config, "rope_parameters", None):
         return None
     if counts_positions(model) and any(map(grows, counted_tables(model))):
         return None
-    end = getattr(config, "max_target_positions", None)  # of a decoder, beside its encoder's
+    end = getattr(config, "max_target_positions", None)  # the decoder's own
     return end or getattr(config, "max_position_embeddings", None)
 
 
 def rope_limits(model: nn.Module) -> dict[str, int]:
-    """Rope types whose frequencies follow the longest position of a forward, and beyond what."""
+    """Return the rope types whose frequencies change with length, and from which length on."""
     config = text_config(model)
     given = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [each for each in given.values() if isinstance(each, dict)]
@@ -86,16 +86,16 @@ _SELECTS_LONG_FACTORS = version.parse(transformers.__version__) >= version.parse
 
 
 def reads_lengths(model: nn.Module) -> bool:
-    """Whether a forward asks the device for the longest position, which no graph can capture.
+    """Return whether a forward reads the longest position back, which no graph can capture.
 
-    Long factors ask since 5.23 no more.
+    Since 5.23, long factors no longer do.
     """
     kinds = set(rope_limits(model))
     return bool(kinds - {"longrope"} if _SELECTS_LONG_FACTORS else kinds)
 
 
 def _rope_types(model: nn.Module) -> set[str]:
-    """Rope types that the model's modules go by."""
+    """Return the rope types that the model's modules use."""
     found = (vars(module).get("rope_type") for module in model.modules())
     each = (kind.values() if isinstance(kind, dict) else [kind] for kind in found if kind)
     return {kind for kinds in each for kind in kinds}

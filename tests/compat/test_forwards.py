@@ -1,0 +1,67 @@
+"""The source of forwards decides about masks; a model whose source is missing is not served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaModel
+
+import lookahead_hf
+from lookahead_hf import compat
+from tests.helpers.models import prompt, tiny
+
+MASKING = """
+class Masking(Base):
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return Base.forward(self, input_ids, attention_mask, **kwargs)
+"""
+IDENTITY = """
+class Identity(Base):
+    def forward(self, states):
+        return states
+"""
+
+
+def without_source(code: str, base: type) -> Any:
+    """A class that was made by `exec`, so that no file holds its source."""
+    names: dict[str, Any] = {"Base": base}
+    exec(code, names)
+    return names[code.split()[1].split("(")[0]]
+
+
+def test_the_masks_of_a_decoder_are_found() -> None:
+    assert compat.mask_kinds(tiny("llama")) == ("full_attention",)
+    assert compat.mask_kinds(tiny("mistral")) == ("sliding_attention",)
+    gemma = tiny("gemma3")
+    assert compat.mask_kinds(gemma) == ("full_attention", "sliding_attention")
+    assert compat.layer_masks(gemma) == ("sliding_attention", "full_attention") * 2
+
+
+def test_a_forward_without_source_that_takes_a_mask_is_not_served() -> None:
+    model = tiny("llama")
+    model.model.__class__ = without_source(MASKING, LlamaModel)
+    call: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(prompt(2), **call)
+    assert compat.unreadable_forward(model) == "Masking"
+    with (
+        lookahead_hf.enabled(model),
+        pytest.warns(
+            lookahead_hf.SpeculationFallbackWarning,
+            match=r"the source of Masking.forward, which handles masks, cannot be read",
+        ),
+    ):
+        assert torch.equal(model.generate(prompt(2), **call, speculative=True), plain)
+        stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason == "model"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_other_forwards_without_source_are_no_obstacle() -> None:
+    model = tiny("llama")
+    model.model.layers[0].extra = without_source(IDENTITY, nn.Module)()
+    model.model.layers[1].extra = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    assert compat.unreadable_forward(model) is None
+    assert compat.mask_kinds(model) == ("full_attention",)
