@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from lookahead_hf.drafting.session import ModelMemory
+    from lookahead_hf.runner.cuda.graphs import ModelGraphs
 
 
 @dataclass(eq=False)
@@ -21,13 +22,21 @@ class ModelState:
     Attributes:
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
+        is_compiled: Whether `torch.compile` made a forward in it, as the latest call found it.
+        graphs: Captured steps with their K and V.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
+    is_compiled: bool | None = None
+    graphs: ModelGraphs | None = None
 
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""
+        with self.lock:
+            graphs, self.graphs = self.graphs, None
+        if graphs is not None:
+            graphs.release()
 
 
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()
