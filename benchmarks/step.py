@@ -36,9 +36,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention
-from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 
@@ -236,7 +236,7 @@ def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -
                 if cuda:
                     step, _ = bench.ours(nodes, cuda_graphs=True)
                     yield Line(shape, "ours graphs", *place, step, floor)
-            graphs.release(model)
+            state_of(model).free()
 
 
 def plot(lines: list[Line], path: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from lookahead_hf.drafting.session import ModelMemory
+    from lookahead_hf.fallback import FallbackReason
+    from lookahead_hf.runner.cuda.graphs import ModelGraphs
+    from lookahead_hf.runner.packed_linear import PackedLinears
+    from lookahead_hf.stats import SpeculativeStats
 
 
 @dataclass(eq=False)
@@ -21,17 +26,44 @@ class ModelState:
     Attributes:
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
+        packed: Packed copies of the weights of linear layers, on a CPU.
+        graphs: Captured steps with their K and V, on a GPU.
+        stats: What the latest call did, None after a plain one.
+        stats_of_thread: The same of a thread's own latest call, as the attribute `stats`.
+        warned: Reasons for which a fallback was warned of.
+        trial: What the model's self test found, empty for no fault; None before the test.
+        kernel_trial: Attention implementations, and whether our kernel does all attention there.
+        is_compiled: Whether `torch.compile` made a forward in it, as the latest call found it.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
+        attention_users: Calls in progress that have our attention under the model's.
+        position_users: Calls in progress that have replaced how the model counts positions.
+        undo_positions: What puts the model's own counting back.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
+    packed: PackedLinears | None = None
+    graphs: ModelGraphs | None = None
+    stats: SpeculativeStats | None = None
+    stats_of_thread: threading.local = field(default_factory=threading.local)
+    warned: set[FallbackReason] = field(default_factory=set)
+    trial: str | None = None
+    kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
+    is_compiled: bool | None = None
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None
+    attention_users: set[object] = field(default_factory=set)
+    position_users: set[object] = field(default_factory=set)
+    undo_positions: list[Callable[[], None]] = field(default_factory=list)
 
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""
+        with self.lock:
+            self.packed = None
+            graphs, self.graphs = self.graphs, None
+        if graphs is not None:
+            graphs.release()
 
 
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of every kernel for GPUs that need not be present.
 
 What is compiled is what runs: the functions that launch the kernels are called with tensors without
-memory (`aot_cases.py`), and each launch is noted as Triton would specialise it.
+memory (`aot_cases.py`), and Triton itself specialises each launch by its arguments.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from lookahead_hf.kernels import attention
 from lookahead_hf.kernels._attention_sizes import stages
@@ -28,25 +27,25 @@ from lookahead_hf.kernels.aot_cases import CASES
 
 
 @dataclass(frozen=True)
-class Runner:
+class Gpu:
     """A GPU to compile for.
 
     Attributes:
-        gpu: Triton's name for it.
+        target: Triton's name for it.
         shared_bytes: Shared memory that a program may use there.
     """
 
-    gpu: GPUTarget
+    target: GPUTarget
     shared_bytes: int
 
 
-TARGETS = {
-    "sm_80": Runner(GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": Runner(GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_100": Runner(GPUTarget("cuda", 100, 32), 227 * 1024),
-    "gfx942": Runner(GPUTarget("hip", "gfx942", 64), 64 * 1024),
-    "sm_86": Runner(GPUTarget("cuda", 86, 32), 99 * 1024),
-    "sm_120": Runner(GPUTarget("cuda", 120, 32), 99 * 1024),
+GPUS = {
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * 1024),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024),
 }
 
 
@@ -56,39 +55,24 @@ class Launch:
 
     Attributes:
         name: What it is printed as.
-        kernel: The decorated function.
-        signature: Triton's type of every argument.
-        constants: Values of those arguments that are compiled in.
-        divisible: Indexes of the arguments that are known to divide by 16.
+        source: What Triton compiles.
         options: Warps, stages and so on.
     """
 
     name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    divisible: tuple[int, ...]
+    source: ASTSource
     options: dict[str, Any]
-
-    def source(self) -> ASTSource:
-        """What Triton compiles."""
-        return ASTSource(
-            fn=self.kernel,
-            signature=self.signature,
-            constexprs=self.constants,
-            attrs={(index,): [["tt.divisibility", 16]] for index in self.divisible},
-        )
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What a compiled kernel takes; None where the tools do not say.
+class Usage:
+    """What a compiled kernel takes; None where the tools do not tell.
 
     Attributes:
         registers: Per thread, on AMD vector registers.
         shared_bytes: Per program.
-        stack_bytes: Per thread, what is spilled included, on NVIDIA.
-        spilled: Vector registers that are, on AMD.
+        stack_bytes: Per thread, spilled registers included, on NVIDIA.
+        spilled: Spilled vector registers, on AMD.
     """
 
     registers: int | None
@@ -97,27 +81,25 @@ class Resources:
     spilled: int | None = None
 
 
-def launches(target: Runner) -> list[Launch]:
-    """What all cases launch on a GPU of this kind, each compiled form once."""
-    major = target.gpu.arch // 10 if target.gpu.backend == "cuda" else 0
+def launches(gpu: Gpu) -> list[Launch]:
+    """Return what all cases launch on a GPU, each compiled form once."""
+    major = gpu.target.arch // 10 if gpu.target.backend == "cuda" else 0
+    backend = make_backend(gpu.target)
     found: dict[str, Launch] = {}
     with patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)):
         for case, run in CASES.items():
             with _noted() as seen:
                 run()
             for kernel, arguments in seen:
-                launch = _launch(case, kernel, arguments)
-                found.setdefault(repr((kernel.fn.__name__, *_form(launch))), launch)
+                launch = _launch(case, kernel, arguments, backend)
+                parts = launch.source.signature, launch.source.constants, launch.source.attrs
+                found.setdefault(repr((kernel.fn.__name__, *parts, launch.options)), launch)
     return list(found.values())
-
-
-def _form(launch: Launch) -> tuple[Any, ...]:
-    return launch.signature, launch.constants, launch.divisible, launch.options
 
 
 @contextmanager
 def _noted() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Nothing is launched; yields what would have been, kernels and arguments."""
+    """Yield the kernels that are called and their arguments; nothing is launched."""
     seen: list[tuple[Any, dict[str, Any]]] = []
 
     def note(kernel: Any, *, grid: Any, warmup: bool, **arguments: Any) -> None:
@@ -127,67 +109,48 @@ def _noted() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
         yield seen
 
 
-def _launch(case: str, kernel: Any, arguments: dict[str, Any]) -> Launch:
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    divisible = []
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        kind, divides = _specialised(value, parameter.do_not_specialize)
-        if parameter.is_constexpr or kind == "constexpr":
-            kind, divides = "constexpr", False
-            constants[parameter.name] = value
-        signature[parameter.name] = kind
-        if divides:
-            divisible.append(index)
-    options = {name: value for name, value in arguments.items() if name not in signature}
-    name = kernel.fn.__name__.strip("_").removesuffix("_kernel")
-    return Launch(f"{name}: {case}", kernel, signature, constants, tuple(divisible), options)
+def _launch(case: str, kernel: Any, arguments: dict[str, Any], backend: Any) -> Launch:
+    """Specialise a call by its arguments, as Triton does when it launches."""
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    _, specialised, _ = bind(**arguments, debug=False)
+    names = [parameter.name for parameter in kernel.params]
+    kinds = [kind for kind, _ in specialised]
+    fixed = {name for name, kind in zip(names, kinds, strict=True) if kind == "constexpr"}
+    source = ASTSource(
+        fn=kernel,
+        signature=dict(zip(names, kinds, strict=True)),
+        constexprs={name: arguments[name] for name in names if name in fixed},
+        attrs={
+            (index,): backend.parse_attr(key)
+            for index, (kind, key) in enumerate(specialised)
+            if kind != "constexpr" and isinstance(key, str)
+        },
+    )
+    options = {name: value for name, value in arguments.items() if name not in names}
+    return Launch(
+        f"{kernel.fn.__name__.strip('_').removesuffix('_kernel')}: {case}", source, options
+    )
 
 
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-def _specialised(value: Any, not_integers: bool) -> tuple[str, bool]:
-    """Triton's type of an argument, and whether it is known to divide by 16."""
-    if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype], value.data_ptr() % 16 == 0
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "constexpr", False
-    if isinstance(value, float):
-        return "fp32", False
-    kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-    if not_integers:
-        return kind, False
-    return ("constexpr", False) if value == 1 else (kind, value % 16 == 0)
-
-
-def compile_launch(launch: Launch, target: Runner) -> Resources:
-    """Compile one kernel for one target.
+def compile_launch(launch: Launch, gpu: Gpu) -> Usage:
+    """Compile one kernel for one GPU.
 
     Raises:
-        RuntimeError: It compiles, but needs more shared memory than the target has, which would
-            fail at launch.
+        RuntimeError: The kernel needs more shared memory than the GPU has; its launch would fail.
     """
-    compiled = triton.compile(launch.source(), target=target.gpu, options=launch.options)
+    compiled = triton.compile(launch.source, target=gpu.target, options=launch.options)
     shared: int = compiled.metadata.shared
-    if shared > target.shared_bytes:
+    if shared > gpu.shared_bytes:
         raise RuntimeError(
-            f"needs {shared} bytes of shared memory, the target has {target.shared_bytes}"
+            f"needs {shared} bytes of shared memory, the target has {gpu.shared_bytes}"
         )
-    if target.gpu.backend == "cuda":
+    if gpu.target.backend == "cuda":
         usage = _cubin_usage(compiled.asm["cubin"])
-        return Resources(
+        return Usage(
             _number(r"REG:(\d+)", usage), shared, stack_bytes=_number(r"STACK:(\d+)", usage)
         )
     assembly = compiled.asm["amdgcn"]
-    return Resources(
+    return Usage(
         _number(r"\.vgpr_count:\s+(\d+)", assembly),
         shared,
         spilled=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly),
@@ -195,7 +158,7 @@ def compile_launch(launch: Launch, target: Runner) -> Resources:
 
 
 def _cubin_usage(cubin: bytes) -> str:
-    """What NVIDIA's tool says of a compiled kernel, nothing where the tool is not there."""
+    """What NVIDIA's tool reports of a compiled kernel, nothing where the tool is missing."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         return ""

@@ -228,9 +228,13 @@ def tree_attention(
             f"{q.shape[2]} nodes in a row, but an ancestor word has {MAX_ATTENTION_NODES} bits: "
             "draft fewer"
         )
-    arguments = q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks
-    if backend(q.device) == "triton" and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM:
-        from lookahead_hf.kernels import attention
+    if backend(q.device) != "triton" or max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+        raise ValueError(
+            f"tree_attention needs Triton and heads of at most {MAX_HEAD_DIM} dimensions, not "
+            f"{max(q.shape[3], v.shape[3])} on {q.device}: attend under a mask instead"
+        )
+    from lookahead_hf.kernels import attention
 
-        return attention.tree_attention(*arguments)
-    return reference.tree_attention(*arguments)
+    return attention.tree_attention(
+        q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks
+    )

@@ -1,11 +1,15 @@
-"""Torch twins of the kernels: what runs without Triton, and what the kernels are tested against."""
+"""Torch twins of the kernels: what runs without Triton, and what the kernels are tested against.
+
+`verify_tree` and `compact_path` are parts of a step that a graph may capture: they take the same
+operations for trees of any shape, and never wait for the device. `tree_attention` has no twin:
+without Triton a model's own attention reads the mask of the step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.row_scan import RowScan, TopRows
@@ -27,33 +31,34 @@ def verify_tree(
     """See `dispatch.verify_tree`; there is no scan to keep."""
     width = scores.shape[1]
     if noise is not None and depth is not None:
-        scores = _divided(scores, noise, depth)
-    best = _argmax(scores)
-    best.masked_fill_(torch.arange(width, device=best.device) > num_nodes[:, None], -1)
-    paths, bonus = [], []
-    for chosen, row_tokens, row_parents, count in zip(
-        best.tolist(), tokens.tolist(), parents.tolist(), num_nodes.tolist(), strict=True
-    ):
-        path = [0]
-        # Parents stand before their children, so one pass over the nodes is the walk.
-        for node in range(1, count + 1):
-            if row_parents[node] == path[-1] and row_tokens[node] == chosen[path[-1]]:
-                path.append(node)
-        paths.append(path)
-        bonus.append(chosen[path[-1]])
-    return TreeWalk(_packed(paths, bonus, width, scores.device), best)
+        row = torch.arange(len(scores), device=scores.device)[:, None]
+        scores = scores / noise[row, depth.long().clamp(0, noise.shape[1] - 1)]
+    best, node = _argmax(scores), torch.arange(width, device=scores.device)
+    above = parents.long().clamp(min=0)
+    follows = (tokens == best.gather(1, above)) & _is_first_sibling(tokens, parents)
+    follows &= (node > 0) & (node <= num_nodes[:, None])
+    # A node is on the path if it and all its ancestors follow. Each round doubles how many of them
+    # a node has asked; node 0 is its own parent.
+    on_path = follows | (node == 0)
+    for _ in range((width - 1).bit_length()):
+        on_path &= on_path.gather(1, above)
+        above = above.gather(1, above)
+    # Parents come before their children, so the path is in the order of the nodes.
+    rank = on_path.long().cumsum(1) - 1
+    place = torch.where(on_path, rank, width)
+    path = best.new_full((len(best), width + 1), -1)
+    path.scatter_(1, place, node.expand_as(place))
+    accepted = rank[:, -1:]
+    bonus = best.gather(1, path.gather(1, accepted))
+    best = best.masked_fill(node > num_nodes[:, None], -1)
+    return TreeWalk(torch.cat([accepted, bonus, path[:, :width]], 1), best)
 
 
-def _divided(probs: torch.Tensor, noise: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
-    """`probs[row, node] / noise[row, depth[row, node]]`.
-
-    Node by node it takes half as long on a CPU as with the noise gathered first.
-    """
-    scores = torch.empty_like(probs)
-    for row, depths in enumerate(depth.clamp(0, noise.shape[1] - 1).tolist()):
-        for node, at in enumerate(depths):
-            torch.div(probs[row, node], noise[row, at], out=scores[row, node])
-    return scores
+def _is_first_sibling(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """Whether no earlier sibling holds the same token, [rows, 1 + nodes] bool."""
+    same = tokens[:, :, None] == tokens[:, None]
+    same &= parents[:, :, None] == parents[:, None]
+    return ~same.tril(-1).any(2)
 
 
 def reject_tree(
@@ -123,30 +128,16 @@ def compact_path(
     path: torch.Tensor,  # [rows, any]
     num_kept: torch.Tensor,  # [rows]
 ) -> None:
-    """See `dispatch.compact_path`."""
+    """See `dispatch.compact_path`; a token that does not move is written to its place again."""
     table = tensors if isinstance(tensors, PathTable) else PathTable(tensors)
-    counts = num_kept.tolist()
-    for row, (length, nodes, count) in enumerate(
-        zip(lengths.tolist(), path.tolist(), counts, strict=True)
-    ):
-        first = next((i for i in range(count) if nodes[i] != i), count)
-        if first == count:
-            continue
-        source = [length + node for node in nodes[first:count]]
-        for part in table.by_device:
-            _move(part, row, source, length + first)
-
-
-def _move(table: PathTable, row: int, source: list[int], target: int) -> None:
-    """Copy slots `source` of a row to `target` and on; indexing reads all before it writes."""
-    if table.device.type == "cpu":
-        index = torch.tensor(source).numpy()
-        for slots in table.host_rows[row]:
-            slots[target : target + len(source)] = slots[index]
-        return
-    on_device = torch.tensor(source, device=table.device)
+    place = torch.arange(path.shape[1], device=path.device).expand_as(path)
+    kept = place < num_kept[:, None]
+    row = torch.arange(len(path), device=path.device)[:, None]
+    # Entries that do not count stand for node 0 again, so that no slot gets two values.
+    source = lengths[:, None] + path.where(kept, 0)
+    target = lengths[:, None] + place.where(kept, 0)
     for tensor in table.tensors:
-        tensor[row, target : target + len(source)] = tensor[row, on_device]
+        tensor[row, target] = tensor[row, source]
 
 
 def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopRows:
@@ -177,88 +168,3 @@ def _best_of_columns(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.
 def _topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     best = values.topk(k, dim=1)
     return best.values.float(), best.indices
-
-
-def tree_attention(
-    q: torch.Tensor,  # [rows, heads, nodes, dim]
-    k: torch.Tensor,  # [rows, kv_heads, slots, dim]
-    v: torch.Tensor,  # [rows, kv_heads, slots, v_dim]
-    lengths: torch.Tensor,  # [rows]
-    ancestors: torch.Tensor,  # [rows, nodes]
-    scale: float,
-    window: int = 0,
-    columns: torch.Tensor | None = None,  # [rows, num_columns]
-    pads: torch.Tensor | None = None,  # [rows]
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [heads]
-) -> torch.Tensor:
-    """See `dispatch.tree_attention`; keys are read in slot order."""
-    rows, heads, nodes, _ = q.shape
-    groups = heads // k.shape[1]
-    end = int(lengths.max()) + nodes
-    k, v = k[:, :, :end], v[:, :, :end]
-    seen = _seen(lengths, ancestors, end)
-    if window:
-        seen &= _in_window(lengths, ancestors, end, window, columns, pads)
-    if rows > 1:
-        # Behind a shorter row memory may never have been written, and zero times NaN is NaN.
-        unseen = ~seen.any(1)[:, None, :, None]
-        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    # The heads of a group are rows of one product, so that K and V are not repeated.
-    q = q.reshape(rows, -1, groups * nodes, q.shape[3])
-    seen = seen.repeat(1, groups, 1)[:, None]
-    if softcap or sinks is not None:
-        out = _with_softcap_and_sinks(q, k, v, seen, scale, softcap, sinks)
-    else:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    return out.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous()
-
-
-def _with_softcap_and_sinks(
-    q: torch.Tensor,  # [rows, kv_heads, groups * nodes, dim]
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: torch.Tensor,  # [rows, 1, groups * nodes, slots]
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    score = q.float() @ k.float().transpose(2, 3) * scale
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    score = score.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        groups = len(sinks) // k.shape[1]
-        sink = sinks.float().repeat_interleave(q.shape[2] // groups).view(1, k.shape[1], -1, 1)
-        score = torch.cat([score, sink.expand(len(q), -1, -1, 1)], -1)
-    weight = score.softmax(-1)[..., : k.shape[2]]
-    return (weight @ v.float()).to(q.dtype)
-
-
-def _seen(lengths: torch.Tensor, ancestors: torch.Tensor, slots: int) -> torch.Tensor:
-    """Which slots each node reads, [rows, nodes, slots] bool."""
-    node = torch.arange(slots, device=lengths.device) - lengths[:, None]
-    bits = ancestors[:, :, None] >> node.clamp(0, 63)[:, None]
-    return (node < 0)[:, None] | ((node < 64)[:, None] & (bits & 1 == 1))
-
-
-def _in_window(
-    lengths: torch.Tensor,
-    ancestors: torch.Tensor,
-    slots: int,
-    window: int,
-    columns: torch.Tensor | None,
-    pads: torch.Tensor | None,
-) -> torch.Tensor:
-    """Which slots are near enough to each node, by column, [rows, nodes, slots] bool."""
-    slot = torch.arange(slots, device=lengths.device).expand(len(lengths), -1)
-    depth = (ancestors[:, :, None] >> torch.arange(64, device=lengths.device) & 1).sum(2) - 1
-    node = (slot - lengths[:, None]).clamp(0, ancestors.shape[1] - 1)
-    column = torch.where(slot < lengths[:, None], slot, lengths[:, None] + depth.gather(1, node))
-    at = lengths[:, None] + depth
-    if columns is not None and pads is not None:
-        column, at = column + pads[:, None], at + pads[:, None]
-        known = columns.shape[1]
-        of_prompt = slot[:, :known] < lengths[:, None]
-        column[:, :known] = torch.where(of_prompt, columns, column[:, :known])
-    return at[:, :, None] - column[:, None] < window

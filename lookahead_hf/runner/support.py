@@ -10,6 +10,7 @@ from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.distributed import sharding
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import prefix_tuning, self_test, torch_compile
 from lookahead_hf.runner.attention import SERVED
 
@@ -195,7 +196,7 @@ def check_setup(model: Any) -> None:
             _check_training(module)
         if own.get("lora_variant"):
             _check_adapter(own["lora_variant"])
-    torch_compile.note(model, compiled)
+    state_of(model).is_compiled = compiled
 
 
 def _check_training(module: Any) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from lookahead_hf.cache.slots import SlotCache
+from lookahead_hf.model_state import state_of
 
 WIDTHS = (64, 16, 1)
 """Tokens per row of the blocks of a compiled model; a draft takes the narrowest that holds it."""
@@ -16,62 +16,55 @@ LEAST_SHOWN = 256
 """Slots that the attention of the first blocks sees; doubled as the texts grow."""
 
 
-_known: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-
-
-def note(model: torch.nn.Module, compiled: bool) -> None:
-    """Keep what a walk over the model's modules has found: a call looks at them once."""
-    _known[model] = compiled
-
-
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the model, or a part of it, is called through `torch.compile`, as last noted."""
-    known = _known.get(model)
+    """Whether the model, or a part of it, is called through `torch.compile`.
+
+    A walk over the modules at the beginning of each call notes it in the model's state.
+    """
+    known = state_of(model).is_compiled
     return any(compiled_calls(module) for module in model.modules()) if known is None else known
 
 
-def has_own_graphs(model: torch.nn.Module) -> bool:
-    """Whether its compiler captures CUDA graphs itself, as with `mode="reduce-overhead"`."""
-    if not is_compiled(model):
-        return False
-    for call in (call for module in model.modules() for call in compiled_calls(module)):
+def captures_graphs(module: torch.nn.Module) -> bool:
+    """Whether a module's compiler captures CUDA graphs, as with `mode="reduce-overhead"`."""
+    for call in compiled_calls(module):
         ask = getattr(call, "get_compiler_config", None)
-        settings = ask() if ask is not None else None  # None for other compilers than inductor
+        settings = ask() if ask is not None else None  # None for compilers other than inductor
         if settings and settings.get("triton.cudagraphs"):
             return True
     return False
 
 
 def compiled_calls(module: torch.nn.Module) -> list[Any]:
-    """What `torch.compile` made of a module's forward."""
+    """Return what `torch.compile` made of a module's forward."""
     own = vars(module)
     calls = own.get("_compiled_call_impl"), own.get("forward")
     return [call for call in calls if hasattr(call, "_torchdynamo_orig_callable")]
 
 
 def width_for(tokens: int) -> int:
-    """The width of a block that holds so many tokens per row."""
+    """Return the narrowest width of a block that holds so many tokens per row."""
     return min((width for width in WIDTHS if width >= tokens), default=tokens)
 
 
 def doubled(least: int, slots: int) -> int:
-    """`least` or, in steps of a factor of two, as much as holds so many slots."""
+    """Return `least`, doubled until it holds so many slots."""
     while least < slots:
         least *= 2
     return least
 
 
 def make_room(slots: SlotCache, used: int) -> int:
-    """Show a power of two of slots, which is all that the layers have, in every forward.
+    """Give the layers a power of two of slots, and show all of them in every forward.
 
-    A compiled forward is made for the shape of the layers as well as for what is seen of them.
+    A compiled forward is made for the shape of the layers and of what it sees of them.
 
     Args:
         slots: The cache.
         used: Slots that the next forward needs.
 
     Returns:
-        The slots that are shown.
+        The slots that the forward sees.
     """
     if slots.shown is None or used > slots.shown:
         capacity = max(group.capacity for group in slots.each_group())

@@ -113,7 +113,7 @@ class TapeRecorder:
         with HostReads() as host, Tape() as tape:
             run()
         reads = tape.reads + host.reads
-        return f"a forward waits for the device: {reads[0]}" if reads else None
+        return reads[0] if reads else None
 
     def record(self, run: Callable[[], Step]) -> TapeRecording:
         self.recordings.append(TapeRecording(run))

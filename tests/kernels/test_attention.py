@@ -1,13 +1,16 @@
-"""tree_attention: against plain attention over the gathered text of each node."""
+"""tree_attention against plain attention over the gathered text of each node.
+
+It is the one kernel without a twin: elsewhere a model's own attention reads the mask of the step.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from lookahead_hf import kernels
 from tests.helpers.trees import random_tree
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -105,8 +108,13 @@ def plain(case: dict[str, Any]) -> torch.Tensor:
     return out
 
 
-def check(impl: ModuleType, case: dict[str, Any]) -> None:
-    got = impl.tree_attention(**case)
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
+
+
+def check(case: dict[str, Any]) -> None:
+    got = kernels.tree_attention(**case)
     assert got.dtype == case["q"].dtype
     tolerance = TOLERANCE[got.dtype]
     torch.testing.assert_close(got.double().cpu(), plain(case), atol=tolerance, rtol=tolerance)
@@ -114,56 +122,65 @@ def check(impl: ModuleType, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-def test_trees(
-    impl: ModuleType, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    check(impl, random_case(shape, dtype, device))
+def test_trees(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(random_case(shape, dtype, device))
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 150])
-def test_window(impl: ModuleType, device: torch.device, window: int) -> None:
-    check(impl, random_case(SHAPES[1], torch.float32, device) | {"window": window})
+def test_window(device: torch.device, window: int) -> None:
+    check(random_case(SHAPES[1], torch.float32, device) | {"window": window})
 
 
 @pytest.mark.parametrize("window", [2, 9, 130])
-def test_window_by_column(impl: ModuleType, device: torch.device, window: int) -> None:
+def test_window_by_column(device: torch.device, window: int) -> None:
     """Prompts with holes: their columns are listed, later ones follow from the row's pads."""
     case = random_case((2, 4, 2, 5, 32, 32, 300), torch.float32, device, [280, 190])
     generator = torch.Generator().manual_seed(0)
     listed = torch.randint(1, 4, (2, 200), generator=generator).cumsum(1)
     pads = torch.stack([listed[0, -1] - 199, listed[1, 189] - 189]) + 9
     case |= {"window": window, "columns": listed.to(device), "pads": pads.to(device)}
-    check(impl, case)
+    check(case)
 
 
-def test_nodes_on_both_sides_of_a_cut(impl: ModuleType, device: torch.device) -> None:
+def test_nodes_on_both_sides_of_a_cut(device: torch.device) -> None:
     """Chains in which some nodes read a tile of the prefix for themselves that others share."""
     lengths = [125, 60, 189, 127]
     case = random_case((4, 2, 1, 5, 32, 32, 200), torch.float32, device, lengths)
     chain = torch.arange(-1, 4).expand(4, -1)
     case["ancestors"] = ancestor_words(chain).to(device)
-    check(impl, case)
+    check(case)
 
 
-def test_softcap_and_sinks(impl: ModuleType, device: torch.device) -> None:
+def test_softcap_and_sinks(device: torch.device) -> None:
     case = random_case(SHAPES[0], torch.float32, device)
     case["q"] = case["q"] * 4
-    check(impl, case | {"softcap": 2.5})
-    check(impl, case | {"sinks": torch.tensor([-1.0, 0.0, 1.5, 9.0], device=device)})
-    check(impl, case | {"sinks": torch.zeros(4, device=device), "softcap": 20.0, "window": 11})
+    check(case | {"softcap": 2.5})
+    check(case | {"sinks": torch.tensor([-1.0, 0.0, 1.5, 9.0], device=device)})
+    check(case | {"sinks": torch.zeros(4, device=device), "softcap": 20.0, "window": 11})
 
 
-def test_no_prefix(impl: ModuleType, device: torch.device) -> None:
+def test_no_prefix(device: torch.device) -> None:
     case = random_case((2, 4, 2, 9, 32, 32, 9), torch.float32, device)
     assert case["lengths"].tolist() == [0, 0]
-    check(impl, case)
+    check(case)
 
 
-def test_too_many_nodes(impl: ModuleType) -> None:
-    q, k = torch.zeros(1, 1, 65, 16), torch.zeros(1, 1, 80, 16)
-    word = torch.ones(1, 65, dtype=torch.int64)
-    with pytest.raises(ValueError, match="65 nodes in a row"):
-        impl.tree_attention(q, k, k, torch.tensor([0]), word, 1.0)
+@pytest.mark.parametrize(
+    ("nodes", "dim", "backend", "message"),
+    [
+        (65, 16, "triton", "65 nodes in a row"),
+        (5, 320, "triton", "heads of at most 256 dimensions, not 320"),
+        (5, 16, "torch", "tree_attention needs Triton"),
+    ],
+)
+def test_what_it_cannot_attend(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, dim: int, backend: str, message: str
+) -> None:
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
+    q, k = torch.zeros(1, 1, nodes, dim), torch.zeros(1, 1, 80, dim)
+    word = torch.ones(1, nodes, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        kernels.tree_attention(q, k, k, torch.tensor([0]), word, 1.0)
 
 
 @pytest.mark.parametrize("window", [0, 100])
@@ -172,8 +189,6 @@ def test_bits_do_not_depend_on_the_tree(
     device: torch.device, dtype: torch.dtype, window: int
 ) -> None:
     """A token has the same bits as a node of any tree, at any depth, behind any prefix."""
-    from lookahead_hf.kernels.attention import tree_attention
-
     text, nodes, slots = 210, 6, 256
     generator = torch.Generator().manual_seed(4)
     q_text = torch.randn(text, 3, 32, generator=generator).to(dtype)
@@ -193,7 +208,7 @@ def test_bits_do_not_depend_on_the_tree(
             above = node
             q[node] = q_text[length + place]
             k[length + node], v[length + node] = k_text[length + place], v_text[length + place]
-        out = tree_attention(
+        out = kernels.tree_attention(
             q[None].to(device).transpose(1, 2),
             k[None].to(device).transpose(1, 2),
             v[None].to(device).transpose(1, 2),

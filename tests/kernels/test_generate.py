@@ -298,14 +298,14 @@ def test_wide_blocks(calls: Counter[str], device: torch.device) -> None:
     assert not calls["tree_attention"]
 
 
-def test_not_on_a_cpu_by_default(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twins_serve_a_cpu_by_default(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND")
     cpu = torch.device("cpu")
     run(models.tiny("gemma3", **WINDOWS), ragged(cpu), cpu)
     model = tiny_eager("gemma2", cpu, **EAGER["gemma2"])
     run(model, {"input_ids": models.prompt(1)}, cpu)
     assert not calls["tree_attention"]
-    assert not calls["verify_tree"]
+    assert calls["verify_tree"] == calls["compact_path"] > 0
 
 
 def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.device) -> None:

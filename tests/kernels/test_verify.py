@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from lookahead_hf.kernels import reference
+from tests.helpers.device import Tape
 from tests.helpers.trees import plant, random_tree, walk
 
 SHAPES = [
@@ -163,3 +165,37 @@ def test_integer_types(impl: ModuleType, device: torch.device) -> None:
         count = torch.tensor([2], dtype=dtype, device=device)
         got = impl.verify_tree(scores, tree[:1], tree[1:], count)
         assert got.packed.tolist() == [[2, 2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_graph_can_capture_the_twins(sampled: bool) -> None:
+    """No operation reads a value on the host; siblings often hold the same token."""
+    longest = 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        rows, vocab = 3, 7
+        parents, depth, counts = random_tree(rows, [0, 4, 15, 63][seed % 4], generator)
+        tokens = torch.randint(0, vocab, parents.shape, generator=generator)
+        scores, noise = torch.randn(*parents.shape, vocab, generator=generator), None
+        best = scores.argmax(-1)
+        if sampled:
+            scores = scores.softmax(-1)
+            noise = torch.empty(rows, 64, vocab).exponential_(generator=generator)
+            best = (scores / noise[torch.arange(rows)[:, None], depth]).argmax(-1)
+        store = torch.randn(rows, 70, 2, 4, generator=generator)
+        before, lengths = store.clone(), torch.tensor([0, 3, 5])
+        with Tape() as tape:
+            got = reference.verify_tree(
+                scores, tokens, parents, counts, noise, depth if sampled else None
+            )
+            reference.compact_path([store], lengths, got.path, got.num_accepted + 1)
+        assert tape.reads == []
+        paths, bonus = walk(best, tokens, parents, counts)
+        assert got.bonus.tolist() == bonus
+        for row, path in enumerate(paths):
+            assert got.path[row].tolist() == path + [-1] * (parents.shape[1] - len(path))
+            at = int(lengths[row])
+            moved = store[row, at : at + len(path)]
+            assert torch.equal(moved, before[row, [at + node for node in path]])
+        longest = max(longest, int(got.num_accepted.max()))
+    assert longest > 2

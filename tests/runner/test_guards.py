@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lookahead_hf.runner import guards
-from lookahead_hf.runner.cuda.runner import CHANGED
+from lookahead_hf.runner.execution import CHANGED, HOOKS, OFFLOADED, REPLACED, TENSORS, WATCHED
+from lookahead_hf.runner.guards import ModelSnapshot
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import HostReads, Tape, TapeRecorder
 from tests.helpers.models import tiny
@@ -81,16 +82,21 @@ def turn_data(model: Any) -> None:
     weight.data = -weight.data
 
 
+def move(model: Any) -> None:
+    model.model.layers[1].mlp._hf_hook = object()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (steer, "modules have hooks"),
-        (steer_outputs, "modules have hooks"),
-        (steer_inputs, "modules have hooks"),
-        (replace_forward, "a forward was replaced"),
+        (steer, HOOKS),
+        (steer_outputs, HOOKS),
+        (steer_inputs, HOOKS),
+        (replace_forward, REPLACED),
+        (move, OFFLOADED),
     ],
 )
-def test_what_graphs_would_pass_over_is_run(
+def test_what_a_graph_would_pass_over_is_run(
     change: Callable[[Any], None], reason: str, made: list[TapeRecorder]
 ) -> None:
     model = small()
@@ -109,19 +115,28 @@ def test_hooks_of_all_modules_are_called(made: list[TapeRecorder]) -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(scaled)
     try:
         for factor[0] in (0.5, -2.0):
-            assert compare(model, padded("none")).execution == "modules have hooks"
+            assert compare(model, padded("none")).execution == HOOKS
     finally:
         handle.remove()
 
 
-def test_modes_of_others_see_every_call(made: list[TapeRecorder]) -> None:
+def blockers(model: Any, **extras: Any) -> list[str]:
+    return ModelSnapshot(model).blockers(extras)
+
+
+def test_modes_of_others_see_every_call() -> None:
     model = small()
     with HostReads():
-        assert guards.passed_over(model) == "calls of torch are being watched"
+        assert blockers(model) == [WATCHED]
     with Tape():
-        assert guards.passed_over(model) == "calls of torch are being watched"
+        assert blockers(model) == [WATCHED]
     with torch.device("cpu"):
-        assert guards.passed_over(model) is None
+        assert blockers(model) == []
+
+
+def test_further_tensors_are_not_captured() -> None:
+    assert blockers(small(), logits_to_keep=1) == []
+    assert blockers(small(), token_type_ids=torch.zeros(1, 5)) == [TENSORS]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's, when it is imported
@@ -129,9 +144,56 @@ def test_compiled_forwards_are_the_models_own() -> None:
     model = small()
     model.model.forward = torch.compile(model.model.forward, backend="eager")
     model.lm_head = torch.compile(model.lm_head, backend="eager")
-    assert guards.passed_over(model) is None
+    assert blockers(model) == []
     model.model.norm.forward = torch.compile(lambda x: x, backend="eager")
-    assert guards.passed_over(model) == "a forward was replaced"
+    assert blockers(model) == [REPLACED]
+
+
+def put(name: str, value: Any) -> Callable[[Any], None]:
+    """A change of an attribute of a layer."""
+    return lambda model: setattr(model.model.layers[1].mlp, name, value)
+
+
+def adapt(model: Any) -> None:
+    model.model.layers[1].mlp.scaling = {"default": 1.0, "ranks": [4, 8]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("scaling", {"default": 2.0, "ranks": [4, 8]}),
+        lambda model: model.model.layers[1].mlp.scaling.update(default=2.0),
+        lambda model: model.model.layers[1].mlp.scaling["ranks"].append(16),
+        lambda model: model.model.layers[1].mlp.scaling["ranks"].reverse(),
+        put("zero", -0.0),
+        put("active", "other"),
+        put("function", lambda x: x),
+        put("constant", torch.ones(3)),
+        lambda model: model.model.layers[1].train(),
+        lambda model: setattr(model.config, "rope_theta", 3.0),
+    ],
+)
+def test_what_modules_hold_is_in_the_key(change: Callable[[Any], None]) -> None:
+    model = small()
+    adapt(model)
+    for name, value in (("zero", 0.0), ("active", "default"), ("function", abs)):
+        put(name, value)(model)
+    put("constant", torch.ones(3))(model)
+    before = ModelSnapshot(model)
+    assert ModelSnapshot(model).key == before.key
+    assert hash(ModelSnapshot(model).key) == hash(before.key)
+    assert before.is_current()
+    change(model)
+    assert ModelSnapshot(model).key != before.key
+    assert not before.is_current()
+
+
+def test_equal_numbers_and_strings_are_the_same() -> None:
+    model = small()
+    adapt(model)
+    before = ModelSnapshot(model).key
+    adapt(model)  # other objects that say the same
+    assert ModelSnapshot(model).key == before
 
 
 @pytest.mark.parametrize(

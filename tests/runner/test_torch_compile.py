@@ -12,9 +12,11 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
 import lookahead_hf
-from lookahead_hf.runner import support, torch_compile
-from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.runner.torch_compile import WIDTHS, has_own_graphs, is_compiled
+from lookahead_hf.model_state import state_of
+from lookahead_hf.runner import support
+from lookahead_hf.runner.execution import OWN_GRAPHS
+from lookahead_hf.runner.guards import ModelSnapshot
+from lookahead_hf.runner.torch_compile import WIDTHS, is_compiled
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
 from tests.helpers.device import on_device, taped
@@ -93,20 +95,15 @@ def test_compiled_layers_are_recorded(fresh: None, monkeypatch: pytest.MonkeyPat
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's, when it is imported
-def test_who_has_graphs_of_its_own_is_left_to_them(
-    options: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_captures_graphs_is_left_to_it(options: dict[str, Any], own: bool) -> None:
     model = small()
     assert not is_compiled(model)
     model.model.forward = torch.compile(model.model.forward, **options)
     assert is_compiled(model)
-    torch_compile.note(model, False)
+    state_of(model).is_compiled = False
     support.check_setup(model)  # every call looks at the modules anew
     assert is_compiled(model)
-    assert has_own_graphs(model) is own
-    with taped(monkeypatch):
-        refused = graphs.refusal(model, model.device, {})
-    assert refused == ("the model is compiled into graphs already" if own else None)
+    assert ModelSnapshot(model).blockers({}) == ([OWN_GRAPHS] if own else [])
 
 
 def test_a_wrapped_model_generates_as_it_is(fresh: None) -> None:

@@ -46,7 +46,7 @@ def test_greedy(name: str, kind: str) -> None:
     stats = compare(tiny(name), padded(kind), **GREEDY)
     assert_on_device(stats)
     assert stats.num_moved > 0
-    assert stats.execution == "there are no graphs on cpu"
+    assert stats.execution == "the device has no graphs"
 
 
 @pytest.mark.parametrize("warpers", KNOWN_WARPERS.values(), ids=KNOWN_WARPERS)

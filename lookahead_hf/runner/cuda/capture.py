@@ -103,7 +103,7 @@ class CudaRecorder:
                     run()
         finally:
             current.wait_stream(self._stream)
-        return f"a forward waits for the device: {waits[0]}" if waits else None
+        return waits[0] if waits else None
 
     def record(self, run: Callable[[], Step]) -> Recording:
         graph = torch.cuda.CUDAGraph()

@@ -11,7 +11,7 @@ import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.kernels import PathTable
-from lookahead_hf.runner import torch_compile
+from lookahead_hf.runner import execution, torch_compile
 from lookahead_hf.runner.cuda.capture import Recorder, Recording, Step
 from lookahead_hf.runner.cuda.step import StepState, only_group
 
@@ -19,15 +19,15 @@ LEAST_VISIBLE = 512
 """Slots that the attention of the first graphs sees; doubled as the texts grow."""
 
 _capturing = threading.Lock()
-"""Held while steps are captured: torch allows one capture at a time in a process, in which nobody
-may wait for the whole device."""
+"""Held while steps are captured: torch allows one capture at a time in a process, and nobody may
+wait for the whole device meanwhile."""
 
 
 class Uncapturable(Exception):
-    """Steps cannot be recorded; they run one operation after the other.
+    """Steps cannot be captured; they run one operation after the other.
 
     Attributes:
-        is_lasting: Whether that is so as long as the model is as it is.
+        is_lasting: Whether that holds as long as the model does not change.
     """
 
     def __init__(self, reason: str, is_lasting: bool = False) -> None:
@@ -36,12 +36,13 @@ class Uncapturable(Exception):
 
     @classmethod
     def after(cls, error: Exception) -> Uncapturable:
-        """What an accident comes to, which need not happen again."""
-        return cls(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        """Return what an error that need not happen again comes to."""
+        message = (str(error).splitlines() or [""])[0]
+        return cls(execution.because(execution.FAILED, f"{type(error).__name__}: {message}"))
 
 
 def bucket(slots: int) -> int:
-    """Slots in steps of a factor of two, so that few graphs serve all lengths."""
+    """Round a number of slots up to a power of two, so that few graphs serve all lengths."""
     return torch_compile.doubled(LEAST_VISIBLE, slots)
 
 
@@ -54,8 +55,10 @@ class GraphSet:
         capacity: Slots of K and V.
         state: Lengths, positions and drafts.
         stores: K and V of every layer.
-        table: What compaction knows of them.
-        in_use: Held by the call that replays; two replays must not overlap.
+        table: K and V as compaction takes them.
+        recorder: Captures the steps.
+        recordings: The captured steps by width and visible slots.
+        is_used: Whether a call replays; two replays must not overlap.
     """
 
     key: tuple[Any, ...]
@@ -65,7 +68,7 @@ class GraphSet:
     table: PathTable
     recorder: Recorder
     recordings: dict[tuple[int, int], Recording] = field(default_factory=dict)
-    in_use: threading.Lock = field(default_factory=threading.Lock)
+    is_used: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +76,7 @@ class GraphSet:
         return sum(store.nbytes for pair in self.stores for store in pair)
 
     def visible_for(self, slots: int) -> int:
-        """The slots that a graph shows where so many are in use."""
+        """Return the slots that a graph shows where so many are in use."""
         return min(bucket(slots), self.capacity)
 
     def move_in(self, cache: AdoptedCache, state: StepState) -> None:
@@ -91,11 +94,11 @@ class GraphSet:
         *,
         waits: bool = False,
     ) -> bool:
-        """Record steps of all widths, largest first, so that the smaller ones fit its memory.
+        """Record steps of all widths, the largest first, into whose memory the others then fit.
 
         Args:
             visible: Slots that the attention sees.
-            run: The step, of a width and of so many slots.
+            run: The step, given a width and the visible slots.
             widths: Tokens per row.
             waits: Whether to wait for another capture in the process.
 
@@ -103,7 +106,7 @@ class GraphSet:
             False where another capture is in progress.
 
         Raises:
-            Uncapturable: It cannot be done.
+            Uncapturable: A step cannot be captured.
         """
         if not _capturing.acquire(blocking=waits):
             return False
@@ -120,7 +123,7 @@ class GraphSet:
         return True
 
     def _capture(self, width: int, visible: int, run: Callable[[int, int], Step]) -> None:
-        """Both trial and recording write K and V behind the lengths only, which are put back."""
+        """Try a step and record it; both write K and V behind the lengths only."""
         lengths = self.state.lengths.clone()
         self.state.rehearse(width)
 
@@ -131,13 +134,14 @@ class GraphSet:
         try:
             reason = self.recorder.try_out(step)
             if reason is not None:
-                raise Uncapturable(reason, is_lasting=True)
+                raise Uncapturable(execution.because(execution.WAITS, reason), is_lasting=True)
             self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
         finally:
             self.state.lengths.copy_(lengths)
 
     def retire(self) -> None:
-        """Free all graphs."""
+        """Free all graphs, K and V."""
+        self.stores, self.table = [], PathTable([])
         recordings, self.recordings = list(self.recordings.values()), {}
         if recordings:
             with _capturing:
@@ -145,7 +149,7 @@ class GraphSet:
 
 
 def bytes_per_slot(cache: AdoptedCache) -> int:
-    """What a slot takes in K and V of all layers and rows."""
+    """Return the bytes of one slot in K and V of all layers and rows."""
     layers = only_group(cache).layers
     return sum(store[:, 0].nbytes for la in layers for store in (la.k_store, la.v_store))
 
@@ -157,7 +161,7 @@ def new_set(
     capacity: int,
     recorder: Recorder,
 ) -> GraphSet:
-    """A set without graphs for calls like one, with room for so many slots.
+    """Return a set without graphs for calls like this one, with room for so many slots.
 
     Raises:
         RuntimeError: There is not enough memory.

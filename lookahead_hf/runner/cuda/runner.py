@@ -1,4 +1,4 @@
-"""The target of a call that is verified on the device: one launch and one copy per step."""
+"""Runs a model on a CUDA device and verifies there: one launch and one copy per step."""
 
 from __future__ import annotations
 
@@ -9,45 +9,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead_hf.cache.slots import SlotCache
+from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import torch_compile
+from lookahead_hf.runner import execution, torch_compile
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import Recording, Step
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.step import MAX_WIDTH, DeviceStep, StepState, only_group, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
-from lookahead_hf.runner.guards import Frozen
+from lookahead_hf.runner.guards import ModelSnapshot
 from lookahead_hf.runner.host import BlockShape, Runner
 
 ALIGNED = 16
-"""Slots that the attention sees come in multiples of it: torch copies any other mask per layer."""
-
-CHANGED = "the model was changed in the middle of the call"
-BUSY = "other steps are being captured"
-"""Why steps are run, for the time being, though there are graphs."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceInputs:
-    """A step whose draft is on its way to the device."""
-
-    rows: Rows
-    draft: DraftTree
-    width: int
-    visible: int
+"""The visible slots are a multiple of it: torch copies any other mask once per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the tokens of a step are chosen by.
+    """What the tokens of a step are chosen from.
 
     Attributes:
         values: Processed logits, or probabilities, [rows, width, vocab].
-        noise: Noise by depth, which goes with probabilities, [rows, depths, vocab].
-        is_finite: Whether a node's probabilities are, [rows, width] int64.
+        noise: Noise by depth, given with probabilities, [rows, depths, vocab].
+        is_finite: Whether all probabilities of a node are finite, [rows, width] int64.
     """
 
     values: torch.Tensor
@@ -57,11 +43,11 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutputs:
-    """A step that was launched.
+    """A launched step.
 
     Attributes:
         logits: The target's, [rows, width, vocab]; valid until the next step.
-        copy: Brings to the host what was added to it.
+        copy: Brings further tensors of the step to the host.
         walk: `TreeWalk.packed`, [rows, 2 + width].
         is_finite: As in `Scores`.
     """
@@ -73,17 +59,18 @@ class DeviceOutputs:
 
 
 Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]
-"""`(rows, draft, logits [rows, width, vocab])` to what the tokens are chosen by."""
+"""Turns `(rows, draft, logits [rows, width, vocab])` into what the tokens are chosen from."""
 
 
 class CudaRunner(Runner):
-    """Lays out, forwards, walks and commits without a word to the host.
+    """Lays out, forwards, walks and commits steps without a word from the host.
 
     Attributes:
-        graphs: "replayed", or why the steps are launched one operation after the other.
+        execution: How the latest steps were run, a value of `runner.execution`.
     """
 
     most_nodes = MAX_WIDTH - 1
+    cache: AdoptedCache  # after the prefill
 
     def __init__(
         self,
@@ -108,15 +95,15 @@ class CudaRunner(Runner):
         super().__init__(model, num_rows, shape)
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
         self._set: GraphSet | None = None
-        self._replays = True  # as the latest step was
+        self._replays = True  # the latest step was replayed
         self._is_compiled = torch_compile.is_compiled(model)
-        self.execution: str | None = "not asked for"
+        self.execution: str | None = execution.NOT_ASKED_FOR
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
         super()._take_over(*args, **kwargs)
-        assert self.cache is not None
         self._state = StepState(self.cache, self._next_position)
-        self._enter_graphs()
+        if self._wanted is not False:
+            self._enter_graphs()
         self._step = DeviceStep(
             self.model, self.cache, self._state, self._extras, self._kinds, self._mask_dict
         )
@@ -131,99 +118,108 @@ class CudaRunner(Runner):
 
     def _enter_graphs(self) -> None:
         """Move into the model's graphs, where there are any or may be."""
-        assert self.cache is not None
-        if self._wanted is False:
+        self._snapshot = ModelSnapshot(self.model)
+        reasons = self._snapshot.blockers(self._extras)
+        if reasons:
+            self.execution = reasons[0]
             return
-        reason = graphs.refusal(self.model, self._state.lengths.device, self._extras)
-        if reason is not None:
-            self.execution = reason
-            return
+        self._graphs = graphs.of_model(self.model)
+        kind = self._snapshot.key, self._scoring is None, str(self._extras), self._shape is None
         slots = self.cache.slots.longest + self._room + graphs.WIDTHS[0]
-        shape = self._scoring is None, str(self._extras), self._shape is None
         insists = self._wanted is True
         create = insists or self._room >= graphs.WORTHWHILE
-        self._frozen = Frozen(self.model)  # before the graphs are chosen that go with it
         try:
-            self._set = graphs.enter(
-                self.model, self.cache, self._state, shape, slots, create=create, insists=insists
+            self._set = self._graphs.enter(
+                kind, self.cache, self._state, slots, create=create, insists=insists
             )
         except Uncapturable as error:
             self.execution = str(error)
             return
         self._state = self._set.state
 
-    def layout(self, rows: Rows, draft: DraftTree) -> DeviceInputs:  # type: ignore[override]
-        """Send the draft to the device."""
-        assert self.cache is not None
-        slots = self.cache.slots
-        width = 1 + draft.max_nodes
-        if self._shape is not None:
-            width = max(width, self._shape.width)
-        elif self._set is not None or self._is_compiled:
-            width = min(w for w in self._widths if w >= width)
-        visible = self._visible(slots, slots.longest + width)
-        self._state.load(pack(rows, draft, slots.lengths, width), width)
-        return DeviceInputs(rows, draft, width, visible)
+    def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
+        """Launch a step; nothing waits for the device.
 
-    @property
-    def _widths(self) -> tuple[int, ...]:
-        """Tokens per row that the blocks can have where each number takes a preparation."""
-        return torch_compile.WIDTHS if self._is_compiled else graphs.WIDTHS
-
-    def _visible(self, slots: SlotCache, used: int) -> int:
-        """Slots that the attention sees; there is room for them."""
-        assert self.cache is not None
-        if self._set is not None:
-            return self._set.visible_for(slots.shown or used)
-        if self._is_compiled and self._shape is None:
-            shown = torch_compile.make_room(slots, used)
-            self._state.fit(self.cache)
-            return shown
-        visible = -(-used // ALIGNED) * ALIGNED
-        if slots.shown is not None:  # with and without graphs the same
-            visible = bucket(slots.shown)
-        only_group(self.cache).reserve(visible)
-        self._state.fit(self.cache)
-        return visible
-
-    def forward(self, inputs: DeviceInputs) -> DeviceOutputs:  # type: ignore[override]
-        """Launch the step; nothing waits for the device."""
-        logits, *decided = self._launch(inputs.width, inputs.visible)
+        Args:
+            rows: The texts.
+            draft: What is fed behind their last tokens.
+        """
+        width, visible = self._load(rows, draft)
+        logits, *decided = self._replay_or_run(width, visible)
         finite = None
         if self._scoring is None:
             packed, *scan = decided
             copy = HostCopy(RowScan(*scan) if scan else None)
         else:
             copy = HostCopy()
-            scores = self._scoring(inputs.rows, inputs.draft, logits)
-            packed = self._step.decide(inputs.width, scores.values, scores.noise).packed
+            scores = self._scoring(rows, draft, logits)
+            packed = self._step.decide(width, scores.values, scores.noise).packed
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
         walk = copy.add(packed)
         copy.send()
         return DeviceOutputs(logits, copy, walk, finite)
 
-    def _launch(self, width: int, visible: int) -> Step:
-        """Replay the step, or run it where it was not recorded or is not what was recorded."""
+    def layout(self, rows: Rows, draft: DraftTree) -> Any:
+        """Return what `forward` takes: here one launch does both."""
+        return rows, draft
+
+    def forward(self, inputs: Any) -> DeviceOutputs:
+        return self.launch(*inputs)
+
+    def _load(self, rows: Rows, draft: DraftTree) -> tuple[int, int]:
+        """Send the draft to the device; return the width of the block and the visible slots."""
+        slots = self.cache.slots
+        width = 1 + draft.max_nodes
+        if self._shape is not None:
+            width = max(width, self._shape.width)
+        elif self._set is not None or self._is_compiled:
+            width = min(w for w in self._widths if w >= width)
+        visible = self._visible(slots.longest + width)
+        self._state.load(pack(rows, draft, slots.lengths, width), width)
+        return width, visible
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Tokens per row of blocks whose every width has to be prepared."""
+        return torch_compile.WIDTHS if self._is_compiled else graphs.WIDTHS
+
+    def _visible(self, used: int) -> int:
+        """Make room for so many slots; return how many of them the attention sees."""
+        slots = self.cache.slots
+        if self._set is not None:
+            return self._set.visible_for(slots.shown or used)
+        if self._is_compiled and self._shape is None:
+            visible = torch_compile.make_room(slots, used)
+        else:
+            visible = -(-used // ALIGNED) * ALIGNED
+            if slots.shown is not None:  # with and without graphs the same
+                visible = bucket(slots.shown)
+            only_group(self.cache).reserve(visible)
+        self._state.fit(self.cache)
+        return visible
+
+    def _replay_or_run(self, width: int, visible: int) -> Step:
+        """Replay the step, or run it if it was not captured or the model has changed since."""
         recording = self._recording(width, visible)
         self._replays = recording is not None
         if recording is None:
             return self._run(width, visible)
         recording.replay()
-        if self._frozen.is_current():  # looked at while the device works
-            self.execution = "replayed"
+        if self._snapshot.is_current():  # looked at while the device works
+            self.execution = execution.REPLAYED
             return recording.outputs
-        self._replays, self.execution = False, CHANGED
+        self._replays, self.execution = False, execution.CHANGED
         self._state.lengths.copy_(self._state.draft(width).kept)
         return self._run(width, visible)
 
     def _recording(self, width: int, visible: int) -> Recording | None:
-        """What repeats a step; None where it is run."""
+        """Return the captured step, captured now if it has to be; None where the step is run."""
         if self._set is None:
             return None
         found = self._set.recordings.get((width, visible))
-        # As long as steps are replayed the model is looked at behind the launch.
-        if (found is None or not self._replays) and not self._frozen.is_current():
-            self.execution = CHANGED
+        # While steps are replayed, the model is looked at behind each launch.
+        if (found is None or not self._replays) and not self._snapshot.is_current():
+            self.execution = execution.CHANGED
             return None
         return found or self._capture(width, visible)
 
@@ -233,17 +229,18 @@ class CudaRunner(Runner):
         return (self._step.forward(width, visible),)
 
     def _capture(self, width: int, visible: int, *, waits: bool = False) -> Recording | None:
-        """Record the steps that show so many slots.
+        """Capture the steps that show so many slots.
 
         Returns:
-            None where that fails, which ends the use of graphs, or where it has to be later.
+            The step of this width. None where capturing fails, after which the call uses no more
+            graphs, or where another capture is in progress.
         """
         assert self._set is not None
         widths = list(self._widths) if self._shape is None else [width]
         packed = self._state.save(width)
         try:
             if not self._set.capture(visible, self._run, widths, waits=waits):
-                self.execution = BUSY
+                self.execution = execution.BUSY
                 return None
         except Uncapturable as error:
             self.execution = str(error)
@@ -251,12 +248,11 @@ class CudaRunner(Runner):
             return None
         finally:
             self._state.restore(packed, width)
-        self._frozen = Frozen(self.model)  # a forward may note something on its modules
+        self._snapshot = ModelSnapshot(self.model)  # a forward may note something on its modules
         return self._set.recordings[width, visible]
 
     def capture(self) -> None:
-        """Record the steps of all lengths that fit the call, rather than when they come up."""
-        assert self.cache is not None
+        """Capture the steps of all lengths that fit the call before they come up."""
         slots = self.cache.slots.longest + max(self._widths)
         while self._set is not None:
             visible = self._set.visible_for(slots)
@@ -267,21 +263,19 @@ class CudaRunner(Runner):
 
     def forget(self) -> None:
         """Keep nothing of the latest step, on the device either."""
-        assert self.cache is not None
         self._state.lengths.copy_(torch.from_numpy(self.cache.slots.lengths))
 
     def _leave_graphs(self, error: Uncapturable | None = None) -> None:
         used, self._set = self._set, None
         if used is not None:
-            graphs.leave(self.model, used, error)
+            self._graphs.leave(used, error)
 
     def end(self) -> None:
-        """Make room for the next call; the cache was handed back."""
+        """Let the next call use the graphs; the cache was handed back."""
         self._leave_graphs()
 
     def commit(self, verdict: Verdict) -> int:
-        """Note what the device has kept; see `Target.commit`."""
-        assert self.cache is not None
+        """Note what the device has kept; see `Runner.commit`."""
         accepted = verdict.num_accepted
         self.cache.slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
         place = np.arange(len(verdict.path)) - np.repeat(verdict.path_offsets[:-1], accepted)

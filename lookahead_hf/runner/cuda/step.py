@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lookahead_hf import kernels
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, tree_attention
-from lookahead_hf.runner.cuda.device_ops import DraftViews, compact, walk
 from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.runner.masks import MaskKind
 from lookahead_hf.runner.passthrough_kwargs import widened
@@ -22,6 +22,28 @@ from lookahead_hf.runner.tree_attention import BlockTree
 
 MAX_WIDTH = 64
 """Tokens per row of a block, the last one included: one bit each in the ancestor words."""
+
+
+class DraftViews(NamedTuple):
+    """A step's draft on the device; node 0 is the row's last token.
+
+    Attributes:
+        tokens: [rows, width] int64, 0 in padding.
+        parents: Parent of each node, -1 for node 0 and in padding, [rows, width] int64.
+        depth: 0 for node 0 and in padding, [rows, width] int64.
+        bits: Bit j says that node j is an ancestor of it, or itself, [rows, width] int64.
+        num_nodes: Drafted nodes of each row, [rows] int64.
+        live: 1 for rows whose text goes on, else 0, [rows] int64.
+        kept: Tokens of each row that the host has kept in the cache, [rows] int64.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depth: torch.Tensor
+    bits: torch.Tensor
+    num_nodes: torch.Tensor
+    live: torch.Tensor
+    kept: torch.Tensor
 
 
 def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.ndarray:
@@ -206,11 +228,14 @@ class DeviceStep:
         noise: torch.Tensor | None = None,  # [rows, depths, vocab]
         keep_scan: bool = False,
     ) -> TreeWalk:
-        """Walk, keep the accepted path in the cache, add to the lengths; see `walk`."""
+        """Walk down the tree, keep the accepted path in the cache, add it to the lengths."""
         state, draft = self._state, self._state.draft(width)
-        done = walk(scores, draft, noise, keep_scan)
-        compact(only_group(self._cache).path_table, state.lengths, done.packed)
-        state.lengths.add_((done.num_accepted + 1) * draft.live)
+        tree = draft.tokens, draft.parents, draft.num_nodes
+        depth = None if noise is None else draft.depth
+        done = kernels.verify_tree(scores, *tree, noise, depth, keep_scan=keep_scan)
+        kept = done.num_accepted + 1
+        kernels.compact_path(only_group(self._cache).path_table, state.lengths, done.path, kept)
+        state.lengths.add_(kept * draft.live)
         return done
 
     def _trees(self, built: dict[str, torch.Tensor], draft: DraftViews) -> list[BlockTree]:

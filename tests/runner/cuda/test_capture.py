@@ -122,8 +122,7 @@ def test_only_a_wait_is_heard_as_one(cuda: Cuda) -> None:
         assert recorder.try_out(says("something deprecated")) is None
         runs = iter([says("something deprecated"), says(WAIT)])
         assert recorder.try_out(lambda: next(runs)()) == (
-            "a forward waits for the device: called a synchronizing CUDA operation "
-            "(Triggered internally)"
+            "called a synchronizing CUDA operation (Triggered internally)"
         )
     assert [str(each.message) for each in shown] == ["something deprecated"] * 3
     assert cuda.modes == [0, 1, 0, 1, 0]

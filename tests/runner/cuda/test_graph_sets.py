@@ -12,8 +12,17 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.cuda import graph_set, graphs
-from lookahead_hf.runner.cuda.runner import BUSY
+from lookahead_hf.runner.execution import (
+    BUSY,
+    FAILED,
+    IN_USE,
+    OTHER_KINDS,
+    TOO_LARGE,
+    TOO_SHORT,
+    WAITS,
+)
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt
@@ -40,7 +49,7 @@ def test_a_short_call_of_another_shape_leaves_the_graphs(made: list[TapeRecorder
     model = small()
     compare(model, padded("left"))
     stats = compare(model, padded("none", rows=2), {"cuda_graphs": "auto"}, max_new_tokens=20)
-    assert stats.execution == "the call is too short to capture for"
+    assert stats.execution == TOO_SHORT
     assert compare(model, padded("left")).execution == "replayed"
     (recorder,) = sets_of(made)
     assert recorder.released == 0
@@ -67,7 +76,7 @@ def test_a_forward_that_waits_is_not_captured(
     for _ in range(4):  # the later calls know already
         stats = compare(model, padded("left"))
         assert stats.execution is not None
-        assert stats.graphs.startswith("a forward waits for the device")
+        assert stats.execution.startswith(WAITS)
     assert sets_of(made) == []
     assert len(tried) == 1
 
@@ -90,7 +99,7 @@ def test_a_capture_that_fails_leaves_the_text_alone_and_is_tried_again(
     made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = failing(TapeRecorder, 2, monkeypatch)
-    model, said = small(), "OutOfMemoryError: no memory"
+    model, said = small(), f"{FAILED}: OutOfMemoryError: no memory"
     states = [compare(model, padded("left")).execution for _ in range(6)]
     assert states == [said] * 5 + ["replayed"], "one call goes by, then two"
     assert len(failed) == 2
@@ -101,7 +110,7 @@ def test_what_failed_is_forgotten_with_the_rest(
 ) -> None:
     failing(TapeRecorder, 1, monkeypatch)
     model = small()
-    assert compare(model, padded("left")).execution == "OutOfMemoryError: no memory"
+    assert compare(model, padded("left")).execution == f"{FAILED}: OutOfMemoryError: no memory"
     lookahead_hf.disable(lookahead_hf.enable(model))
     assert compare(model, padded("left")).execution == "replayed"
 
@@ -111,7 +120,7 @@ def test_a_failure_concerns_calls_of_its_kind_alone(
 ) -> None:
     failing(TapeRecorder, 1, monkeypatch)
     model = small()
-    assert compare(model, padded("left")).execution == "OutOfMemoryError: no memory"
+    assert compare(model, padded("left")).execution == f"{FAILED}: OutOfMemoryError: no memory"
     assert compare(model, padded("none", rows=1)).execution == "replayed"
 
 
@@ -123,7 +132,7 @@ def test_no_memory_for_k_and_v_leaves_the_text_alone(
         patch.setattr(graph_set, "_room", lambda *_: torch.empty(1 << 60))
         stats = compare(model, padded("left"))
     assert stats.execution is not None
-    assert stats.graphs.startswith("RuntimeError")
+    assert stats.execution.startswith(f"{FAILED}: RuntimeError")
     assert compare(model, padded("left")).execution == stats.execution
     assert compare(model, padded("left")).execution == "replayed"
 
@@ -146,7 +155,7 @@ def test_a_third_kind_has_to_wait_until_another_is_over(
         inputs, fields = padded("none", rows=rows), {"cuda_graphs": asked}
         return compare(model, inputs, fields, max_new_tokens=16).execution
 
-    kept = "the model keeps graphs of other kinds of calls"
+    kept = OTHER_KINDS
     for _ in range(4):
         assert [state(rows) for rows in (1, 2, 3)] == ["replayed", "replayed", kept]
     assert len(sets_of(made)) == 2
@@ -164,12 +173,12 @@ def test_what_is_too_large_retires_nothing(
     monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 64)
     model = small()
     compare(model, padded("left"))
-    (kept,) = graphs._kept[model].sets
+    (kept,) = graphs.of_model(model).sets
     with monkeypatch.context() as patch:
         patch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
         stats = compare(model, padded("left"), max_new_tokens=120)
     assert stats.execution is not None
-    assert stats.graphs.startswith("its K and V would take")
+    assert stats.execution.startswith(TOO_LARGE)
     assert compare(model, padded("left")).execution == "replayed"
     (recorder,) = sets_of(made)
     assert recorder.released == 0
@@ -182,7 +191,7 @@ def test_where_there_is_no_room_for_two_one_gives_way(
 ) -> None:
     model = small()
     compare(model, padded("left"))
-    (kept,) = graphs._kept[model].sets
+    (kept,) = graphs.of_model(model).sets
     monkeypatch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
     assert compare(model, padded("none", rows=1)).execution == "replayed"
     assert [recorder.released for recorder in sets_of(made)] == [len(WIDTHS), 0]
@@ -191,10 +200,11 @@ def test_where_there_is_no_room_for_two_one_gives_way(
 def test_one_call_at_a_time(made: list[TapeRecorder]) -> None:
     model = small()
     compare(model, padded("left"))
-    (held,) = graphs._kept[model].sets
-    with held.in_use:
-        stats = compare(model, padded("left"))
-    assert stats.execution == "another call is using the model's graphs"
+    (held,) = graphs.of_model(model).sets
+    held.is_used = True
+    stats = compare(model, padded("left"))
+    assert stats.execution == IN_USE
+    held.is_used = False
     assert compare(model, padded("left")).execution == "replayed"
 
 
@@ -202,7 +212,7 @@ def test_what_is_in_use_is_freed_when_its_call_ends(made: list[TapeRecorder]) ->
     model, released = small(), []
 
     def release() -> None:
-        graphs.release(model)
+        state_of(model).free()
         released.append(made[-1].released)
 
     text, stats = streamed(model, True, Switch({20: release}))
@@ -267,27 +277,25 @@ def test_who_cannot_capture_now_does_so_later(made: list[TapeRecorder]) -> None:
 
 
 def test_a_dead_model_takes_its_graphs_along(made: list[TapeRecorder]) -> None:
-    gc.collect()
-    before = len(graphs._kept)
     model = small()
     compare(model, padded("none"))
-    assert len(graphs._kept) == before + 1
+    kept = weakref.ref(graphs.of_model(model))
     del model
     gc.collect()
-    assert len(graphs._kept) == before
+    assert kept() is None
 
 
 def test_retired_graphs_leave_no_k_and_v_behind(made: list[TapeRecorder]) -> None:
     model = small()
     compare(model, padded("none"))
-    (kept,) = graphs._kept[model].sets
+    (kept,) = graphs.of_model(model).sets
     stores = [weakref.ref(store) for pair in kept.stores for store in pair]
     del kept
     made[-1].recordings.clear()  # a tape holds its tensors
     gc.collect()
     gc.disable()
     try:
-        graphs.release(model)
+        state_of(model).free()
         assert not any(store() is not None for store in stores)
     finally:
         gc.enable()

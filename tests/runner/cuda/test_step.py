@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.kernels import PathTable, reference
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import masks
-from lookahead_hf.runner.cuda.device_ops import DraftViews, compact, walk
-from lookahead_hf.runner.cuda.step import pack
+from lookahead_hf.runner.cuda.step import DraftViews, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy
 from tests.helpers.device import READS, Tape
 
@@ -60,47 +57,6 @@ def test_a_packed_draft_holds_every_node_and_its_ancestors(width: int) -> None:
         assert packed.depth[row, 1 : 1 + count].tolist() == draft.depth[nodes].tolist()
         assert packed.parents[row, 1 : 1 + count].tolist() == (draft.parents[nodes] + 1).tolist()
     assert (packed.depth == torch.from_numpy(masks.block_depths(draft, 3, width))).all()
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_walk_is_the_kernels(sampled: bool) -> None:
-    rng, longest = random.Random(0), 0
-    for seed in range(60):
-        generator = torch.Generator().manual_seed(seed)
-        width = rng.choice([1, 5, 16, 64])
-        packed, _ = views(random_draft(rng, 3, width - 1), width)
-        scores = torch.randn(3, width, VOCAB, generator=generator)
-        noise, depth = None, None
-        if sampled:
-            depth = packed.depth
-            scores = scores.softmax(-1)
-            depths = int(depth.max()) + 1
-            noise = torch.empty(3, depths, VOCAB).exponential_(generator=generator)
-        expected = reference.verify_tree(
-            scores, packed.tokens, packed.parents, packed.num_nodes, noise, depth
-        ).packed
-        with Tape() as tape:
-            got = walk(scores, packed, noise).packed
-        assert torch.equal(got, expected)
-        assert tape.reads == []
-        longest = max(longest, int(expected[:, 0].max()))
-    assert longest > 2
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_compaction_keeps_the_path(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
-    store = torch.randn(2, 24, 2, 4)
-    path = torch.tensor([[0, 2, 5, -1, -1, -1], [0, -1, -1, -1, -1, -1]])
-    packed = torch.cat([torch.tensor([[2, 9], [0, 9]]), path], 1)
-    first = torch.tensor([3, 18])
-    expected = store.clone()
-    reference.compact_path([expected], first, path, packed[:, 0] + 1)
-    before = store.clone()
-    compact(PathTable([store]), first, packed)
-    assert torch.equal(store, expected)
-    assert not torch.equal(store, before)
-    assert kernels.backend(store.device) == backend
 
 
 def test_tensors_come_in_one_copy_each_time_that_some_are_sent(
