@@ -86,10 +86,7 @@ class Ours(Contender):
             self._rows.emit(0, token)
         if self._recycling:
             self._recycling.seen = seen
-        verdict = Verdict(
-            np.array([0, len(emitted)]), emitted, np.array([0, len(path)]),
-            np.array(path, np.int32), np.array([True]), np.array([False]),
-        )  # fmt: skip
+        verdict = Verdict.from_rows([emitted.tolist()], [path])
         self._ensemble.observe(self._rows, draft, verdict, UNUSED)
 
     def end(self) -> None:

@@ -1,9 +1,10 @@
-"""What a step passes from room to room: the draft tree and the verdict on it, flat over rows."""
+"""What the parts of a step hand to each other: the draft tree and the verdict on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -13,10 +14,10 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
-    """Which sources proposed each node, and how sure each was: compressed rows over the nodes.
+    """Which sources proposed each node, in compressed rows over the nodes.
 
-    A node carries one entry per source that proposed it. `bucket` is the source's own class of
-    proposals (a match length, a rank) whose acceptance rate calibration learns.
+    A node has one entry for each source that proposed it. A bucket is the source's own class of
+    proposals (a match length, a rank); calibration learns its acceptance rate.
     """
 
     offsets: np.ndarray  # [nodes + 1] int64
@@ -26,14 +27,15 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """Draft tokens of all rows, row after row; in a row every parent stands before its children.
+    """Draft tokens of all rows, row after row; every parent comes before its children.
 
     Row `r` owns the nodes `row_offsets[r]:row_offsets[r + 1]`; `parents` counts within the row.
 
-    `probs` says what each node's token was drawn from, for verification="rejection": a distribution
-    of the target's tokens, in which siblings drawn before it have no part. What came out of a draw
-    must decide nothing else: everything drawn is in the tree, siblings in the order of the draws,
-    and how much is drawn does not depend on it. Without `probs` any tokens will do.
+    `probs` holds the distribution that each node's token was drawn from, over the target's tokens,
+    for verification="rejection". Siblings drawn earlier have probability 0 in it. The outcome of a
+    draw must decide nothing else: the tree holds every token that was drawn, siblings are in the
+    order of their draws, and the number of draws does not depend on them. Without `probs` a draft
+    may hold any tokens.
     """
 
     row_offsets: np.ndarray  # [rows + 1] int64
@@ -58,14 +60,50 @@ class DraftTree:
 
     @property
     def max_nodes(self) -> int:
-        """Nodes of the row that has most."""
+        """Number of nodes of the largest row."""
         return int(np.diff(self.row_offsets).max(initial=0))
 
-    def with_chains(self, chain: np.ndarray, rows: np.ndarray) -> DraftTree:
-        """The same with a chain, [tokens], in rows that have no nodes, [rows] bool."""
-        counts = np.where(rows, len(chain), np.diff(self.row_offsets))
+    def padded(self, width: int) -> np.ndarray:
+        """Lay the rows out as blocks of one width: first the last token, then the row's nodes.
+
+        Args:
+            width: Tokens per row, at least `1 + max_nodes`.
+
+        Returns:
+            Token ids, parents and depths, [3, rows, width] int64. Node `i` of a row is at index
+            `1 + i`. Parents are such indices too, -1 for the last token and for padding. The last
+            token, whose id the draft does not know, and padding have id 0 and depth 0.
+        """
+        fields = np.zeros((3, self.num_rows, width), np.int64)
+        fields[1] = -1
+        row = np.repeat(np.arange(self.num_rows), np.diff(self.row_offsets))
+        nodes = self.token_ids, self.parents + 1, self.depth
+        fields[:, row, 1 + place_in_row(self.row_offsets)] = nodes
+        return fields
+
+    def child_of(self, row: int, node: int, token: int) -> int | None:
+        """The child of a node (or of `ROOT`) that holds the token; None if there is none."""
+        nodes = self.row(row)
+        found = np.flatnonzero((self.parents[nodes] == node) & (self.token_ids[nodes] == token))
+        return int(found[0]) if len(found) else None
+
+    def with_buckets(self, buckets: np.ndarray, offsets: np.ndarray | None = None) -> DraftTree:
+        """The same tree with the evidence of its only source.
+
+        Args:
+            buckets: Bucket of each node; with `offsets` of each entry, [entries].
+            offsets: Where the entries of each node begin, [nodes + 1]; by default a node has one.
+        """
+        if offsets is None:
+            offsets = np.arange(self.num_nodes + 1)
+        buckets = np.asarray(buckets, np.int32)
+        return replace(self, evidence=Evidence(offsets, np.zeros_like(buckets), buckets))
+
+    def with_chains(self, tokens: np.ndarray, rows: np.ndarray) -> DraftTree:
+        """The same tree with a chain, [tokens], added to rows without nodes, [rows] bool."""
+        counts = np.where(rows, len(tokens), np.diff(self.row_offsets))
         new = np.repeat(rows, counts)
-        depth = np.arange(1, len(chain) + 1)
+        depth = np.arange(1, len(tokens) + 1)
 
         def with_new(held: np.ndarray, added: np.ndarray) -> np.ndarray:
             merged = np.empty(len(new), held.dtype)
@@ -80,10 +118,10 @@ class DraftTree:
             evidence = Evidence(offsets, evidence.source, evidence.bucket)
         return DraftTree(
             np.concatenate([[0], counts.cumsum()]),
-            with_new(self.token_ids, chain),
+            with_new(self.token_ids, tokens),
             with_new(self.parents, depth - 2),
             with_new(self.depth, depth),
-            with_new(self.score, np.zeros(len(chain))),
+            with_new(self.score, np.zeros(len(tokens))),
             evidence,
         )
 
@@ -103,7 +141,7 @@ class DraftTree:
         """Build a tree from `(token_ids, parents)` per row, parents before children.
 
         Raises:
-            ValueError: A parent does not stand before its child.
+            ValueError: A parent does not come before its child.
         """
         offsets, tokens, parents, depth = [0], list[int](), list[int](), list[int]()
         for row_tokens, row_parents in rows:
@@ -111,7 +149,7 @@ class DraftTree:
             for node, parent in enumerate(row_parents):
                 if not ROOT <= parent < node:
                     raise ValueError(
-                        f"node {node} names parent {parent}: a parent must stand before its child "
+                        f"node {node} has the parent {parent}: a parent must come before its child "
                         f"(or be {ROOT}, the row's last emitted token)"
                     )
                 row_depth.append(1 if parent == ROOT else row_depth[parent] + 1)
@@ -129,15 +167,15 @@ class DraftTree:
 
     @staticmethod
     def from_chains(rows: Iterable[Iterable[Sequence[int]]]) -> DraftTree:
-        """Build a tree from any number of continuations per row; a shared prefix is shared."""
+        """Build a tree from any number of continuations per row, which share common prefixes."""
         built = []
         for chains in rows:
             tokens: list[int] = []
             parents: list[int] = []
             known: dict[tuple[int, int], int] = {}
-            for chain in chains:
+            for continuation in chains:
                 at = ROOT
-                for token in chain:
+                for token in continuation:
                     key = (at, int(token))
                     if key not in known:
                         known[key] = len(tokens)
@@ -150,12 +188,12 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """What verification decided in one step: per row the accepted path and the emitted tokens.
+    """What verification decided in one step: the accepted path and the emitted tokens of each row.
 
-    A live row emits its accepted tokens and one bonus token; where the text stops inside the path,
-    the last emitted token stands for the bonus token. Rows that are not live emit nothing, in
-    lockstep pads; those, and the pads behind a text that ends in the middle of the step, are in
-    `path` too, which says what the cache keeps. What became text is `of_text`.
+    A live row emits its accepted tokens and one bonus token. Where the text stops inside the path,
+    its last token takes the place of the bonus token. Rows that are not live emit nothing, or pads
+    in lockstep. `path` says what the cache keeps, so it includes pads, also those after a text that
+    ends in the middle of the step. `of_text` leaves pads out.
     """
 
     token_offsets: np.ndarray  # [rows + 1] int64
@@ -164,11 +202,40 @@ class Verdict:
     path: np.ndarray  # [accepted] int32, node indices within the row, from the root down
     live: np.ndarray  # [rows] bool, rows whose text went on in the step
     finished: np.ndarray  # [rows] bool, after the step
-    num_text: np.ndarray | None = None  # [rows] emitted tokens without pads; None: there are none
+    num_text: np.ndarray | None = None  # [rows] emitted tokens that are no pads; None: all of them
+
+    @staticmethod
+    def from_rows(
+        token_ids: Sequence[Sequence[int]],
+        paths: Sequence[Sequence[int]],
+        live: np.ndarray | None = None,
+        finished: np.ndarray | None = None,
+        num_text: np.ndarray | None = None,
+    ) -> Verdict:
+        """Build a verdict from the emitted tokens and the accepted nodes of each row.
+
+        Args:
+            token_ids: Emitted tokens by row.
+            paths: Accepted nodes by row, root to leaf.
+            live: Rows whose text went on, [rows] bool; by default those that emit something.
+            finished: Rows whose text has ended, [rows] bool; by default none.
+            num_text: Emitted tokens of each row that are no pads, [rows]; by default all.
+        """
+        if live is None:
+            live = np.array([len(tokens) > 0 for tokens in token_ids], bool)
+        return Verdict(
+            np.cumsum([0, *map(len, token_ids)]),
+            np.array(list(chain.from_iterable(token_ids)), np.int64),
+            np.cumsum([0, *map(len, paths)]),
+            np.array(list(chain.from_iterable(paths)), np.int32),
+            live,
+            np.zeros(len(live), bool) if finished is None else finished,
+            num_text,
+        )
 
     @property
     def of_text(self) -> Verdict:
-        """The same without pads: every live row emits its accepted tokens and one more."""
+        """The same verdict without pads: every live row emits its accepted tokens and one more."""
         if self.num_text is None:
             return self
         num_tokens = np.where(self.live, self.num_text, 0)
@@ -201,7 +268,11 @@ class Verdict:
         return np.diff(self.token_offsets)
 
 
+def place_in_row(offsets: np.ndarray) -> np.ndarray:
+    """Number the entries of every row from 0 on: [rows + 1] -> [entries]."""
+    return np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+
+
 def _heads(values: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The first values of every row, row after row."""
-    place = np.arange(len(values)) - np.repeat(offsets[:-1], np.diff(offsets))
-    return values[place < np.repeat(counts, np.diff(offsets))]
+    return values[place_in_row(offsets) < np.repeat(counts, np.diff(offsets))]

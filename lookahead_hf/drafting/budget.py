@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.drafting.cost_model import SIZES, CostCurve, CostModel
 from lookahead_hf.drafting.guard import Rest, Trust
 from lookahead_hf.rows import Rows
@@ -154,8 +154,7 @@ class Budget:
 
     def _promised(self, tree: DraftTree) -> np.ndarray:
         """Tokens that may be accepted over all rows, by nodes per row, [1 + most]."""
-        sizes = np.diff(tree.row_offsets)
-        rank = np.arange(tree.num_nodes) - np.repeat(tree.row_offsets[:-1], sizes)
+        rank = place_in_row(tree.row_offsets)
         gain = np.bincount(rank, weights=tree.score, minlength=tree.max_nodes)
         return np.concatenate([np.zeros(1), gain.cumsum()])
 

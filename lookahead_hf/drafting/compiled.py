@@ -71,10 +71,7 @@ def _warm_up() -> None:
         ensemble.begin(rows)
         for _ in range(2):
             draft = head(ensemble.propose(rows, 2), 1)
-            verdict = Verdict(
-                np.array([0, 1]), np.array([1]), np.array([0, 0]), np.empty(0, np.int32),
-                np.array([True]), np.array([False]),
-            )  # fmt: skip
+            verdict = Verdict.from_rows([[1]], [[]])
             rows.emit(0, 1)
             logits = torch.zeros(1, 1 + draft.num_nodes, 3, dtype=dtype)
             ensemble.observe(rows, draft, verdict, logits)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead_hf.draft import ROOT, DraftTree, Evidence
+from lookahead_hf.draft import ROOT, DraftTree, Evidence, place_in_row
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.compiled import functions
 
@@ -90,8 +90,8 @@ def likeliest_chain(tree: DraftTree, max_nodes: int) -> DraftTree:
                 order.append(nodes.start + node)
                 at = node
         offsets[row + 1] = len(order)
-    places = np.arange(len(order)) - np.repeat(offsets[:-1], np.diff(offsets))
-    return _taken(tree, offsets, np.array(order, np.int64), (places - 1).astype(np.int32))
+    parents = (place_in_row(offsets) - 1).astype(np.int32)
+    return _taken(tree, offsets, np.array(order, np.int64), parents)
 
 
 def _taken(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from lookahead_hf.config import drafter_name
-from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
+from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict, place_in_row
 from lookahead_hf.drafting.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
     offsets = _offsets("row_offsets", tree.row_offsets, len(tokens))
     if len(offsets) != num_rows + 1:
         raise ValueError(f"the tree has {len(offsets) - 1} rows, the batch {num_rows}")
-    node = np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets))
+    node = place_in_row(offsets)
     wrong = np.flatnonzero((parents < ROOT) | (parents >= node))
     if len(wrong):
         raise ValueError(

@@ -167,18 +167,15 @@ class Runner:
         """Give every token of the block its slot, column, position and mask."""
         assert self.cache is not None
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
-        tokens = np.zeros((self.num_rows, width), np.int64)
-        for row in range(self.num_rows):
-            nodes = draft.token_ids[draft.row(row)]
-            tokens[row, 0] = rows.last_token(row)
-            tokens[row, 1 : 1 + len(nodes)] = nodes
+        tokens = draft.padded(width)[0]
+        tokens[:, 0] = rows.last_tokens
         return self._block(tokens, draft, _ahead(rows))
 
     def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
         """`ahead`: tokens of every row that were fed since the prompt, [rows]."""
         assert self.cache is not None
         width = tokens.shape[1]
-        depths = masks.block_depths(draft, self.num_rows, width)
+        depths = draft.padded(width)[2]
         self.cache.slots.place(width)
         offsets = torch.from_numpy(ahead[:, None] + depths).to(self._next_position.device)
         inputs: dict[str, Any] = {

@@ -58,15 +58,6 @@ def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
     return seen
 
 
-def block_depths(draft: DraftTree, num_rows: int, width: int) -> np.ndarray:
-    """Depth of every block token, [rows, width] int64: 0 for the last token and for padding."""
-    depths = np.zeros((num_rows, width), np.int64)
-    for row in range(num_rows):
-        nodes = draft.depth[draft.row(row)]
-        depths[row, 1 : 1 + len(nodes)] = nodes
-    return depths
-
-
 def allowed(
     kind: MaskKind,
     seen: np.ndarray,  # [rows, width, width] bool

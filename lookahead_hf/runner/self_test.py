@@ -145,7 +145,4 @@ def _verdict(rows: Rows, text: np.ndarray, paths: list[list[int]]) -> Verdict:
     for row, path in enumerate(paths):
         for token in text[PROMPT + 1 : PROMPT + 2 + len(path)]:
             rows.emit(row, int(token))
-    offsets = np.cumsum([0, *map(len, paths)])
-    nodes = np.array(sum(paths, []), np.int32)
-    live = np.ones(len(paths), bool)
-    return Verdict(offsets, nodes.astype(np.int64), offsets, nodes, live, ~live)
+    return Verdict.from_rows(paths, paths, np.ones(len(paths), bool))

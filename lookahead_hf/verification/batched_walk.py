@@ -8,7 +8,7 @@ import torch
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.walk import Walk, child_of, verdict_of
+from lookahead_hf.verification.walk import Walk
 
 
 def pays(device: torch.device, num_rows: int) -> bool:
@@ -39,13 +39,13 @@ class Waves(Walk):
             on_path = []
             for row, node, token in zip(going, nodes, chosen, strict=True):
                 tokens[row].append(token)
-                child = child_of(draft, row, node - 1, token)
+                child = draft.child_of(row, node - 1, token)
                 if not self._emit(rows, row, token) and child is not None:
                     paths[row].append(child)
                     on_path.append(row)
             going = on_path
         self._paths = None
-        return verdict_of(tokens, paths, live, rows.finished.copy())
+        return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
 
     def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
         """The tokens that plain would choose after these logits, [going, vocab]."""

@@ -122,11 +122,7 @@ def _tokens(
 ) -> np.ndarray:
     """Accepted tokens and bonus token of every row, [rows, width], anything behind."""
     width = path.shape[1]
-    drafted = np.zeros((num_rows, width), np.int64)
-    sizes = np.diff(draft.row_offsets)
-    row = np.repeat(np.arange(num_rows), sizes)
-    place = np.arange(draft.num_nodes) - np.repeat(draft.row_offsets[:-1], sizes)
-    drafted[row, place + 1] = draft.token_ids
+    drafted = draft.padded(width)[0]
     after = np.concatenate([path[:, 1:], np.zeros((num_rows, 1), np.int64)], 1)
     tokens = np.take_along_axis(drafted, np.maximum(after, 0), 1)
     tokens[np.arange(num_rows), accepted] = bonus

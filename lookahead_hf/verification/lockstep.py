@@ -62,10 +62,9 @@ class Lockstep:
             tokens.append(self._step(rows, logits[every, at]))
             if not rows.live.any():
                 break
-            children = [
-                _child(draft, row, nodes[row], tokens[-1][row]) for row in range(len(nodes))
-            ]
-            if min(children) == ROOT:
+            reached = zip(nodes.tolist(), tokens[-1].tolist(), strict=True)
+            children = [draft.child_of(row, *at) for row, at in enumerate(reached)]
+            if None in children:
                 break
             nodes = np.array(children)
             paths.append(nodes)
@@ -123,24 +122,7 @@ class Lockstep:
 def _verdict(
     tokens: list[np.ndarray],  # [rows] of each decoding step
     paths: list[np.ndarray],  # [rows] of each decoding step but the last
-    live: np.ndarray,  # [rows] bool
-    finished: np.ndarray,  # [rows] bool
-    num_text: np.ndarray | None = None,  # [rows]
+    *state: np.ndarray,  # as `Verdict.from_rows` takes it
 ) -> Verdict:
-    steps = np.arange(len(live) + 1)
-    return Verdict(
-        steps * len(tokens),
-        np.stack(tokens, 1).reshape(-1),
-        steps * len(paths),
-        np.array(paths, np.int32).reshape(len(paths), len(live)).T.reshape(-1),
-        live,
-        finished,
-        num_text,
-    )
-
-
-def _child(draft: DraftTree, row: int, node: int, token: int) -> int:
-    """The drafted child of a node that holds the token, ROOT where there is none."""
-    nodes = draft.row(row)
-    found = np.flatnonzero((draft.parents[nodes] == node) & (draft.token_ids[nodes] == token))
-    return int(found[0]) if len(found) else ROOT
+    by_row = [path.tolist() for path in np.array(paths, np.int32).reshape(-1, len(state[0])).T]
+    return Verdict.from_rows(np.stack(tokens, 1).tolist(), by_row, *state)

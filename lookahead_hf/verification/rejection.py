@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.walk import Decide, Walk
 
@@ -44,12 +44,9 @@ class Rejection(Walk):
         width = 1 + draft.max_nodes
         scores = logits[:, :width].to(copy=True, dtype=torch.float32).flatten(0, 1)
         probs = self.rules.processors.at_once(scores).softmax(-1).view(len(logits), width, -1)
-        tokens, parents = np.zeros((2, len(logits), width), np.int64)
-        parents[:] = -1
+        tokens, parents, _ = draft.padded(width)
         sizes = np.diff(draft.row_offsets)
-        row = np.repeat(np.arange(len(sizes)), sizes)
-        place = np.arange(draft.num_nodes) - np.repeat(draft.row_offsets[:-1], sizes)
-        tokens[row, place + 1], parents[row, place + 1] = draft.token_ids, draft.parents + 1
+        row, place = np.repeat(np.arange(len(sizes)), sizes), place_in_row(draft.row_offsets)
         drawn_from = probs.new_zeros(len(logits), width - 1, probs.shape[2])
         each = torch.from_numpy(row).to(probs.device), torch.from_numpy(place).to(probs.device)
         drawn_from[each] = _drawn_from(draft, np.arange(draft.num_nodes), probs)

@@ -72,7 +72,7 @@ class Walk:
             decide = self._decider(rows, row, draft, logits, choices)
             self._walk_row(rows, row, decide, tokens[row], paths[row])
         self._paths = None
-        return verdict_of(tokens, paths, live, rows.finished.copy())
+        return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
 
     @property
     def so_far(self) -> Verdict | None:
@@ -83,7 +83,7 @@ class Walk:
             [0] * (1 + len(path)) if is_live else []
             for path, is_live in zip(self._paths, self._live, strict=True)
         ]
-        return verdict_of(chosen, self._paths, self._live, ~self._live)
+        return Verdict.from_rows(chosen, self._paths, self._live, ~self._live)
 
     def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
         """Every node's likeliest token where nothing alters the logits, [rows, nodes].
@@ -136,7 +136,7 @@ class Walk:
                 if choices is None
                 else int(choices[row, node + 1])
             )
-            return token, child_of(draft, row, node, token)
+            return token, draft.child_of(row, node, token)
 
         return decide
 
@@ -167,31 +167,6 @@ class Walk:
     def _ids(self, rows: Rows, row: int) -> torch.Tensor:
         """The row's own prefix as plain holds it, [1, columns]."""
         return torch.from_numpy(rows.ids(row))[None].to(self.rules.device)
-
-
-def child_of(draft: DraftTree, row: int, node: int, token: int) -> int | None:
-    """The drafted child of a row's node that holds the token, None where there is none."""
-    nodes = draft.row(row)
-    found = np.flatnonzero((draft.parents[nodes] == node) & (draft.token_ids[nodes] == token))
-    return int(found[0]) if len(found) else None
-
-
-def verdict_of(
-    tokens: list[list[int]], paths: list[list[int]], live: np.ndarray, finished: np.ndarray
-) -> Verdict:
-    """The verdict on a step from each row's tokens and accepted nodes."""
-    return Verdict(
-        _offsets(tokens),
-        np.array([token for row in tokens for token in row], np.int64),
-        _offsets(paths),
-        np.array([node for row in paths for node in row], np.int32),
-        live,
-        finished,
-    )
-
-
-def _offsets(rows: list[list[int]]) -> np.ndarray:
-    return np.cumsum([0, *map(len, rows)], dtype=np.int64)
 
 
 def _argmax(scores: torch.Tensor) -> int:

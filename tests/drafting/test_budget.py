@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.draft import DraftTree, Evidence, Verdict
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.cost_model import (
@@ -72,9 +72,7 @@ class Chains(Drafter):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         count = min(max_nodes, self.num_buckets)
         tree = tree_of(np.ones(count), rows.num_rows)
-        buckets = np.tile(np.arange(count, dtype=np.int32), rows.num_rows)
-        entries = np.arange(len(buckets) + 1)
-        return replace(tree, evidence=Evidence(entries, np.zeros_like(buckets), buckets))
+        return tree.with_buckets(np.tile(np.arange(count), rows.num_rows))
 
 
 @dataclass
@@ -103,15 +101,7 @@ def verdict_of(accepted: list[int], right: list[int] | None = None) -> Verdict:
         [*range(1, count + 1), count + 1 if correct > count else 0]
         for count, correct in zip(accepted, right or accepted, strict=True)
     ]
-    live = np.ones(len(accepted), bool)
-    return Verdict(
-        np.cumsum([0, *(len(tokens) for tokens in emitted)]),
-        np.concatenate(emitted),
-        np.cumsum([0, *accepted]),
-        np.concatenate([np.arange(count, dtype=np.int32) for count in accepted]),
-        live,
-        ~live,
-    )
+    return Verdict.from_rows(emitted, [range(count) for count in accepted])
 
 
 def rows_of(num_rows: int = 1, length: int = 100) -> Rows:

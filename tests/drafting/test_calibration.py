@@ -60,14 +60,8 @@ def draft(
 
 def verdict(*rows: tuple[list[int], list[int]]) -> Verdict:
     """From (path, emitted tokens) per row."""
-    return Verdict(
-        np.cumsum([0] + [len(tokens) for _, tokens in rows]),
-        np.array([t for _, tokens in rows for t in tokens], np.int64),
-        np.cumsum([0] + [len(path) for path, _ in rows]),
-        np.array([n for path, _ in rows for n in path], np.int32),
-        np.array([bool(tokens) for _, tokens in rows]),
-        np.zeros(len(rows), bool),
-    )
+    paths, emitted = zip(*rows, strict=True)
+    return Verdict.from_rows(emitted, paths)
 
 
 def gained(calibration: Calibration) -> list[tuple[float, float]]:

@@ -76,10 +76,7 @@ def ensemble_of(*sources: Drafter, **options: Any) -> Ensemble:
 
 def step(tree: DraftTree, path: list[int], bonus: int) -> Verdict:
     tokens = [*tree.token_ids[path].tolist(), bonus]
-    return Verdict(
-        np.array([0, len(tokens)]), np.array(tokens), np.array([0, len(path)]),
-        np.array(path, np.int32), np.array([True]), np.array([False]),
-    )  # fmt: skip
+    return Verdict.from_rows([tokens], [path])
 
 
 def test_sources_share_one_tree() -> None:

@@ -162,10 +162,7 @@ def draft_two_steps() -> None:
     for _ in range(2):
         draft = head(ensemble.propose(rows, 8), 4)
         assert draft.num_nodes
-        verdict = Verdict(
-            np.array([0, 1, 2]), np.array([7, 8]), np.zeros(3, np.int64), np.empty(0, np.int32),
-            np.array([True, True]), np.array([False, False]),
-        )  # fmt: skip
+        verdict = Verdict.from_rows([[7], [8]], [[], []])
         for row, token in enumerate((7, 8)):
             rows.emit(row, token)
         logits = torch.zeros(2, 1 + draft.max_nodes + 3, 60)[:, : 1 + draft.max_nodes, :50]

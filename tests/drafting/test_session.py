@@ -118,17 +118,11 @@ def decided(draft: DraftTree, rest: list[int]) -> Verdict:
     """The verdict on a draft of a text that goes on like this."""
     path: list[int] = []
     for token in rest[:-1]:
-        above = path[-1] if path else ROOT
-        child = np.flatnonzero((draft.parents == above) & (draft.token_ids == token))
-        if not len(child):
+        child = draft.child_of(0, path[-1] if path else ROOT, token)
+        if child is None:
             break
-        path.append(int(child[0]))
-    tokens = rest[: len(path) + 1]
-    live = np.ones(1, bool)
-    return Verdict(
-        np.array([0, len(tokens)]), np.array(tokens), np.array([0, len(path)]),
-        np.array(path, np.int32), live, ~live,
-    )  # fmt: skip
+        path.append(child)
+    return Verdict.from_rows([rest[: len(path) + 1]], [path])
 
 
 def cheap(text: list[int], clock: Clock) -> Foreseeing:

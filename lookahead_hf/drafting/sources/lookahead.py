@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.config import check_int
-from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
+from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.rows import Rows
 
@@ -210,12 +210,7 @@ class LookaheadDrafter(Drafter):
             combs[row].add_ngrams(ngrams, max_nodes // 2)
             combs[row].add_window(self._rows[row].levels.tolist())
         tree = DraftTree.from_rows((comb.tokens, comb.parents) for comb in combs)
-        nodes = tree.num_nodes
-        buckets = np.array([b for comb in combs for b in comb.buckets], np.int32)
-        evidence = Evidence(np.arange(nodes + 1), np.zeros(nodes, np.int32), buckets)
-        return DraftTree(
-            tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
-        )
+        return tree.with_buckets(np.array([b for comb in combs for b in comb.buckets], np.int32))
 
     def prepare(self, logits: torch.Tensor) -> None:
         self._logits, self._likeliest = logits, None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lookahead_hf.draft import DraftTree, Evidence, Verdict
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.ngram_pool import Continuations, SuffixIndex, check_available
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
@@ -94,23 +94,17 @@ def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
 def joined(grown: Sequence[Continuations | None]) -> DraftTree:
     """The trees of all rows, None for those without, every node with its bucket as its evidence."""
     sizes = [0 if tree is None else len(tree.score) for tree in grown]
-    trees = [tree for tree in grown if tree is not None]
-    if not trees:
+    parts = [tree for tree in grown if tree is not None]
+    if not parts:
         return DraftTree.empty(len(grown))
-    num_nodes = sum(sizes)
-    evidence = Evidence(
-        np.arange(num_nodes + 1),
-        np.zeros(num_nodes, np.int32),
-        _flat([tree.bucket for tree in trees], np.int32),
-    )
-    return DraftTree(
+    tree = DraftTree(
         np.array([0, *accumulate(sizes)], np.int64),
-        _flat([tree.token_ids for tree in trees], np.int64),
-        _flat([tree.parents for tree in trees], np.int32),
-        _flat([tree.depth for tree in trees], np.int32),
-        _flat([tree.score for tree in trees], np.float32),
-        evidence,
+        _flat([part.token_ids for part in parts], np.int64),
+        _flat([part.parents for part in parts], np.int32),
+        _flat([part.depth for part in parts], np.int32),
+        _flat([part.score for part in parts], np.float32),
     )
+    return tree.with_buckets(_flat([part.bucket for part in parts], np.int32))
 
 
 def _flat(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
+from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.sources.prediction_alignment import (
     FIRST_RATES,
@@ -152,12 +152,7 @@ def _joined(parts: list[_Part], row_offsets: np.ndarray) -> DraftTree:
     token_ids, parents, depth, bucket, score = (
         np.concatenate(field) for field in zip(*parts, strict=True)
     )
-    num_nodes = len(token_ids)
-    return DraftTree(
-        row_offsets,
-        token_ids,
-        parents.astype(np.int32),
-        depth.astype(np.int32),
-        score,
-        Evidence(np.arange(num_nodes + 1), np.zeros(num_nodes, np.int32), bucket.astype(np.int32)),
+    tree = DraftTree(
+        row_offsets, token_ids, parents.astype(np.int32), depth.astype(np.int32), score
     )
+    return tree.with_buckets(bucket)

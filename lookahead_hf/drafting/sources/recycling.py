@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from lookahead_hf.config import check_int
-from lookahead_hf.draft import DraftTree, Evidence, Verdict
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
 from lookahead_hf.drafting.topk import BestTokens
@@ -152,8 +152,7 @@ class RecyclingDrafter(Drafter):
             memory.keys, memory.tokens, memory.probs, contexts,
             self._next_tokens, self._next_probs, rows.live, self.rates, max_nodes, MIN_REACH,
         )  # fmt: skip
-        evidence = Evidence(entries, np.zeros(len(buckets), np.int32), buckets)
-        return DraftTree(offsets, tokens, parents, depth, score, evidence)
+        return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets, entries)
 
     def prepare(self, logits: torch.Tensor) -> None:
         self._best = BestTokens(logits, max(self._top_k, self._num_next))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import execution, torch_compile
@@ -278,5 +278,4 @@ class CudaRunner(Runner):
         """Note what the device has kept; see `Runner.commit`."""
         accepted = verdict.num_accepted
         self.cache.slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
-        place = np.arange(len(verdict.path)) - np.repeat(verdict.path_offsets[:-1], accepted)
-        return int((verdict.path != place).sum())
+        return int((verdict.path != place_in_row(verdict.path_offsets)).sum())

@@ -55,16 +55,10 @@ def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.nd
         lengths: Tokens of each row that are kept in the cache, [rows].
         width: Tokens per row, padding included.
     """
-    sizes = np.diff(draft.row_offsets)
-    row = np.repeat(np.arange(rows.num_rows), sizes)
-    place = np.arange(1, draft.num_nodes + 1) - np.repeat(draft.row_offsets[:-1], sizes)
-    fields = np.zeros((4, rows.num_rows, width), np.int64)
-    fields[0, :, 0], fields[1] = rows.last_tokens, -1
-    fields[0, row, place] = draft.token_ids
-    fields[1, row, place] = draft.parents + 1
-    fields[2, row, place] = draft.depth
-    fields[3] = _ancestor_bits(fields[1])
-    return np.concatenate([fields.reshape(-1), sizes, rows.live.astype(np.int64), lengths])
+    fields, sizes = draft.padded(width), np.diff(draft.row_offsets)
+    fields[0, :, 0] = rows.last_tokens
+    parts = fields.ravel(), _ancestor_bits(fields[1]).ravel(), sizes, rows.live, lengths
+    return np.concatenate(parts, dtype=np.int64)
 
 
 def _ancestor_bits(parents: np.ndarray) -> np.ndarray:  # [rows, width] both

@@ -68,15 +68,11 @@ def step(
         node = ROOT
         while live[row] and len(emitted) < most and node is not None:
             emitted.append(int(logits[row, node + 1].argmax()))
-            node = child_of(tree, row, node, emitted[-1])
+            node = tree.child_of(row, node, emitted[-1])
         for token in emitted:
             rows.emit(row, token)
         tokens.append(emitted)
-    offsets = np.cumsum([0, *map(len, tokens)])
-    none = np.zeros(rows.num_rows + 1, np.int64)
-    flat = np.array(sum(tokens, []))
-    finished = rows.finished.copy()
-    verdict = Verdict(offsets, flat, none, np.empty(0, np.int32), live, finished)
+    verdict = Verdict.from_rows(tokens, [[]] * rows.num_rows, live, rows.finished.copy())
     drafter.prepare(logits)
     if copy is not None:
         drafter.bring(copy)
@@ -84,13 +80,6 @@ def step(
         logits.fill_(torch.nan)
     drafter.observe(rows, tree, verdict, logits)
     return tree, [len(emitted) for emitted in tokens]
-
-
-def child_of(tree: DraftTree, row: int, node: int, token: int) -> int | None:
-    nodes = tree.row(row)
-    found = np.flatnonzero((tree.parents[nodes] == node) & (tree.token_ids[nodes] == token))
-    assert len(found) < 2, "siblings hold the same token"
-    return int(found[0]) if len(found) else None
 
 
 def is_piece(piece: list[int], text: list[int]) -> bool:
@@ -168,7 +157,7 @@ def test_columns_that_were_not_verified_begin_anew() -> None:
     last_of_second = [*old[0, :2], *old[1:, 1]]
     node = ROOT
     for token in last_of_second:
-        node = child_of(tree, 0, node, int(token)) or 0
+        node = tree.child_of(0, node, int(token)) or 0
     keep = [n for n in range(tree.num_nodes) if n != node]
     place = {ROOT: ROOT, **{n: i for i, n in enumerate(keep)}}
     kept = [(int(tree.token_ids[n]), place[int(tree.parents[n])]) for n in keep]
@@ -176,10 +165,7 @@ def test_columns_that_were_not_verified_begin_anew() -> None:
     text = rows.context(0).tolist()
     logits = logits_of(rows, cut)
     rows.emit(0, writes(text))
-    one = np.array([0, 1])
-    verdict = Verdict(
-        one, rows.emitted(0)[-1:], one * 0, np.empty(0, np.int32), rows.live, rows.finished.copy()
-    )
+    verdict = Verdict.from_rows([rows.emitted(0)[-1:].tolist()], [[]])
     drafter.observe(rows, cut, verdict, logits)
     now = windows(drafter)[0]
     assert now[:-1, [0, 2, 3]].tolist() == old[1:, [0, 2, 3]].tolist()
@@ -192,10 +178,7 @@ def test_a_step_without_a_draft_moves_the_window_alone() -> None:
     drafter = begun(rows)
     old = windows(drafter)[0]
     rows.emit(0, 7)
-    one = np.array([0, 1])
-    verdict = Verdict(
-        one, np.array([7]), one * 0, np.empty(0, np.int32), rows.live, rows.finished.copy()
-    )
+    verdict = Verdict.from_rows([[7]], [[]])
     drafter.observe(rows, DraftTree.empty(1), verdict, torch.zeros(1, 1, VOCAB))
     assert windows(drafter)[0][:, :3].tolist() == old[:, 1:].tolist()
 

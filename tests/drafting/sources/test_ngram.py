@@ -31,16 +31,7 @@ def emit(drafter: NgramDrafter, rows: Rows, draft: DraftTree, tokens: list[list[
     for row, row_tokens in enumerate(tokens):
         for token in row_tokens:
             rows.emit(row, token)
-    offsets = np.cumsum([0, *map(len, tokens)])
-    nothing = np.zeros(len(tokens) + 1, np.int64)
-    verdict = Verdict(
-        offsets,
-        np.array(sum(tokens, []), np.int64),
-        nothing,
-        np.empty(0, np.int32),
-        np.array([bool(row) for row in tokens]),
-        rows.finished.copy(),
-    )
+    verdict = Verdict.from_rows(tokens, [[]] * len(tokens), finished=rows.finished.copy())
     drafter.observe(rows, draft, verdict, NO_LOGITS)
 
 

@@ -46,15 +46,7 @@ def step(drafter: PredictionDrafter, rows: Rows, draft: DraftTree, truth: list[i
     path = [nodes[tuple(truth[: depth + 1])] for depth in range(accepted)]
     for token in emitted:
         rows.emit(0, token)
-    verdict = Verdict(
-        np.array([0, len(emitted)]),
-        np.array(emitted),
-        np.array([0, accepted]),
-        np.array(path, np.int32),
-        np.array([True]),
-        np.array([False]),
-    )
-    drafter.observe(rows, draft, verdict, NO_LOGITS)
+    drafter.observe(rows, draft, Verdict.from_rows([emitted], [path]), NO_LOGITS)
     return len(emitted)
 
 

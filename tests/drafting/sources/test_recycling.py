@@ -56,14 +56,8 @@ def take(rows: Rows, *outcomes: tuple[list[int], list[int]]) -> Verdict:
     for row, (_, tokens) in enumerate(outcomes):
         for token in tokens:
             rows.emit(row, token)
-    return Verdict(
-        np.cumsum([0] + [len(tokens) for _, tokens in outcomes]),
-        np.array([t for _, tokens in outcomes for t in tokens], np.int64),
-        np.cumsum([0] + [len(path) for path, _ in outcomes]),
-        np.array([n for path, _ in outcomes for n in path], np.int32),
-        np.array([bool(tokens) for _, tokens in outcomes]),
-        rows.finished.copy(),
-    )
+    paths, emitted = zip(*outcomes, strict=True)
+    return Verdict.from_rows(emitted, paths, finished=rows.finished.copy())
 
 
 def chain(tree: DraftTree, row: int = 0) -> list[int]:

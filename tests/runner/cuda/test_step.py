@@ -56,7 +56,7 @@ def test_a_packed_draft_holds_every_node_and_its_ancestors(width: int) -> None:
         assert packed.tokens[row, 1 : 1 + count].tolist() == draft.token_ids[nodes].tolist()
         assert packed.depth[row, 1 : 1 + count].tolist() == draft.depth[nodes].tolist()
         assert packed.parents[row, 1 : 1 + count].tolist() == (draft.parents[nodes] + 1).tolist()
-    assert (packed.depth == torch.from_numpy(masks.block_depths(draft, 3, width))).all()
+    assert (packed.depth == torch.from_numpy(draft.padded(width)[2])).all()
 
 
 def test_tensors_come_in_one_copy_each_time_that_some_are_sent(

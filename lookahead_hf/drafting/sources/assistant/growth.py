@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from lookahead_hf.draft import ROOT, DraftTree, Evidence
+from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting.sources.assistant.picks import TENTHS, Picked
 
 _CLASS_OF_DEPTH = (0, 1, 2, 2)
@@ -105,17 +106,11 @@ class Growth:
 def tree_of(growths: Sequence[Growth]) -> DraftTree:
     """The rows' drafts as one tree."""
     tree = DraftTree.from_rows((growth.tokens, growth.parents) for growth in growths)
-    nodes = tree.num_nodes
-    buckets = np.array([b for growth in growths for b in growth.buckets], np.int32)
     drawn_from = [d for growth in growths for d in growth.drawn_from]
-    return DraftTree(
-        tree.row_offsets,
-        tree.token_ids,
-        tree.parents,
-        tree.depth,
-        np.array([r for growth in growths for r in growth.reach], np.float32),
-        Evidence(np.arange(nodes + 1), np.zeros(nodes, np.int32), buckets),
-        torch.stack(drawn_from) if drawn_from else None,
+    return replace(
+        tree.with_buckets(np.array([b for growth in growths for b in growth.buckets], np.int32)),
+        score=np.array([r for growth in growths for r in growth.reach], np.float32),
+        probs=torch.stack(drawn_from) if drawn_from else None,
     )
 
 
