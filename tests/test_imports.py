@@ -14,7 +14,7 @@ import lookahead_hf
 ROOT = Path(lookahead_hf.__file__).parent
 
 LEVELS = (
-    {"config", "compat", "rows", "draft", "fallback", "quantization", "repositories", "model_state"}
+    {"config", "compat", "rows", "draft", "fallback", "quantization", "model_state"}
     | {"generation.outputs"},
     {"stats", "generation.streaming", "ngram_pool", "kernels", "generation.prompts"},
     {"logits", "cache", "distributed"},
@@ -33,7 +33,7 @@ LEVELS = (
 NARROW = {
     "stats": {"draft"},
     "generation.streaming": {"draft"},
-    "generation.options": {"compat", "config", "fallback", "repositories"},
+    "generation.options": {"compat", "config", "fallback"},
     "ngram_pool": set(),
     "kernels": set(),
     "generation": set(),

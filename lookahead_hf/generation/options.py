@@ -15,7 +15,6 @@ from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriter
 from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.repositories import hands_on
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.
@@ -87,9 +86,13 @@ class Arguments:
 
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
-        if isinstance(self._original, functools.partial) and not hands_on(self._original.func):
-            detail = "its repository's, which does not leave decoding to transformers"
-            raise Unserved(FallbackReason.OWN_GENERATE, detail)
+        if isinstance(self._original, functools.partial) and not _passes_on(self._original.func):
+            raise Unserved(
+                FallbackReason.OWN_GENERATE,
+                "its repository's",
+                "set `speculative_passthrough = True` on the repository's function, if it passes "
+                "its keyword arguments on to transformers' generate",
+            )
         parameters = _signature(self._original).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_any and "custom_generate" not in parameters:
@@ -146,6 +149,16 @@ class Arguments:
             config.stop_strings = None
         if getattr(of_model, "stop_strings", None) is not None:
             passed["stop_strings"] = None
+
+
+def _passes_on(function: Callable[..., Any]) -> bool:
+    """Whether a repository's function declares that it passes its keyword arguments on.
+
+    transformers binds the function to the model that it loads. A function with a decoding loop of
+    its own would give an argument that it does not know to the model's forward, so without the
+    declaration it is left alone.
+    """
+    return getattr(function, "speculative_passthrough", False) is True
 
 
 def _by_name(
