@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -49,36 +48,16 @@ class Ending:
         return self._hand_back(columns - 1) if self._returns_cache else None
 
     def broke_off(self) -> None:
-        """Something raised: leave the cache as plain does at the token that was shown last."""
+        """Hand back a cache of the caller's after an exception, with the whole steps that it holds.
+
+        The step in progress is not part of it, and the row that got least far sets its length. A
+        later call feeds the tokens that the cache lacks.
+        """
         try:
             if self._returns_cache and self._target.cache is not None:
-                self._go_back()
+                self._hand_back(self._target.num_fed)
         finally:
             self._processes.broke_off()
-
-    def _go_back(self) -> None:
-        """Hand back the columns that were shown, but for the last where plain had not fed it.
-
-        Fewer where rows have ended and nothing can be fed: what a caller goes on with is then fed
-        again, while a column too many would stand for a token that nobody has seen.
-        """
-        shown, kept = self._engine.num_shown(self._rows), self._engine.broken_off
-        try:
-            if kept is not None:
-                self._target.commit(kept)
-                with suppress(Exception):  # the one that is under way counts
-                    self._feed_ended_rows(shown)
-        finally:
-            self._hand_back(min(self._target.num_fed, shown))
-
-    def _feed_ended_rows(self, shown: int) -> None:
-        if self._processes.is_alone:
-            fed, live = self._target.fed, self._rows.live
-            most = min(shown, int(fed[live].min() if live.any() else fed.max()))
-            short = self._short(most + 1)
-            if short.any():
-                self._feed(short, most + 1)
-                self._target.keep(short)
 
     def _short(self, columns: int) -> np.ndarray:
         """Pads, and the last token before them, that ended rows lack in the cache, [rows]."""

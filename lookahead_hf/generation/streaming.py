@@ -16,15 +16,14 @@ class ColumnStream:
 
     Attributes:
         is_heard: Whether there is a streamer.
-        num_begun: Columns that were put, the one included at which the streamer may have raised.
-        num_shown: Columns that the streamer has taken.
+        num_begun: Columns that were put, also one at which the streamer has raised.
         seconds: What the streamer has taken for them.
     """
 
     def __init__(self, streamer: Any | None, num_rows: int, pad_token_id: int | None) -> None:
         self._streamer = streamer
         self.is_heard = streamer is not None
-        self.num_begun, self.num_shown, self.seconds = 0, 0, 0.0
+        self.num_begun, self.seconds = 0, 0.0
         self._pad = pad_token_id
         self._waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
         self._finished = [False] * num_rows
@@ -57,5 +56,4 @@ class ColumnStream:
             start = time.perf_counter()
             self.num_begun += 1
             self._streamer.put(torch.tensor(column))
-            self.num_shown += 1
             self.seconds += time.perf_counter() - start

@@ -30,7 +30,6 @@ class Waves(Walk):
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        self._live, self._paths = live, paths
         going = np.flatnonzero(live).tolist()
         while going:
             nodes = [paths[row][-1] + 1 if paths[row] else 0 for row in going]
@@ -44,7 +43,6 @@ class Waves(Walk):
                     paths[row].append(child)
                     on_path.append(row)
             going = on_path
-        self._paths = None
         return verdict_of(tokens, paths, live, rows.finished.copy())
 
     def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:

@@ -52,7 +52,6 @@ class Device(Waves):
         """`processors`: such as `admits` admits."""
         super().__init__(rules)
         self._processors = processors
-        self._decided: Verdict | None = None
 
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """What the tokens of a step are chosen by: logits of all nodes, [rows, width, vocab]."""
@@ -83,7 +82,7 @@ class Device(Waves):
         self.rules.stopping.warn_rows(columns + kept, lambda row: self._ids(rows, row))
         rows.end_rows(ended)
         on_path = np.maximum(kept - 1, 0)
-        self._decided = verdict = Verdict(
+        verdict = Verdict(
             _offsets(kept),
             tokens[np.arange(tokens.shape[1]) < kept[:, None]],
             _offsets(on_path),
@@ -93,7 +92,6 @@ class Device(Waves):
         )
         if self.rules.stream.is_heard:
             self._stream(verdict)
-        self._decided = None
         return verdict
 
     def _stream(self, verdict: Verdict) -> None:
@@ -102,10 +100,6 @@ class Device(Waves):
             for token in tokens:
                 self.rules.stream.push(row, token)
             self.rules.stream.push(row, last, bool(verdict.finished[row]))
-
-    @property
-    def so_far(self) -> Verdict | None:
-        return self._decided
 
     def _refuse_what_is_not_finite(
         self, finite: np.ndarray, path: np.ndarray, accepted: np.ndarray, live: np.ndarray

@@ -19,9 +19,6 @@ class Lockstep:
     The walk goes on while every row has a child that was drafted. A finished row is fed pads, as in
     plain, and drafts them, so that it keeps nobody from going on. Without an eos criterion plain
     writes on in rows that have ended until all have: so long they count as live here.
-
-    Attributes:
-        so_far: What stands of a step that broke off; None outside of steps.
     """
 
     name = "lockstep"
@@ -40,7 +37,6 @@ class Lockstep:
         self._processors, self._criteria = processors, criteria
         self._do_sample, self._device, self._records = do_sample, device, records
         self._stream = stream
-        self._paths: list[np.ndarray] | None = None  # of the step in progress, [rows] each
         self._pad = pad if any(hasattr(c, "eos_token_id") for c in criteria) else None
         self._ended = np.zeros(1, bool)  # [rows] from the first step on
 
@@ -55,7 +51,7 @@ class Lockstep:
         took_part, before = rows.live, rows.num_text
         tokens: list[np.ndarray] = []
         nodes = np.full(rows.num_rows, ROOT)
-        self._paths = paths = list[np.ndarray]()
+        paths: list[np.ndarray] = []
         every = torch.arange(rows.num_rows, device=logits.device)
         while True:
             at = torch.from_numpy(nodes + 1).to(logits.device)
@@ -69,16 +65,7 @@ class Lockstep:
                 break
             nodes = np.array(children)
             paths.append(nodes)
-        self._paths = None
         return _verdict(tokens, paths, took_part, rows.finished.copy(), rows.num_text - before)
-
-    @property
-    def so_far(self) -> Verdict | None:
-        if self._paths is None:
-            return None
-        # As if the tokens after the paths were chosen: the cache holds what they would follow.
-        chosen = [np.zeros(len(self._ended), np.int64)] * (1 + len(self._paths))
-        return _verdict(chosen, self._paths, ~self._ended, self._ended)
 
     def _step(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
         """One decoding step of plain's: the tokens of all rows, [rows]."""

@@ -27,13 +27,7 @@ from lookahead_hf.verification.walk import Rules, Walk
 
 
 class Engine:
-    """Verifies a call: row by row where its rules can be asked so, else in lockstep.
-
-    Attributes:
-        broken_off: What stands of the step in which the call broke off, None if in none.
-    """
-
-    broken_off: Verdict | None = None
+    """Verifies a call: row by row where its rules can be asked so, else in lockstep."""
 
     def __init__(
         self,
@@ -107,10 +101,6 @@ class Engine:
         """Columns that plain would have chosen by now, the one included that is being shown."""
         return self._stream.num_begun if self._stream.is_heard else rows.num_columns
 
-    def num_shown(self, rows: Rows) -> int:
-        """Columns of these that the streamer has taken, all where there is none."""
-        return self._stream.num_shown if self._stream.is_heard else rows.num_columns
-
     def _walk(self, noise: Noise | NoiseInOrder | None) -> Walk:
         if self.name == device.Device.name:
             return device.Device(self._rules(noise), self._given[0])
@@ -151,13 +141,9 @@ class Engine:
             outputs: What the target's forward returned.
         """
         assert self._decider is not None
-        try:
-            if isinstance(self._decider, device.Device):
-                return self._decider.read(rows, draft, outputs)
-            return self._verified(rows, draft, outputs.logits)
-        except BaseException:
-            self.broken_off = self._decider.so_far
-            raise
+        if isinstance(self._decider, device.Device):
+            return self._decider.read(rows, draft, outputs)
+        return self._verified(rows, draft, outputs.logits)
 
     def _verified(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         assert self._decider is not None

@@ -42,18 +42,12 @@ class Rules:
 
 
 class Walk:
-    """Verifies node by node: processors and criteria see what plain `generate` shows them.
-
-    Attributes:
-        so_far: What stands of a step that broke off; None outside of steps.
-    """
+    """Verifies node by node: processors and criteria see what plain `generate` shows them."""
 
     name = "walk"
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._live = np.zeros(0, bool)
-        self._paths: list[list[int]] | None = None  # of the step in progress
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         """Decide one step and emit its tokens.
@@ -66,24 +60,11 @@ class Walk:
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        self._live, self._paths = live, paths
         choices = self._choices(logits)
         for row in np.flatnonzero(live).tolist():
             decide = self._decider(rows, row, draft, logits, choices)
             self._walk_row(rows, row, decide, tokens[row], paths[row])
-        self._paths = None
         return verdict_of(tokens, paths, live, rows.finished.copy())
-
-    @property
-    def so_far(self) -> Verdict | None:
-        if self._paths is None:
-            return None
-        # As if the token after every path were chosen: the cache holds what it would follow.
-        chosen = [
-            [0] * (1 + len(path)) if is_live else []
-            for path, is_live in zip(self._paths, self._live, strict=True)
-        ]
-        return verdict_of(chosen, self._paths, self._live, ~self._live)
 
     def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
         """Every node's likeliest token where nothing alters the logits, [rows, nodes].
