@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from lookahead_hf.drafting.session import ModelMemory
+    from lookahead_hf.fallback import FallbackReason
+    from lookahead_hf.stats import SpeculativeStats
 
 
 @dataclass(eq=False)
@@ -21,10 +24,24 @@ class ModelState:
     Attributes:
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
+        stats: What the latest call did, None after a plain one.
+        stats_of_thread: The same of a thread's own latest call, as the attribute `stats`.
+        warned: Reasons for which a fallback was warned of.
+        trial: What the model's self test found, empty for no fault; None before the test.
+        kernel_trial: Attention implementations, and whether our kernel does all attention there.
+        num_counted: Calls in progress for which the model's positions are counted.
+        undo_counting: What ends that after the last of them.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
+    stats: SpeculativeStats | None = None
+    stats_of_thread: threading.local = field(default_factory=threading.local)
+    warned: set[FallbackReason] = field(default_factory=set)
+    trial: str | None = None
+    kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
+    num_counted: int = 0
+    undo_counting: list[Callable[[], None]] = field(default_factory=list)
 
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""

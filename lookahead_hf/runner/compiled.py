@@ -17,7 +17,6 @@ class CompiledRunner(Runner):
         super().__init__(model, num_rows, BlockShape(1, 0))
 
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
-        assert self.cache is not None
         width = width_for(1 + draft.max_nodes)
         self._shape = BlockShape(width, 0)
         make_room(self.cache.slots, self.cache.slots.longest + width)

@@ -10,8 +10,8 @@ from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda.runner import DeviceOutputs, Scores
-from lookahead_hf.verification.batched_walk import Waves
+from lookahead_hf.runner.cuda.runner import DeviceOutputs, Scores, Scoring
+from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.walk import Rules
 
@@ -40,7 +40,7 @@ def admits(processors: Any) -> bool:
     return type(processors) is hf.LogitsProcessorList and all(type(p) in KNOWN for p in processors)
 
 
-class Device(Waves):
+class Device(BatchedWalk):
     """Reads the accepted paths off the device and says where the texts end.
 
     The first token, which has no step of its own, is chosen as in a wave.
@@ -53,6 +53,11 @@ class Device(Waves):
         super().__init__(rules)
         self._processors = processors
 
+    @property
+    def scoring(self) -> Scoring | None:
+        alters = self.rules.do_sample or not self.rules.processors.empty
+        return self.scores if alters else None
+
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """What the tokens of a step are chosen by: logits of all nodes, [rows, width, vocab]."""
         scores = logits.to(copy=True, dtype=torch.float32).flatten(0, 1)
@@ -60,20 +65,20 @@ class Device(Waves):
         for processor in self._processors:
             scores = processor(ids, scores)
         scores = scores.view_as(logits)
-        if self.rules.noise is None:
+        if not self.rules.do_sample:
             return Scores(scores)
-        assert isinstance(self.rules.noise, Noise)
+        assert isinstance(self._noise, Noise)
         probs = scores.softmax(-1)
         depths = int(draft.depth.max(initial=0)) + 1
-        noise = self.rules.noise.blocks(rows.num_emitted, depths)
+        noise = self._noise.blocks(rows.num_emitted, depths)
         return Scores(probs, noise, probs.amax(-1).isfinite().long())
 
-    def read(self, rows: Rows, draft: DraftTree, outputs: DeviceOutputs) -> Verdict:
-        """Wait for a step, emit its tokens and mark the rows that end; see `Walk.verify`."""
-        live, packed = rows.live, outputs.walk.take()
+    def read(self, rows: Rows, draft: DraftTree, step: DeviceOutputs) -> Verdict:
+        """Wait for a step on the device; see `Verifier.read`."""
+        live, packed = rows.live, step.walk.take()
         accepted, path = np.where(live, packed[:, 0], 0), packed[:, 2:]
-        if outputs.is_finite is not None:
-            self._refuse_what_is_not_finite(outputs.is_finite.take(), path, accepted, live)
+        if step.is_finite is not None:
+            self._refuse_what_is_not_finite(step.is_finite.take(), path, accepted, live)
         tokens = _tokens(rows.num_rows, draft, path, accepted, packed[:, 1])
         counts = np.where(live, accepted + 1, 0)
         columns = rows.prompt_columns + rows.num_emitted

@@ -39,17 +39,6 @@ def test_columns_go_out_in_order_once_every_row_has_them():
     assert seen.ended == 0
 
 
-def test_the_end_flushes_up_to_the_longest_row():
-    seen = Recorder()
-    stream = ColumnStream(seen, 2, pad_token_id=9)
-    for token in (1, 2, 3):
-        stream.push(1, token)
-    stream.push(0, 7)
-    stream.end()
-    assert seen.puts == [[7, 1], [9, 2], [9, 3]]
-    assert seen.ended == 1
-
-
 def test_one_row_streams_every_token_at_once():
     seen = Recorder()
     stream = ColumnStream(seen, 1, pad_token_id=None)
