@@ -1,25 +1,25 @@
-"""Why a call runs plain `generate` instead: the closed list of reasons, and how it is said."""
+"""Why a call runs plain `generate` instead: the closed list of reasons, and their report."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from enum import Enum
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+
+from lookahead_hf.model_state import state_of
 
 
 class FallbackReason(str, Enum):
     """Every reason for which a call is not speculated, decided before its first token.
 
-    Only that a `generate` of somebody's leaves decoding to nobody shows at that token.
+    A custom `generate` that never calls our decoding is only noticed when its first token arrives.
 
     Attributes:
-        text: What stands in the way, as the rest of a sentence.
-        fix: What the caller can do about it, behind "To speculate, ".
+        text: The reason, as a clause.
+        fix: What the caller can do about it, to follow "To speculate, ".
     """
 
     text: str
@@ -59,12 +59,12 @@ class FallbackReason(str, Enum):
     )
     OWN_GENERATE = (
         "own_generate",
-        "the model brings a generate of its own",
-        "let it hand custom_generate= on to transformers' own, or remove it",
+        "the model has a generate of its own",
+        "let it pass custom_generate= on to transformers' generate, or remove it",
     )
     OWN_LOOP = (
         "own_loop",
-        "the model brings a decoding loop of its own",
+        "the model has a decoding loop of its own",
         "load a class that leaves _sample to transformers: no argument of the call helps",
     )
     STATEFUL = (
@@ -75,16 +75,16 @@ class FallbackReason(str, Enum):
     ENCODER_DECODER = (
         "encoder_decoder",
         "this encoder-decoder architecture is not served",
-        "load a T5, a BART or one of their kin: no argument of the call helps",
+        "load a T5, a BART or a related model: no argument of the call helps",
     )
     ATTENTION = (
         "attention",
-        "this attention implementation takes no mask of ours",
+        "this attention implementation does not take our masks",
         'load the model with attn_implementation="sdpa"',
     )
     ADAPTER = (
         "adapter",
-        "an adapter changes what the model is fed in every forward",
+        "an adapter changes the inputs of every forward",
         "switch the adapter off, or use one that can be merged into the weights",
     )
     DROPOUT = "dropout", "the model is in training mode with an active dropout", "call model.eval()"
@@ -97,7 +97,7 @@ class FallbackReason(str, Enum):
     ARGUMENT = "argument", "this argument of the model is not served", "leave it out"
     INVARIANCE = (
         "invariance",
-        "a mixture of experts rounds a token by how many others go to its expert",
+        "in a mixture of experts a token's rounding depends on the other tokens of its expert",
         "leave draft_invariant out",
     )
     SYNCED_GPUS = (
@@ -116,13 +116,13 @@ class Unserved(Exception):
     """This call cannot be speculated; raised before its first token, never seen by users."""
 
     def __init__(self, reason: FallbackReason, detail: str = "", fix: str = "") -> None:
-        """`detail` names what was met; `fix` replaces the reason's own."""
+        """`detail` names what was found; `fix` replaces the reason's own."""
         super().__init__(reason, detail, fix)
         self.reason, self.detail, self.fix = reason, detail, fix or reason.fix
 
     def __str__(self) -> str:
-        met = f" ({self.detail})" if self.detail else ""
-        return f"{self.reason.text}{met} [{self.reason}]. To speculate, {self.fix}"
+        found = f" ({self.detail})" if self.detail else ""
+        return f"{self.reason.text}{found} [{self.reason}]. To speculate, {self.fix}"
 
 
 class SpeculationFallbackWarning(UserWarning):
@@ -130,18 +130,14 @@ class SpeculationFallbackWarning(UserWarning):
 
 
 class SpeculationFallbackError(ValueError):
-    """A call asked for speculation or nothing (`on_fallback="error"`), and could not have it."""
-
-
-_lock = threading.Lock()
-_reported: WeakKeyDictionary[Any, set[FallbackReason]] = WeakKeyDictionary()
+    """A call with `on_fallback="error"` cannot be speculated."""
 
 
 def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
-    """Say that a call runs plain `generate`, as its configuration asks.
+    """Report that a call runs plain `generate`, as its configuration asks.
 
     Args:
-        model: The model; a warning comes once for it and the reason.
+        model: The model; each reason is warned of once per model.
         unserved: Why.
         on_fallback: "warn", "error" or "silent".
 
@@ -156,7 +152,7 @@ def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
 
 
 def _frames_of_libraries() -> int:
-    """Frames above the one that asks until the code that has called `generate`."""
+    """Frames between the caller of this function and the code that called `generate`."""
     count = 0
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
@@ -168,10 +164,10 @@ _LIBRARIES = ("lookahead_hf", "transformers", "torch")
 
 
 def _is_new(model: Any, reason: FallbackReason) -> bool:
-    with _lock:
-        known = _reported.setdefault(model, set())
-        is_new = reason not in known
-        known.add(reason)
+    state = state_of(model)
+    with state.lock:
+        is_new = reason not in state.warned
+        state.warned.add(reason)
     return is_new
 
 
@@ -179,7 +175,7 @@ def check_settings(setting: Callable[[str], Any]) -> None:
     """Raise Unserved where a generation setting asks for what cannot be speculated.
 
     Args:
-        setting: Gives the value of a generation setting by name, as `generate` will see it.
+        setting: Returns the value of a generation setting by name, as `generate` will see it.
     """
     for is_met, reason, name in _SETTINGS:
         value = setting(name)
@@ -190,7 +186,7 @@ def check_settings(setting: Callable[[str], Any]) -> None:
 
 
 SERVED_CACHES = ("dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
-"""Names of caches that stay on one device and hold every number as it is."""
+"""Names of caches that stay on one device and are not quantised."""
 
 _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
     (lambda value: value == "paged", FallbackReason.CONTINUOUS_BATCHING, "cache_implementation"),

@@ -1,10 +1,17 @@
-"""The rows of one call: what each was given, what it has emitted, where its next token stands."""
+"""The rows of one call: what each was given and what it has emitted."""
 
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    EncoderInputs = tuple[torch.Tensor, torch.Tensor | None]
+    """What each row's encoder was given, [rows, ...], and its mask, [rows, columns]."""
 
 
 class Rows:
@@ -154,3 +161,28 @@ class Rows:
         room = np.empty((self.num_rows, self._ids.shape[1]), np.int64)
         self._ids = np.concatenate([self._ids, room], 1)
         self._context = self._ids if shared else np.concatenate([self._context, room], 1)
+
+
+def rows_of(
+    input_ids: torch.Tensor,  # [rows, columns]
+    mask: torch.Tensor | None,  # [rows, columns]
+    encoder: EncoderInputs | None,
+) -> Rows:
+    """Return the rows of a call before its first token."""
+    ids, encoder_ids = input_ids.to("cpu").numpy(), _encoder_ids(encoder)
+    if mask is None or not ids.shape[1]:
+        return Rows(ids, None, encoder_ids)
+    attended = mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool)
+    return Rows(ids, attended, encoder_ids)
+
+
+def _encoder_ids(encoder: EncoderInputs | None) -> list[np.ndarray] | None:
+    """Token ids that each row's encoder read, without pads; None where it read no tokens."""
+    inputs, mask = encoder or (None, None)
+    if inputs is None or inputs.dim() != 2 or inputs.is_floating_point():
+        return None
+    ids = inputs.to("cpu").numpy()
+    if mask is None or mask.dim() != 2:
+        return list(ids)
+    read = mask.to("cpu").numpy().astype(bool)
+    return [ids[row][read[row]] for row in range(len(ids))]

@@ -1,25 +1,37 @@
-"""What a call did: `SpeculativeStats`, the recorder that makes them, and where they are kept."""
+"""What a call did: `SpeculativeStats`, the recorder that makes them, and how they are published."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.model_state import state_of
 
 PHASES = ("prefill", "draft", "forward", "verify", "commit")
 """Parts of a call that are timed."""
+
+_PHASE_OF = {
+    "begin": "draft",
+    "propose": "draft",
+    "prepare": "draft",
+    "launch": "forward",
+    "first": "verify",
+    "read": "verify",
+    "commit": "commit",
+}
+"""The phase that a method of a call's parts belongs to."""
+
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +78,9 @@ class SpeculativeStats:
         per_source: What each source contributed, by name.
         prefill_ms: Time of the prefill.
         draft_ms: Time spent drafting and learning.
-        forward_ms: Time of the target's forwards.
+        forward_ms: Time spent on laying out and running the target's forwards.
         verify_ms: Time spent verifying.
-        commit_ms: Time spent on laying out steps and on the cache.
+        commit_ms: Time spent on the cache after verification.
         budget_histogram: How many steps were laid out for how many draft tokens per row.
         engine: How the call was verified.
         execution: How the steps were run: "model" by the model's own forward, "packed" with packed
@@ -203,11 +215,29 @@ class _Drafts(Protocol):
     def source_counts(self) -> Mapping[str, Any]: ...
 
 
+class _Timed:
+    """Passes everything on to a part of a call, and times the methods that belong to a phase."""
+
+    def __init__(self, part: object, recorder: StatsRecorder) -> None:
+        self._part, self._recorder = part, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        found, phase = getattr(self._part, name), _PHASE_OF.get(name)
+        if phase is None:
+            return found
+
+        def timed(*args: Any) -> Any:
+            with self._recorder.phase(phase):
+                return found(*args)
+
+        return timed
+
+
 class StatsRecorder:
     """Counts and times the steps of one call.
 
     Attributes:
-        step_seconds: What the latest step took beside the drafting.
+        step_seconds: Time of the latest step without the drafting.
     """
 
     step_seconds = 0.0
@@ -226,16 +256,20 @@ class StatsRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside as part of a phase, one of `PHASES`."""
+        """Time the block or function as part of a phase, one of `PHASES`."""
         start = time.perf_counter()
         try:
             yield
         finally:
             self._milliseconds[name] += (time.perf_counter() - start) * 1e3
 
-    def leave_out(self, name: str, seconds: float) -> None:
-        """Take off a phase what was spent in it on something else."""
-        self._milliseconds[name] -= seconds * 1e3
+    def timed(self, part: _Part) -> _Part:
+        """Return a stand-in for a part of a call whose methods are timed as phases."""
+        return cast(_Part, _Timed(part, self))
+
+    def leave_out_streaming(self, seconds: float) -> None:
+        """Take off the verification what the caller's streamer spent in it."""
+        self._milliseconds["verify"] -= seconds * 1e3
 
     def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
         """Count a step.
@@ -309,24 +343,14 @@ def _width(draft: DraftTree, drafted: np.ndarray) -> int:
     return int(np.bincount(level).max())
 
 
-_lock = threading.Lock()
-_latest: WeakKeyDictionary[Any, SpeculativeStats | None] = WeakKeyDictionary()
-_thread = threading.local()
-
-
 def publish(model: Any, stats: SpeculativeStats | None) -> None:
-    """Keep what the latest call on `model` did; None after a plain call."""
-    if not hasattr(_thread, "latest"):
-        _thread.latest = WeakKeyDictionary()
-    _thread.latest[model] = stats
-    with _lock:
-        _latest[model] = stats
+    """Keep what the latest call on a model did; None after a plain call."""
+    state = state_of(model)
+    state.stats_of_thread.stats = state.stats = stats
 
 
 def last_stats(model: Any) -> SpeculativeStats | None:
-    """Return what the latest call on `model` did: this thread's if it made one, else any."""
-    own = getattr(_thread, "latest", {})
-    if model in own:
-        return own[model]
-    with _lock:
-        return _latest.get(model)
+    """Return what this thread's latest call on a model did, or any thread's if it made none."""
+    state = state_of(model)
+    latest: SpeculativeStats | None = getattr(state.stats_of_thread, "stats", state.stats)
+    return latest

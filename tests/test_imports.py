@@ -14,16 +14,15 @@ import lookahead_hf
 ROOT = Path(lookahead_hf.__file__).parent
 
 LEVELS = (
-    {"config", "compat", "rows", "draft", "fallback", "quantization", "repositories", "model_state"}
-    | {"generation.outputs"},
-    {"stats", "generation.streaming", "ngram_pool", "kernels", "generation.prompts"},
+    {"config", "compat", "rows", "draft", "model_state", "quantization"} | {"generation.outputs"},
+    {"fallback", "stats", "ngram_pool", "kernels"} | {"generation.streaming", "generation.call"},
     {"logits", "cache", "distributed"},
     {"runner"},
     {"drafting", "verification"},
-    {"generation.finalize", "generation.request"},
-    {"generation.call"},
+    {"generation.finalize", "generation.options"},
+    {"generation.session"},
+    {"generation.assembly"},
     {"generation.decode"},
-    {"generation.options"},
     {"generation.strategy"},
     {"hook"},
     {"pipelines", "warmup", "auto", "cli"},
@@ -31,9 +30,11 @@ LEVELS = (
 """Rooms, from the lowest up; those of one level do not see each other."""
 
 NARROW = {
-    "stats": {"draft"},
-    "generation.streaming": {"draft"},
-    "generation.options": {"compat", "config", "fallback", "repositories"},
+    "stats": {"draft", "model_state"},
+    "fallback": {"model_state"},
+    "generation.streaming": set(),
+    "generation.call": {"compat"},
+    "generation.options": {"compat", "config", "fallback"},
     "ngram_pool": set(),
     "kernels": set(),
     "generation": set(),

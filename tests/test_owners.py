@@ -122,12 +122,14 @@ def test_a_model_loaded_from_such_a_repository(
     assert vars(loaded)["generate"] is found
 
 
-HANDS_ON = """
+PASSES_ON = """
 from transformers import GenerationMixin
 
 def generate(model, penalty=1.3, **kwargs):
     return GenerationMixin.generate(model, repetition_penalty=penalty, **kwargs)
+
 """
+DECLARED = "generate.speculative_passthrough = True\n"
 LOOP = """
 import torch
 
@@ -147,10 +149,10 @@ def loaded_with(source: str, model: Any, folder: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
-def test_a_repository_that_ends_in_generate(
+def test_a_repository_that_declares_to_pass_its_arguments_on(
     model: Any, tmp_path: Path, expected: list[list[int]], modules_cache: None
 ) -> None:
-    loaded = loaded_with(HANDS_ON, model, tmp_path / "mine")
+    loaded = loaded_with(PASSES_ON + DECLARED, model, tmp_path / "mine")
     own = generate(loaded)
     assert own != expected
     lookahead_hf.enable(loaded)
@@ -160,13 +162,16 @@ def test_a_repository_that_ends_in_generate(
     assert_speculated(loaded)
 
 
-def test_a_repository_with_a_loop_of_its_own(
-    model: Any, tmp_path: Path, expected: list[list[int]], modules_cache: None
+@pytest.mark.parametrize("source", [LOOP, PASSES_ON])
+def test_a_repository_that_declares_nothing(
+    source: str, model: Any, tmp_path: Path, modules_cache: None
 ) -> None:
-    loaded = loaded_with(LOOP, model, tmp_path / "mine")
+    loaded = loaded_with(source, model, tmp_path / "mine")
+    own = generate(loaded)
     lookahead_hf.enable(loaded)
-    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="repository.*own_generate"):
-        assert generate(loaded, speculative=BUDGET) == expected
+    match = "own_generate.*speculative_passthrough"
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=match):
+        assert generate(loaded, speculative=BUDGET) == own
 
 
 def compiled_forward(model: Any) -> Any:

@@ -54,9 +54,9 @@ class AdoptedCache:
         self.slots.lengths[:] = lengths
         self.slots.extent.starts = lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
-        self._aside: Aside | None = None
+        self._unattended: _Unattended | None = None
         if returned and attended is not None and self.columns is not None:
-            self._aside = Aside(~attended)
+            self._unattended = _Unattended(~attended)
         num_layers = len(self._text.layers)
         self._masks = [masks[min(i, len(masks) - 1)] for i in range(num_layers)]
         self._group(masks, trims)
@@ -88,8 +88,8 @@ class AdoptedCache:
                 self.slots.add_empty()
                 continue
             keys, values = (self._to_slots(states, self.slots.groups[name]) for states in content)
-            if self._aside is not None:
-                self._aside.keep(layer, content, self.num_columns)
+            if self._unattended is not None:
+                self._unattended.keep(layer, content)
             self.slots.add(name, keys, values)  # first, for `_put_back` wherever this breaks off
             hf_layers.release(layer, is_users_cache(self.original))
 
@@ -104,18 +104,24 @@ class AdoptedCache:
         rows, heads, count, dim = states.shape
         store = states.new_zeros(rows, group.roomy(group.longest), heads, dim)
         first = self.num_columns - count  # a layer with a window has dropped the columns before
-        for of, slots, columns in self._parts(group, first, self.num_columns):
+        for of, slots, columns in self._parts(group.dropped, first, self.num_columns):
             index = _index(columns - first, states.device)
             store[of, slots].copy_(states[of][:, :, index].transpose(1, 2))
         return store
 
     def _parts(
-        self, group: SlotGroup, first: int, last: int
+        self, dropped: np.ndarray, first: int, last: int
     ) -> Iterator[tuple[slice, slice, np.ndarray]]:
-        """Rows, their slots, and the columns of these, of what a group holds in [first, last)."""
-        dropped = group.dropped.tolist()
-        alike = self.columns is None and len(set(dropped)) == 1
-        for row, gone in enumerate(dropped[:1] if alike else dropped):
+        """Rows, their slots, and the slots' columns, of what a layer holds in [first, last).
+
+        Args:
+            dropped: Tokens of each row that came before its first slot, [rows].
+            first: The first column.
+            last: The column after the last one.
+        """
+        counts = dropped.tolist()
+        alike = self.columns is None and len(set(counts)) == 1
+        for row, gone in enumerate(counts[:1] if alike else counts):
             columns = self._columns_of(row, last)
             token = max(int(np.searchsorted(columns, first)), gone)
             of = slice(None) if alike else slice(row, row + 1)
@@ -158,8 +164,6 @@ class AdoptedCache:
         Columns that a row does not attend hold what they held where the caller sees the cache; a
         later call may attend them. Otherwise they are zero.
         """
-        for group in self.slots.each_group():
-            group.settle()
         for layer, ours in zip(self._text.layers, self.slots.layers, strict=True):
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, num_columns)
@@ -168,49 +172,47 @@ class AdoptedCache:
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
         most = hf_layers.most_columns(layer)
         first = 0 if most is None else max(0, num_columns - most)
-        keys = self._to_columns(ours.stores.k_store, ours.group, first, num_columns)
-        values = self._to_columns(ours.stores.v_store, ours.group, first, num_columns)
-        if self._aside is not None:
-            self._aside.put_back(layer, (keys, values), first)
+        stores = ours.stores
+        keys = self._to_columns(stores.k_store, stores.dropped, first, num_columns)
+        values = self._to_columns(stores.v_store, stores.dropped, first, num_columns)
+        if self._unattended is not None:
+            self._unattended.restore(layer, (keys, values), first)
         hf_layers.fill(layer, (keys, values), num_columns)
 
     def _to_columns(
-        self, store: torch.Tensor, group: SlotGroup, first: int, last: int
+        self, store: torch.Tensor, dropped: np.ndarray, first: int, last: int
     ) -> torch.Tensor:
         """[rows, slots, kv_heads, dim] to [rows, kv_heads, last - first, dim]."""
         out = store.new_zeros(store.shape[0], store.shape[2], last - first, store.shape[3])
-        for of, slots, columns in self._parts(group, first, last):
+        for of, slots, columns in self._parts(dropped, first, last):
             index = _index(columns - first, store.device)
             out[of][:, :, index] = store[of, slots].transpose(1, 2)
         return out
 
 
-class Aside:
-    """K and V of the columns that rows do not attend, for the caller who gets the cache back."""
+class _Unattended:
+    """K and V of prompt columns that rows do not attend, which a later call may attend.
 
-    def __init__(self, unattended: np.ndarray) -> None:  # [rows, columns] bool
-        self._rows, self._columns = np.nonzero(unattended)
-        self._kept: dict[int, tuple[np.ndarray, hf_layers.Content]] = {}
+    They are kept where the caller sees the cache, and restored when it is handed back.
+    """
 
-    def keep(self, layer: object, content: hf_layers.Content, num_columns: int) -> None:
-        """Keep a layer's, of which `content` are the newest columns of `num_columns`."""
-        first = num_columns - content[0].shape[2]
-        index = np.flatnonzero(self._columns >= first)
-        rows, places = self._index(index, first)
-        keys, values = (states[rows, :, places] for states in content)  # [kept, kv_heads, dim]
-        self._kept[id(layer)] = index, (keys, values)
+    def __init__(self, is_unattended: np.ndarray) -> None:  # [rows, columns] bool
+        self._is_unattended = torch.from_numpy(is_unattended)
+        self._kept: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
 
-    def put_back(self, layer: object, content: hf_layers.Content, first: int) -> None:
-        """Write them into `content`, a layer's columns from `first` on."""
-        index, kept = self._kept[id(layer)]
-        still = np.flatnonzero(self._columns[index] >= first)
-        rows, places = self._index(index[still], first)
+    def keep(self, layer: object, content: hf_layers.Content) -> None:
+        """Copy the columns out of a layer's newest ones, [rows, kv_heads, columns, dim] each."""
+        first = self._is_unattended.shape[1] - content[0].shape[2]
+        chosen = self._is_unattended[:, first:]
+        keys, values = (states.transpose(1, 2)[chosen] for states in content)
+        self._kept[id(layer)] = chosen.nonzero()[:, 1] + first, (keys, values)
+
+    def restore(self, layer: object, content: hf_layers.Content, first: int) -> None:
+        """Write the columns into `content`, a layer's columns from `first` on."""
+        chosen = self._is_unattended[:, first:]
+        columns, kept = self._kept[id(layer)]
         for states, values in zip(content, kept, strict=True):
-            states[rows, :, places] = values[torch.from_numpy(still)]
-
-    def _index(self, index: np.ndarray, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows, and places from column `first` on."""
-        return torch.from_numpy(self._rows[index]), torch.from_numpy(self._columns[index] - first)
+            states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
 
 
 def _own_too(window: int | None) -> int | None:

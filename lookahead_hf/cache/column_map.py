@@ -9,18 +9,18 @@ from lookahead_hf.cache.adopt import AdoptedCache
 
 
 def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
-    """For tokens of the latest block, each the next one's parent: the slot of every column.
+    """Return the slot of every column that block tokens see, each the next one's parent.
 
     Args:
-        cache: The cache, whose lengths do not count the block yet.
+        cache: The cache, whose lengths count the tokens already.
         row: The row.
-        kept: Places in the block, root first.
+        kept: Places of the tokens in the latest block, root first.
 
     Returns:
         Per token and layer the slots that it could see, in the order of the columns that plain's
         cache shows, -1 for pads.
     """
-    length = int(cache.slots.lengths[row])
+    length = int(cache.slots.lengths[row]) - len(kept)  # where the block begins
     prompt = np.arange(cache.num_columns)
     if cache.columns is not None:
         prompt = np.full(cache.num_columns, -1)

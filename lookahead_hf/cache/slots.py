@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,6 @@ from lookahead_hf.kernels import PathTable
 GROWTH_SLOTS = 64
 """Least slots added at once; beyond 1,024 slots a sixteenth, which keeps memory within 1.1 x."""
 
-REHEARSED_LENGTH = 7
-"""Length of every row in a rehearsal: not 0, which a model might take for a prompt."""
-
 
 @dataclass(slots=True)
 class Block:
@@ -29,23 +24,6 @@ class Block:
     flat_slots: torch.Tensor | None  # [rows * width] int64 into [rows * capacity], else None
     width: int
     visible: int  # slots that the attention sees, [0, visible)
-
-
-@dataclass(frozen=True, slots=True)
-class Shift:
-    """A move of every row's newest tokens to the front of all stores, one store after the other.
-
-    Attributes:
-        slots: Where the tokens stand that are kept, [rows, most kept] int64.
-        dropped: `SlotGroup.dropped` once all stores were moved, [rows] int64.
-        num_moved: Stores that were moved.
-        content: What the next store is to begin with, None while that was not read.
-    """
-
-    slots: torch.Tensor
-    dropped: np.ndarray
-    num_moved: int = 0
-    content: torch.Tensor | None = None
 
 
 class SlotLayer(DynamicLayer):
@@ -106,7 +84,6 @@ class SlotGroup:
         self.dropped = np.zeros_like(extent.lengths)
         self.capacity = 0
         self.block: Block | None = None
-        self._shift: Shift | None = None
         self._path_table: PathTable | None = None
         self._slots_by_device: dict[torch.device, torch.Tensor] = {}
 
@@ -198,35 +175,14 @@ class SlotGroup:
     def _drop(self, kept: np.ndarray) -> None:
         """Keep only the newest tokens of every row, [rows], at the front."""
         gone = self.lengths - kept
-        if not gone.any():
-            return
-        slots = torch.from_numpy(gone[:, None] + np.arange(kept.max())[None])
-        self._shift = Shift(slots.clamp_(max=self.capacity - 1), self.dropped + gone)
-        self.settle()
-
-    def settle(self) -> None:
-        """Drop to the end where dropping broke off, so that all layers hold the same tokens.
-
-        What a store is to hold is read before anything is written and known until the next one's
-        turn: no store is moved twice, wherever an interrupt fell or memory ran out.
-        """
-        shift = self._shift
-        if shift is None:
-            return
-        rows = torch.arange(len(shift.slots))[:, None]
-        for index, store in enumerate(self.stores):
-            if index < shift.num_moved:
-                continue
-            if shift.content is None:
-                at = rows.to(store.device), shift.slots.to(store.device)
-                self._shift = shift = replace(shift, content=store[at])
-            assert shift.content is not None
-            store[:, : shift.slots.shape[1]] = shift.content
-            self._shift = shift = replace(shift, num_moved=index + 1, content=None)
-        self.dropped, self._shift = shift.dropped, None
+        if gone.any():
+            self._path_table = None
+            for layer in self.layers:
+                layer.drop(gone)
+            self.dropped = self.dropped + gone
 
     def flat_slots_on(self, device: torch.device) -> torch.Tensor:
-        """The block's flat slots on a layer's device, copied once per step."""
+        """`block.flat_slots` on a device, copied once per block."""
         assert self.block is not None and self.block.flat_slots is not None
         if device not in self._slots_by_device:
             self._slots_by_device[device] = self.block.flat_slots.to(device)
@@ -271,7 +227,7 @@ class SlotCache(Cache):
 
     def add(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a layer of the group of that name, from stores `[rows, slots, heads, dim]`."""
-        group, stores = self.groups[name], Stores(keys, values)
+        group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
         group.layers.append(stores)
         group.capacity = keys.shape[1]
         self.layers.append(SlotLayer(group, stores))
@@ -286,32 +242,6 @@ class SlotCache(Cache):
             if slots > group.capacity:
                 group.grow(slots)
         self.extent.shown = slots
-
-    @contextmanager
-    def rehearsal(self, width: int) -> Iterator[None]:
-        """Stand for a few tokens of zeros, with room for `width` more; afterwards all is as before.
-
-        What forwards write meanwhile is forgotten: neither slots nor room depend on them, on which
-        in half precision the bits of later steps do.
-        """
-        groups = self.each_group()
-        layers = [layer for group in groups for layer in group.layers]
-        saved = [(each, dict(vars(each))) for each in (self.extent, *groups, *layers)]
-        try:
-            self.lengths = np.full_like(self.lengths, REHEARSED_LENGTH)
-            self.extent.shown, room = None, REHEARSED_LENGTH + width
-            for group in groups:
-                group.dropped = np.zeros_like(self.lengths)
-                group.capacity, group._slots_by_device = room, {}
-            for layer in layers:
-                layer.k_store, layer.v_store = (
-                    store.new_zeros(store.shape[0], room, *store.shape[2:])
-                    for store in (layer.k_store, layer.v_store)
-                )
-            yield
-        finally:
-            for each, attributes in saved:
-                vars(each).update(attributes)
 
     def place(self, width: int) -> None:
         """Put the next `width` tokens of every row behind its length.

@@ -43,15 +43,35 @@ class Extent:
 
 @dataclass(eq=False)
 class Stores:
-    """K and V of a layer, [rows, slots, kv_heads, head_dim] each; head sizes may differ."""
+    """K and V of a layer, [rows, slots, kv_heads, head_dim] each; head sizes may differ.
+
+    Attributes:
+        k_store: K.
+        v_store: V.
+        dropped: Tokens of each row that came before its first slot, [rows] int64.
+    """
 
     k_store: torch.Tensor
     v_store: torch.Tensor
+    dropped: np.ndarray
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots; one after the other, so that one copy is held twice."""
         self.k_store = _grown(self.k_store, capacity)
         self.v_store = _grown(self.v_store, capacity)
+
+    def drop(self, counts: np.ndarray) -> None:  # [rows]
+        """Drop the oldest tokens of every row and move the others to the front.
+
+        K, V and `dropped` are replaced together. A layer is therefore whole, whether or not it has
+        dropped its tokens yet, wherever an interrupt falls or memory runs out.
+        """
+        last, device = self.k_store.shape[1] - 1, self.k_store.device
+        slots = torch.from_numpy(counts[:, None] + np.arange(last + 1)).clamp_(max=last)
+        at = torch.arange(len(counts), device=device)[:, None], slots.to(device)
+        vars(self).update(
+            k_store=self.k_store[at], v_store=self.v_store[at], dropped=self.dropped + counts
+        )
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:

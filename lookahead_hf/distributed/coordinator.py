@@ -11,7 +11,7 @@ from torch import distributed
 
 from lookahead_hf import compat
 from lookahead_hf.distributed import message, sharding
-from lookahead_hf.distributed.message import Told
+from lookahead_hf.distributed.message import StepMessage
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.rows import Rows
@@ -24,40 +24,40 @@ class Alone:
         decides: Whether this process drafts and decides.
         is_alone: Whether a forward needs no other process.
         runs_same: Whether all processes run the same rows, and so the same forwards.
-        told: Gives what another process decided, None where this one does.
+        receive: Returns what another process decided; None where this process decides.
     """
 
     decides = True
     is_alone = True
     runs_same = False
-    told: Callable[[], Told] | None = None
+    receive: Callable[[], StepMessage] | None = None
 
     def step(self) -> None:
-        """A forward comes: say so to those who wait for it."""
+        """Tell the processes that wait for it that this one runs a forward."""
 
     def others_go_on(self) -> bool:
-        """Whether this process, whose texts have ended, must run a forward for others."""
+        """Return whether this process, whose texts have ended, must run a forward for others."""
         return False
 
     def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
-        """The draft of a step: `propose()` where this process decides."""
+        """Return the draft of the step that follows: `propose()` where this process decides."""
         return propose()
 
     def ready(self) -> None:
-        """The logits of a step are there: from now on others wait for a verdict."""
+        """Note that a step has its logits: from now on others wait for a verdict."""
 
     def decided(self, rows: Rows, verdict: Verdict) -> None:
-        """The verdict of a step is there, and its tokens are in `rows`."""
+        """Take the verdict on a step, whose tokens are in `rows`."""
 
     def broke_off(self) -> None:
-        """The call failed here."""
+        """Tell others that the call failed here."""
 
 
 class InStep(Alone):
     """Processes with rows of their own that share the weights: all run equally many forwards.
 
-    The signs that go round are plain's own, one before every forward behind the prefill, so that
-    processes of one group may decode plainly and speculatively side by side.
+    The signals are plain's own, one before every forward behind the prefill, so that processes of
+    one group may decode plainly and speculatively side by side.
     """
 
     is_alone = False
@@ -71,12 +71,17 @@ class InStep(Alone):
     def others_go_on(self) -> bool:
         return compat.are_unfinished(self._model, True, self._device)
 
+    def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
+        draft = propose()
+        self.step()
+        return draft
+
 
 class _Shared(Alone):
-    """Processes that hold parts of each matrix: one drafts and decides, the others are told.
+    """Processes that hold parts of each matrix: one drafts and decides, the others receive that.
 
-    What clocks and memories say differs between processes, and logits may in their last bits. One
-    broadcast a step carries the verdict and the draft of the step after it.
+    Clocks and memories differ between processes, and logits may differ in their last bits. One
+    broadcast per step carries the verdict and the draft of the next step.
     """
 
     is_alone = False
@@ -93,62 +98,60 @@ class _Shared(Alone):
         return tensor
 
 
-class Leader(_Shared):
+class LeadingProcess(_Shared):
     """The process that decides."""
 
-    _waited_for = False
+    _is_awaited = False
     _last: tuple[Rows, Verdict] | None = None
 
     def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
         draft = propose()
         assert self._last is not None
-        self._tell(*self._last, draft)
+        self._send(message.packed(*self._last, draft, self._sizes[1]))
         return draft
 
     def ready(self) -> None:
-        self._waited_for = True
+        self._is_awaited = True
 
     def decided(self, rows: Rows, verdict: Verdict) -> None:
         self._last = rows, verdict
         if not rows.live.any():
-            self._tell(rows, verdict, DraftTree.empty(rows.num_rows))
+            nothing = DraftTree.empty(rows.num_rows)
+            self._send(message.packed(rows, verdict, nothing, self._sizes[1]))
 
     def broke_off(self) -> None:
-        if self._waited_for:
+        if self._is_awaited:
             self._send(message.broken_off(*self._sizes))
 
-    def _tell(self, rows: Rows, verdict: Verdict, draft: DraftTree) -> None:
-        self._send(message.packed(rows, verdict, draft, self._sizes[1]))
-
     def _send(self, numbers: np.ndarray) -> None:
-        self._waited_for = False
+        self._is_awaited = False
         self._broadcast(numbers)
 
 
-class Follower(_Shared):
-    """A process that is told what to draft and what to emit."""
+class FollowingProcess(_Shared):
+    """A process that receives what to draft and what to emit."""
 
     decides = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._draft: DraftTree | None = None
-        self.told = self._receive
+        self.receive = self._receive
 
     def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
         assert self._draft is not None
         return self._draft
 
-    def _receive(self) -> Told:
+    def _receive(self) -> StepMessage:
         room = np.zeros(message.shape(*self._sizes), np.int32)
-        told = message.unpacked(self._broadcast(room).to("cpu").numpy())
-        if told is None:
+        received = message.unpacked(self._broadcast(room).to("cpu").numpy())
+        if received is None:
             raise RuntimeError(
-                f"process {self._source}, which decides for all that share this model's matrices, "
-                "broke the call off: its own error says why"
+                f"process {self._source}, which decides for all processes that share this model's "
+                "matrices, broke the call off: see the error that it raised"
             )
-        self._draft = told.draft
-        return told
+        self._draft = received.draft
+        return received
 
 
 def of_call(
@@ -161,7 +164,7 @@ def of_call(
     draws: bool,
     assistant: Any = None,
 ) -> Alone:
-    """Find out who decides in a call.
+    """Return who decides in a call.
 
     Args:
         model: The target.
@@ -173,7 +176,7 @@ def of_call(
         assistant: A model that drafts.
 
     Raises:
-        Unserved: The model or the assistant lies over processes in a way that is not served.
+        Unserved: The model or the assistant is split over processes in a way that is not served.
     """
     group = sharding.tensor_group(model)
     if group is None and not synced:
@@ -181,7 +184,7 @@ def of_call(
             raise Unserved(FallbackReason.SYNCED_GPUS, type(model).__name__)
         return Alone()
     if assistant is not None and sharding.is_spread(assistant):
-        detail, fix = "an assistant that is spread too", "give every process the whole assistant"
+        detail, fix = "an assistant that is split too", "give every process the whole assistant"
         raise Unserved(FallbackReason.SYNCED_GPUS, detail, fix)
     if group is None:
         return InStep(model, device)
@@ -191,5 +194,5 @@ def of_call(
     if draws:
         detail, fix = 'with verification="rejection"', 'pass verification="exact"'
         raise Unserved(FallbackReason.TENSOR_PARALLEL, detail, fix)
-    kind = Leader if distributed.get_rank(group) == 0 else Follower
+    kind = LeadingProcess if distributed.get_rank(group) == 0 else FollowingProcess
     return kind(group, device, num_rows, most_nodes)

@@ -1,4 +1,4 @@
-"""The message of a step: what one process decided, as numbers of a fixed shape."""
+"""The message of a step: what one process decided, as an array of a fixed shape."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _HEAD = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A verdict and the draft of the step after it.
+class StepMessage:
+    """A verdict and the draft of the next step.
 
     Attributes:
         tokens: Emitted tokens by row.
         paths: Accepted nodes by row.
-        finished: Rows that have ended, [rows] bool.
+        finished: Rows whose text has ended, [rows] bool.
         num_text: Tokens of each row's text, [rows].
-        draft: What the next step verifies.
+        draft: The draft that the next step verifies.
     """
 
     tokens: list[list[int]]
@@ -34,15 +34,15 @@ class Told:
 
 
 def shape(num_rows: int, most_nodes: int) -> tuple[int, int]:
-    """The shape of all messages of a call."""
+    """Return the shape of all messages of a call."""
     return num_rows, _HEAD + 1 + 4 * most_nodes
 
 
 def packed(rows: Rows, verdict: Verdict, draft: DraftTree, most_nodes: int) -> np.ndarray:
-    """Write a message, [rows, numbers] int32.
+    """Return a message, [rows, numbers] int32.
 
     Args:
-        rows: The texts, the verdict's tokens in them.
+        rows: The texts, including the verdict's tokens.
         verdict: What was decided.
         draft: The draft of the next step.
         most_nodes: Most nodes that a row's draft can have.
@@ -56,39 +56,37 @@ def packed(rows: Rows, verdict: Verdict, draft: DraftTree, most_nodes: int) -> n
         nodes = draft.row(row)
         decided = verdict.emitted(row), verdict.accepted(row)
         drafted = draft.token_ids[nodes], draft.parents[nodes]
-        for room, numbers in zip(_rooms(out[row]), decided + drafted, strict=True):
-            room[: len(numbers)] = numbers
+        for field, numbers in zip(_fields(out[row]), decided + drafted, strict=True):
+            field[: len(numbers)] = numbers
     return out
 
 
 def broken_off(num_rows: int, most_nodes: int) -> np.ndarray:
-    """The message that nothing more will come."""
+    """Return the message that announces the end of all messages."""
     out = np.zeros(shape(num_rows, most_nodes), np.int32)
     out[:, 0] = 1
     return out
 
 
-def unpacked(message: np.ndarray) -> Told | None:
-    """Read a message, [rows, numbers]; None where it says that nothing more will come."""
+def unpacked(message: np.ndarray) -> StepMessage | None:
+    """Read a message, [rows, numbers]; None where it announces the end of all messages."""
     if message[0, 0]:
         return None
-    tokens, paths, drafts = (
-        list[list[int]](),
-        list[list[int]](),
-        list[tuple[list[int], list[int]]](),
-    )
+    tokens: list[list[int]] = []
+    paths: list[list[int]] = []
+    drafts: list[tuple[list[int], list[int]]] = []
     for numbers in message:
         num_emitted, num_accepted, num_drafted = numbers[3:_HEAD].tolist()
-        emitted, path, ids, parents = _rooms(numbers)
+        emitted, path, ids, parents = _fields(numbers)
         tokens.append(emitted[:num_emitted].tolist())
         paths.append(path[:num_accepted].tolist())
         drafts.append((ids[:num_drafted].tolist(), parents[:num_drafted].tolist()))
     finished, num_text = message[:, 1].astype(bool), message[:, 2].astype(np.int64)
-    return Told(tokens, paths, finished, num_text, DraftTree.from_rows(drafts))
+    return StepMessage(tokens, paths, finished, num_text, DraftTree.from_rows(drafts))
 
 
-def _rooms(numbers: np.ndarray) -> Iterator[np.ndarray]:
-    """A row's places for tokens, path, and a draft's tokens and parents (views)."""
+def _fields(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield a row's fields for tokens, path, and the draft's tokens and parents, as views."""
     most_nodes = (len(numbers) - _HEAD - 1) // 4
     first = _HEAD
     for length in (1 + most_nodes, most_nodes, most_nodes, most_nodes):

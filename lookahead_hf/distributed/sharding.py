@@ -1,4 +1,4 @@
-"""How a model lies over processes: whole in each, each matrix in parts, or weights in shards."""
+"""How a model is split over processes: not at all, each matrix in parts, or weights in shards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 
 
 def is_one_of_several() -> bool:
-    """Whether this process belongs to a group of several."""
+    """Return whether this process belongs to a group of several."""
     if not distributed.is_available() or not distributed.is_initialized():
         return False
     return distributed.get_world_size() > 1
 
 
 def check(model: Any) -> None:
-    """Raise Unserved where a model lies over processes in a way that is not served."""
+    """Raise Unserved where a model is split over processes in a way that is not served."""
     if (stages := compat.num_pipeline(model)) > 1:
         raise Unserved(FallbackReason.TENSOR_PARALLEL, f"a pipeline of {stages} processes")
     processes = compat.num_tensor_parallel(model)
@@ -27,12 +27,12 @@ def check(model: Any) -> None:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a forward of the model needs other processes."""
+    """Return whether a forward of the model needs other processes."""
     return is_one_of_several() and (bool(_meshes(model)) or is_sharded(model))
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether processes with rows of their own share the weights: FSDP, or DeepSpeed's ZeRO-3."""
+    """Return whether processes with rows of their own share the weights, by FSDP or ZeRO-3."""
     if not is_one_of_several():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -43,10 +43,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
-    """The processes that hold parts of each matrix and run every row together; None where none do.
+    """Return the processes that hold parts of each matrix and run every row together, if any.
 
     Raises:
-        Unserved: They also share the weights with others, or differ between the matrices.
+        Unserved: The weights are sharded too, or the processes differ between the matrices.
     """
     meshes = _meshes(model)
     if not meshes or (len(meshes) == 1 and is_sharded(model)):
@@ -60,12 +60,12 @@ def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
 
 
 def _meshes(model: nn.Module) -> list[Any]:
-    """The different sets of several processes that parameters lie over."""
+    """The different meshes of several processes that parameters are split over."""
     if not is_one_of_several():
         return []
     from torch.distributed.tensor import DTensor
 
-    found = []
+    found: list[Any] = []
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh

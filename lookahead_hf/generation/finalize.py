@@ -1,125 +1,89 @@
-"""How a call ends, or breaks off: texts that have ended catch up, and the cache goes back."""
+"""How a call ends or breaks off: finished rows catch up, and the cache is handed back."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lookahead_hf.cache.column_map import seen_slots
-from lookahead_hf.distributed.coordinator import Alone
-from lookahead_hf.generation.outputs import Records
-from lookahead_hf.rows import Rows
-from lookahead_hf.runner.host import Runner
-from lookahead_hf.verification.select import Engine
+
+if TYPE_CHECKING:
+    from lookahead_hf.generation.session import DecodingSession
 
 
-class Ending:
-    """Leaves caches, records and other processes as plain `generate` does."""
-
-    def __init__(
-        self,
-        rows: Rows,
-        target: Runner,
-        engine: Engine,
-        records: Records,
-        processes: Alone,
-        pad: int | None,
-        returns_cache: bool,
-    ) -> None:
-        """`returns_cache`: whether the caller sees the cache, wherever the call ends."""
-        self._rows, self._target, self._engine = rows, target, engine
-        self._records, self._processes = records, processes
-        self._pad, self._returns_cache = pad, returns_cache
-
-    @property
-    def num_columns(self) -> int:
-        """Columns that were generated; without a pad token the shortest row's."""
-        emitted = self._rows.num_emitted
-        return int(emitted.max() if self._pad is not None else emitted.min())
-
-    def reached(self) -> Any:
-        """All texts have ended: the cache as plain leaves it, None where nobody sees it."""
-        columns = self.num_columns
-        if self._returns_cache or self._records or self._processes.runs_same:
-            self._catch_up(columns)
-        while self._processes.others_go_on():
-            self._run_for_others()
-        return self._hand_back(columns - 1) if self._returns_cache else None
-
-    def broke_off(self) -> None:
-        """Something raised: leave the cache as plain does at the token that was shown last."""
-        try:
-            if self._returns_cache and self._target.cache is not None:
-                self._go_back()
-        finally:
-            self._processes.broke_off()
-
-    def _go_back(self) -> None:
-        """Hand back the columns that were shown, but for the last where plain had not fed it.
-
-        Fewer where rows have ended and nothing can be fed: what a caller goes on with is then fed
-        again, while a column too many would stand for a token that nobody has seen.
-        """
-        shown, kept = self._engine.num_shown(self._rows), self._engine.broken_off
-        try:
-            if kept is not None:
-                self._target.commit(kept)
-                with suppress(Exception):  # the one that is under way counts
-                    self._feed_ended_rows(shown)
-        finally:
-            self._hand_back(min(self._target.num_fed, shown))
-
-    def _feed_ended_rows(self, shown: int) -> None:
-        if self._processes.is_alone:
-            fed, live = self._target.fed, self._rows.live
-            most = min(shown, int(fed[live].min() if live.any() else fed.max()))
-            short = self._short(most + 1)
-            if short.any():
-                self._feed(short, most + 1)
-                self._target.keep(short)
-
-    def _short(self, columns: int) -> np.ndarray:
-        """Pads, and the last token before them, that ended rows lack in the cache, [rows]."""
-        rows = self._rows
-        return np.where(rows.finished, np.maximum(columns - rows.num_emitted, 0), 0)
-
-    def _catch_up(self, columns: int) -> None:
-        """Feed ended rows pads until the last row's end, as plain does at every step."""
-        short = self._short(columns)
-        if not short.any():
-            return
-        self._processes.step()
-        outputs = self._feed(short, columns)
-        for row in np.flatnonzero(short).tolist():
-            observe(self._records, self._target, row, list(range(short[row])), outputs)
-            for index in range(short[row]):
-                self._engine.feed_pad(self._rows, row, outputs.logits[row, index])
-        self._target.keep(short)
-
-    def _feed(self, short: np.ndarray, columns: int) -> Any:
-        """One forward over the tokens that ended rows lack."""
-        pads = [
-            [self._rows.last_token(row), *[self._pad or 0] * (count - 1)][:count]
-            for row, count in enumerate(short.tolist())
-        ]
-        longest_fed = columns - 2
-        return self._target.feed(pads, np.minimum(self._rows.num_emitted - 1, longest_fed))
-
-    def _run_for_others(self) -> None:
-        """A forward of which nothing is kept."""
-        last = [[self._rows.last_token(row)] for row in range(self._rows.num_rows)]
-        self._target.feed(last, self._rows.num_emitted - 1)
-
-    def _hand_back(self, num_fed: int) -> Any:
-        cache = self._target.cache
-        assert cache is not None
-        return cache.hand_back(cache.num_columns + num_fed)
+def num_columns(session: DecodingSession) -> int:
+    """Return how many columns were generated; without a pad token, those of the shortest row."""
+    emitted = session.rows.num_emitted
+    return int(emitted.max() if session.call.pad is not None else emitted.min())
 
 
-def observe(records: Records, target: Runner, row: int, kept: list[int], outputs: Any) -> None:
-    """Keep what the caller asked to see of tokens of a block that a row keeps, root first."""
-    if records.observes:
-        assert target.cache is not None
-        records.observe(row, kept, outputs, seen_slots(target.cache, row, kept))
+def finish(session: DecodingSession, columns: int) -> Any:
+    """Leave cache, outputs and other processes as plain does once all texts have ended.
+
+    Args:
+        session: The call.
+        columns: Columns that were generated.
+
+    Returns:
+        The cache as plain leaves it, None where the caller does not see it.
+    """
+    returned, processes = session.call.returns_cache, session.processes
+    if returned or session.outputs or processes.runs_same:
+        _catch_up(session, columns)
+    while processes.others_go_on():
+        rows = session.rows
+        last = [[rows.last_token(row)] for row in range(rows.num_rows)]
+        session.runner.feed(last, rows.num_emitted - 1)  # of which nothing is kept
+    return _hand_back(session, columns - 1) if returned else None
+
+
+def break_off(session: DecodingSession) -> None:
+    """Hand back a cache of the caller's after an exception, with the whole steps that it holds.
+
+    The cache lacks the step in progress, and it ends where the row that got least far ends. A later
+    call feeds the tokens that it lacks.
+    """
+    try:
+        if session.call.returns_cache and session.runner.has_cache:
+            _hand_back(session, int(session.runner.fed.min()))
+    finally:
+        session.processes.broke_off()
+
+
+def observe(session: DecodingSession, row: int, kept: list[int], outputs: Any) -> None:
+    """Keep what the caller asked to see of block tokens that a row has just kept.
+
+    Args:
+        session: The call.
+        row: The row.
+        kept: Places of the tokens in the block, root first.
+        outputs: What the forward returned.
+    """
+    if session.outputs.observes:
+        slots = seen_slots(session.runner.cache, row, kept)
+        session.outputs.observe(row, kept, outputs, slots)
+
+
+def _catch_up(session: DecodingSession, columns: int) -> None:
+    """Feed finished rows the pads that plain feeds them until the last row ends."""
+    rows, runner = session.rows, session.runner
+    lacking = np.where(rows.finished, np.maximum(columns - rows.num_emitted, 0), 0)  # [rows]
+    if not lacking.any():
+        return
+    session.processes.step()
+    pads = [
+        [rows.last_token(row), *[session.call.pad or 0] * (count - 1)][:count]
+        for row, count in enumerate(lacking.tolist())
+    ]
+    outputs = runner.feed(pads, np.minimum(rows.num_emitted - 1, columns - 2))
+    runner.keep(lacking)
+    for row in np.flatnonzero(lacking).tolist():
+        observe(session, row, list(range(lacking[row])), outputs)
+        for index in range(lacking[row]):
+            session.verifier.feed_pad(rows, row, outputs.logits[row, index])
+
+
+def _hand_back(session: DecodingSession, num_fed: int) -> Any:
+    cache = session.runner.cache
+    return cache.hand_back(cache.num_columns + num_fed)

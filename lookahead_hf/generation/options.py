@@ -1,11 +1,12 @@
-"""The arguments of one call of `generate`: by name, as settings, and those that are ours."""
+"""What the caller of `generate` asked for: transformers' arguments, and our own."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,55 @@ from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriter
 from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.repositories import hands_on
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.
 
-The last is what our pipelines add to every call: transformers' own `tokenizer`, given to a call
-that does not need it, would come down to the model's forward as one of its arguments.
+Our pipelines add the last one to every call: transformers would pass its own `tokenizer` on to the
+model's forward in calls that do not need a tokenizer.
 """
 
 CONFLICTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "custom_generate")
 """Settings of transformers that choose a decoding strategy of their own."""
 
 
-class Arguments:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks of speculation.
+
+    Attributes:
+        config: How to speculate.
+        streamer: Gets the prompt and every token, as plain `generate` feeds it.
+        tokenizer: The caller's `tokenizer=`.
+        assistant_model: The caller's `assistant_model=`.
+        assistant_tokenizer: The caller's `assistant_tokenizer=`.
+        assistant_settings: What the caller asks of assistants, by generation setting.
+        synced_gpus: As `generate` computes it.
+        prediction: The caller's guess of every row's text, token ids.
+        encoder_inputs: What an encoder was given, [texts, ...].
+    """
+
+    config: SpeculativeConfig
+    streamer: Any = None
+    tokenizer: Any = None
+    assistant_model: Any = None
+    assistant_tokenizer: Any = None
+    assistant_settings: Mapping[str, Any] = field(default_factory=dict)
+    synced_gpus: bool = False
+    prediction: Sequence[np.ndarray] | None = None
+    encoder_inputs: torch.Tensor | None = None
+
+    def draws(self, do_sample: bool) -> bool:
+        """Return whether drafts, and the verdicts on them, are drawn from distributions."""
+        return do_sample and self.config.verification == "rejection"
+
+
+class GenerateArguments:
     """What a call was given, under the names that transformers gives them.
 
     Attributes:
-        given: Everything but what is `OURS`, by name.
-        tokenizer: The target's, if the caller or its pipeline gave one.
+        given: All arguments but `OURS`, by name.
+        tokenizer: The target's tokenizer, if the caller or its pipeline gave one.
     """
 
     def __init__(
@@ -48,10 +79,10 @@ class Arguments:
         self.tokenizer = tokenizer if given is None else given
 
     def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
-        """What decides about speculation: the value, and the configuration that it stands for.
+        """Return the value that decides about speculation, and the configuration it stands for.
 
         The call's own argument comes first, then the generation config that was passed, then the
-        model's; None asks the next. (None, None) means that nobody has decided.
+        model's; None asks the next. (None, None) means that nothing decides.
         """
         if self._asked is not None:
             return self._asked, SpeculativeConfig.resolve(self._asked)
@@ -62,7 +93,7 @@ class Arguments:
         return default, SpeculativeConfig.resolve(default)
 
     def setting(self, name: str) -> Any:
-        """A generation setting as `generate` will see it."""
+        """Return a generation setting as `generate` will see it."""
         if name in self.given:
             return self.given[name]
         for config in self._generation_configs():
@@ -76,7 +107,7 @@ class Arguments:
         return passed, getattr(self._model, "generation_config", None)
 
     def check_conflicts(self, speculative: Any) -> None:
-        """Raise ValueError where another decoding strategy was asked for too."""
+        """Raise ValueError where the call asks for another decoding strategy too."""
         for name in CONFLICTS:
             value = self.setting(name)
             if value is not None and value is not False:
@@ -87,41 +118,45 @@ class Arguments:
 
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
-        if isinstance(self._original, functools.partial) and not hands_on(self._original.func):
-            detail = "its repository's, which does not leave decoding to transformers"
-            raise Unserved(FallbackReason.OWN_GENERATE, detail)
-        parameters = _signature(self._original).parameters
+        if isinstance(self._original, functools.partial) and not _passes_on(self._original.func):
+            raise Unserved(
+                FallbackReason.OWN_GENERATE,
+                "its repository's",
+                "set `speculative_passthrough = True` on the repository's function, if it passes "
+                "its keyword arguments on to transformers' generate",
+            )
+        parameters = inspect.signature(self._original).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_any and "custom_generate" not in parameters:
             raise self.decodes_itself()
 
     def decodes_itself(self) -> Unserved:
-        """That the original `generate` is not transformers', and decodes without us."""
+        """Return the reason that the original `generate` decodes without us."""
         own = getattr(self._original, "__func__", self._original)
         name = getattr(own, "__qualname__", None) or f"{type(self._model).__name__}.generate"
         return Unserved(FallbackReason.OWN_GENERATE, name)
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of the batch where the arguments say it; several texts may follow each prompt."""
+        """Rows of the batch where the arguments tell; several texts may follow each prompt."""
         names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
         batches = [self.given[name] for name in names if self.given.get(name) is not None]
         return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
 
     def synced_gpus(self) -> bool:
-        """Whether processes must step together, as `generate` itself works it out."""
+        """Return whether processes must step together, as `generate` itself computes it."""
         return compat.synced_gpus(self._model, self.given.get("synced_gpus"))
 
     def prediction(self) -> list[np.ndarray] | None:
-        """The caller's guess as token ids per row; one row where it was given once for all."""
+        """Return the caller's guess as token ids per row; one row where one guess serves all."""
         if self._prediction is None:
             return None
         return read_prediction(self._prediction, self.tokenizer)
 
     def forwarded(self, strategy: Callable[..., Any], streamer: Any) -> dict[str, Any]:
-        """The call to make: every argument by name, decoding left to `strategy`."""
+        """Return the arguments of the call to make, by name, with `strategy` as its decoding."""
         passed = {**self.given, "custom_generate": strategy}
-        # With an assistant, `generate` refuses calls that a strategy of our own could serve.
+        # With an assistant, `generate` refuses calls that our strategy serves.
         for name in ("assistant_model", "assistant_tokenizer"):
             passed.pop(name, None)
         if streamer is not None:
@@ -130,7 +165,7 @@ class Arguments:
         return passed
 
     def _move_stop_strings(self, passed: dict[str, Any]) -> None:
-        """Give stop strings as a criterion: strategies that are given lose the tokenizer."""
+        """Pass stop strings as a criterion, since `generate` drops the tokenizer for strategies."""
         strings, tokenizer = self.setting("stop_strings"), self.given.get("tokenizer")
         if strings is None or tokenizer is None:
             return  # without a tokenizer `generate` raises its own error
@@ -148,11 +183,21 @@ class Arguments:
             passed["stop_strings"] = None
 
 
+def _passes_on(function: Callable[..., Any]) -> bool:
+    """Whether a repository's function declares that it passes its keyword arguments on.
+
+    transformers binds the function to the model that it loads. A function with a decoding loop of
+    its own would give an argument that it does not know to the model's forward, so without the
+    declaration it is left alone.
+    """
+    return getattr(function, "speculative_passthrough", False) is True
+
+
 def _by_name(
     original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Arguments by parameter name; those of a bare `*args` wrapper by transformers' own names."""
-    signature = _signature(original)
+    signature = inspect.signature(original)
     bound = signature.bind(*args, **kwargs).arguments
     named: dict[str, Any] = {}
     for name, value in bound.items():
@@ -167,10 +212,6 @@ def _by_name(
     return named
 
 
-def _signature(original: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(original)
-
-
 def _stock_names() -> list[str]:
     parameters = inspect.signature(GenerationMixin.generate).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -178,7 +219,7 @@ def _stock_names() -> list[str]:
 
 
 def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
-    """Turn what was given as `prediction=` into token ids.
+    """Turn the argument `prediction=` into token ids.
 
     Args:
         prediction: Token ids `[length]`, or a list of them per row (also as `[rows, length]`); or a
@@ -186,7 +227,7 @@ def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
         tokenizer: Turns texts into ids.
 
     Returns:
-        Per row its ids, `[length]` int64; one entry where the same was given for every row.
+        The ids of each row, `[length]` int64; a single entry where one prediction serves all rows.
 
     Raises:
         ValueError: Anything else.
@@ -234,8 +275,8 @@ def _checked_ids(ids: np.ndarray) -> np.ndarray:
 def _tokenize(text: str, tokenizer: Any) -> np.ndarray:
     if tokenizer is None:
         raise ValueError(
-            "prediction is a text, and without a tokenizer it cannot become token ids: pass "
-            "`tokenizer=` in the call, or give the ids"
+            "prediction is a text, which needs a tokenizer to become token ids: pass `tokenizer=` "
+            "in the call, or pass the ids"
         )
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
     return _checked_ids(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"]))
@@ -246,42 +287,3 @@ def _not_a_prediction(what: str) -> ValueError:
         f"prediction holds {what}; it must be token ids [length], a list of them per row, or text "
         "(one or one per row) together with `tokenizer=`"
     )
-
-
-class HeldStreamer:
-    """Keeps back what transformers puts before our decoding takes over.
-
-    `generate` puts the prompt before it calls a strategy, and leaves the rest to nobody. Decoding
-    puts the prompt itself, once it is sure to serve the call; where a `generate` never gets there,
-    everything is passed on.
-    """
-
-    def __init__(self, streamer: Any, before_text: Callable[[], None] = lambda: None) -> None:
-        """`before_text`: called once a token comes, before it is passed on."""
-        self._streamer, self._before_text = streamer, before_text
-        self._held: list[Any] = []
-        self._is_open = False
-
-    def put(self, value: Any) -> None:
-        """Hold the first value; a second means that nobody takes over."""
-        if getattr(value, "ndim", 0) == 1:  # tokens, where prompts are [rows, columns]
-            self._before_text()
-        self._held.append(value)
-        if len(self._held) > 1 or self._is_open:
-            self._pass_on()
-
-    def end(self) -> None:
-        """Pass on the end of a text that was decoded elsewhere; another may follow."""
-        self._pass_on()
-        self._streamer.end()
-        self._is_open = False
-
-    def take(self) -> Any:
-        """The streamer itself, for decoding of our own; what was held is forgotten."""
-        self._held.clear()
-        return self._streamer
-
-    def _pass_on(self) -> None:
-        self._is_open = True
-        while self._held:
-            self._streamer.put(self._held.pop(0))

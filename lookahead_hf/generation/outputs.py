@@ -9,7 +9,7 @@ import torch
 Layers = tuple[torch.Tensor, ...]
 
 
-class Records:
+class RequestedOutputs:
     """What the caller asked to see of each step; nothing is kept of what nobody asked for.
 
     Rows advance by different counts, so that everything is kept by row and put together at the end.

@@ -1,4 +1,4 @@
-"""One call of `generate`: whether it is speculated, and how it is handed to our decoding."""
+"""One call of `generate`: whether it is speculated, and how our decoding gets it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from transformers.utils import ModelOutput
 from lookahead_hf import compat, fallback, quantization, stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
+from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.decode import decode
-from lookahead_hf.generation.options import OURS, Arguments, HeldStreamer
-from lookahead_hf.generation.request import Request, sources
+from lookahead_hf.generation.options import OURS, GenerateArguments, Request
+from lookahead_hf.generation.streaming import HeldStreamer
 from lookahead_hf.runner import support
 from lookahead_hf.stats import SpeculativeStats
 
@@ -24,12 +26,13 @@ ASSISTANT_SETTINGS = (
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 )
-"""Generation settings of transformers that say how an assistant is to draft."""
+"""transformers' generation settings for how an assistant drafts."""
 
 _decided: ContextVar[tuple[Any, ...]] = ContextVar("lookahead_hf_decided", default=())
-"""Models of whose calls this is inside: for them and their parts was decided already, as for a
-model whose `generate` calls `generate` again, or our own fallback. What a caller's processor calls
-while we decode is no such call."""
+"""Models whose calls are in progress; the decision was already made for them and their submodules.
+
+A model's `generate` may call `generate` again, and so does our own fallback. Calls that a caller's
+processor makes while we decode are decided anew."""
 
 
 def run(
@@ -40,24 +43,24 @@ def run(
     default: Any = None,
     by_name: bool = False,
 ) -> Any:
-    """Generate speculatively where that was asked for, else call `original` with what was given.
+    """Generate speculatively where the call asks for that, else call `original` as it was called.
 
     Args:
         model: The model that generates.
-        original: Its `generate` as it would be without us, bound.
+        original: Its `generate` as it would be without speculation, bound.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        default: What decides where neither the call nor a generation config does.
-        by_name: Whether a function of ours was called, not a model's `generate`.
+        default: Decides where neither the call nor a generation config does.
+        by_name: Whether our own function was called, not a model's `generate`.
     """
     is_inner = "speculative" not in kwargs and not by_name and _is_decided(model, kwargs)
     if is_inner or isinstance(kwargs.get("custom_generate"), Strategy):
         return original(*args, **_without(kwargs, OURS[1:]))
     plain = _without(kwargs, {*OURS} - {"prediction"})
     try:
-        arguments = Arguments(model, original, args, kwargs)
+        arguments = GenerateArguments(model, original, args, kwargs)
     except TypeError:
-        return original(*args, **plain)  # which says what is wrong with the call
+        return original(*args, **plain)  # raises an error that explains what is wrong
     value, config = arguments.wanted(default)
     if value is None:
         return _plainly(model, original, args, plain)
@@ -73,9 +76,9 @@ def run(
 
 
 def _is_decided(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether nothing is to be decided: the call is part of another one, or of an assistant's."""
+    """Whether the call is part of another one, or an assistant's."""
     if getattr(kwargs.get("generation_config"), "is_assistant", False):
-        return True  # the few tokens that transformers lets it draft
+        return True  # transformers lets it draft a few tokens
     outer = _decided.get()
     return any(part is model for each in outer for part in each.modules())
 
@@ -87,18 +90,18 @@ def _without(kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _plainly(
     model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    stats.publish(model, None)  # before the call, which may speculate within
+    stats.publish(model, None)  # before the call, within which others may speculate
     return original(*args, **kwargs)
 
 
 def _serve(
     model: Any,
     original: Callable[..., Any],
-    arguments: Arguments,
+    arguments: GenerateArguments,
     config: SpeculativeConfig,
     plain: Callable[[], Any],
 ) -> Any:
-    """Let the original prepare the call and decode it ourselves, or else run `plain`."""
+    """Let the original prepare the call and decode it here, or else run `plain`."""
     try:
         strategy = Strategy(model, _request(model, arguments, config), arguments.decodes_itself())
         output = original(**arguments.forwarded(strategy, strategy.held))
@@ -117,18 +120,18 @@ def _serve(
     return _fall_back(model, config, unserved, plain)
 
 
-def _request(model: Any, arguments: Arguments, config: SpeculativeConfig) -> Request:
-    """What decoding is told of the call, and all that can be said of it before an encoder runs.
+def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig) -> Request:
+    """Check all that can be checked before an encoder runs, and return what decoding is to know.
 
     Raises:
-        Unserved: It cannot be speculated.
+        Unserved: The call cannot be speculated.
         ValueError: An option, a pool or a prediction is wrong.
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
     support.check_setup(model)
     arguments.check_original()
-    if not compat.has_own_generate(model):  # which may hand the call to a part of the model
+    if _is_prepared_by_transformers(model):
         support.check_kind(model)
         if given.get("past_key_values") is not None:
             shows = arguments.setting("return_dict_in_generate")
@@ -144,10 +147,18 @@ def _request(model: Any, arguments: Arguments, config: SpeculativeConfig) -> Req
         synced_gpus=arguments.synced_gpus(),
         prediction=prediction,
     )
-    if compat.encodes(model):
-        num_rows = None if compat.has_own_generate(model) else arguments.num_rows
-        sources(model, request, num_rows, bool(arguments.setting("do_sample")))
+    if compat.encodes(model):  # wrong options are to be found before the encoder runs
+        num_rows = arguments.num_rows if _is_prepared_by_transformers(model) else None
+        build_drafters(model, request, num_rows, bool(arguments.setting("do_sample")))
     return request
+
+
+def _is_prepared_by_transformers(model: Any) -> bool:
+    """Whether the call reaches decoding as it was made.
+
+    A model's own `generate` may change settings, and may pass the call to a part of the model.
+    """
+    return not compat.has_own_generate(model)
 
 
 def _fall_back(
@@ -155,27 +166,27 @@ def _fall_back(
 ) -> Any:
     fallback.report(model, unserved, config.on_fallback)
     record = SpeculativeStats(fallback_reason=unserved.reason)
-    stats.publish(model, record)  # before the text, at whose end a reader may look for it
+    stats.publish(model, record)  # before the text, at whose end a reader may ask for it
     output = plain()
     stats.publish(model, record)  # again: a processor may have called the model meanwhile
     return _signed(output, record)
 
 
 def _signed(output: Any, record: SpeculativeStats | None) -> Any:
-    """The output with a record; it may be put together from those of several decodings."""
+    """The output with a record, which may sum up several decodings."""
     if isinstance(output, ModelOutput):
         output.speculative_stats = record
     return output
 
 
 class Strategy:
-    """What `generate` gets as `custom_generate`: decodes the call that it prepared.
+    """The `custom_generate` of a call: decodes the call that transformers has prepared.
 
     Attributes:
-        held: What stands in for the caller's streamer until decoding takes over, None without one.
+        held: Replaces the caller's streamer until decoding takes over, None without a streamer.
         decoded: The model that was decoded, None before.
         record: What all decodings so far did, None before.
-        if_left_out: Why nothing is speculated where nobody ever calls this.
+        if_left_out: Why nothing is speculated where `generate` never calls the strategy.
     """
 
     def __init__(self, model: Any, request: Request, if_left_out: Unserved) -> None:
@@ -184,7 +195,7 @@ class Strategy:
         self.if_left_out = if_left_out
         self.held: HeldStreamer | None = None
         if request.streamer is not None:
-            self.held = HeldStreamer(request.streamer, self._before_others_text)
+            self.held = HeldStreamer(request.streamer, self._before_foreign_text)
         self.decoded: Any = None
         self.record: SpeculativeStats | None = None
 
@@ -198,19 +209,30 @@ class Strategy:
         inputs_tensor: torch.Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode; `generate` passes `inputs_tensor`, what it was given as inputs, by its name."""
-        fallback.check_settings(lambda name: getattr(generation_config, name, None))
+        """Decode a call; `inputs_tensor` is what `generate` was given as inputs."""
+        is_checked = model is self._model and _is_prepared_by_transformers(model)
+        if not is_checked:
+            fallback.check_settings(lambda name: getattr(generation_config, name, None))
+        call = PreparedCall(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_kwargs,
+            self._request_with(model, inputs_tensor),
+            is_checked,
+        )
         if self.held is not None:
             self.held.take()
-        prepared = logits_processor, stopping_criteria, generation_config, model_kwargs
         token = _decided.set(())
         try:
             if model is not self._model:
                 support.check_setup(model)
-            output = decode(model, input_ids, *prepared, self._request_with(model, inputs_tensor))
+            output = decode(call)
         except Unserved as error:
             if self.decoded is None and self._request.assistant_model is not None:
-                raise  # plain `generate` drafts with it
+                raise  # plain `generate` drafts with the assistant
             unserved = error.with_traceback(None)
         else:
             self.decoded = model
@@ -218,45 +240,37 @@ class Strategy:
             return output
         finally:
             _decided.reset(token)
-        return self._decode_plainly(unserved, model, input_ids, *prepared)
+        return self._decode_plainly(call, unserved)
 
-    def _before_others_text(self) -> None:
-        """A token comes that we have not written."""
+    def _before_foreign_text(self) -> None:
+        """Report the fallback when a token comes that our decoding has not written."""
         if self.decoded is None:
             fallback.report(self._model, self.if_left_out, self._request.config.on_fallback)
             record = SpeculativeStats(fallback_reason=self.if_left_out.reason)
             stats.publish(self._model, record)
 
-    def _decode_plainly(
-        self,
-        unserved: Unserved,
-        model: Any,
-        input_ids: torch.Tensor,  # [rows, columns]
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-    ) -> Any:
-        """Go on as plain `generate` does from what it has prepared, an encoder's outputs too."""
-        fallback.report(model, unserved, self._request.config.on_fallback)
+    def _decode_plainly(self, call: PreparedCall, unserved: Unserved) -> Any:
+        """Go on as plain `generate` does with what it has prepared, such as encoder outputs."""
+        model, request = call.model, call.request
+        fallback.report(model, unserved, request.config.on_fallback)
         if self.decoded is None:
             self.record = SpeculativeStats(fallback_reason=unserved.reason)
             for each in {id(each): each for each in (model, self._model)}.values():
                 stats.publish(each, self.record)  # before the text, as in any fallback
-        if self._request.streamer is not None:
-            self._request.streamer.put(input_ids.cpu())  # which was put already, and dropped by us
+        if request.streamer is not None:
+            request.streamer.put(call.input_ids.cpu())  # `held` has dropped the prompt
         return model._sample(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=self._request.synced_gpus,
-            streamer=self._request.streamer,
-            **model_kwargs,
+            call.input_ids,
+            logits_processor=call.processors,
+            stopping_criteria=call.criteria,
+            generation_config=call.generation_config,
+            synced_gpus=request.synced_gpus,
+            streamer=request.streamer,
+            **call.model_kwargs,
         )
 
     def _add(self, model: Any) -> None:
-        """Let the model's latest record be of all that the call has decoded with it."""
+        """Publish one record of everything that the call has decoded with the model so far."""
         latest = stats.last_stats(model)
         if self.record is not None and self.record.fallback_reason:
             self.record = None
@@ -266,9 +280,9 @@ class Strategy:
         self.record = latest
 
     def _request_with(self, model: Any, inputs: torch.Tensor | None) -> Request:
-        """The request and, where the model has an encoder, what that was given, [texts, ...]."""
+        """The request, with what the model's encoder was given, [texts, ...], if it has one."""
         if not model.config.is_encoder_decoder or inputs is None:
             return self._request
         if not inputs.is_floating_point() and bool((inputs < 0).any()):
-            return self._request  # made up by `generate` where it was given the encoder's outputs
+            return self._request  # `generate` made them up, as it was given the encoder's outputs
         return dataclasses.replace(self._request, encoder_inputs=inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,40 +13,43 @@ import torch
 class ColumnStream:
     """Turns rows that advance by different counts into plain's columns, one `put` per column.
 
-    A column goes out as soon as every row has a token for it; a finished row gives pads.
+    A column is put as soon as every row has a token for it; a finished row contributes pads.
 
     Attributes:
         is_heard: Whether there is a streamer.
-        num_begun: Columns that were put, the one included at which the streamer may have raised.
-        num_shown: Columns that the streamer has taken.
-        seconds: What the streamer has taken for them.
+        num_begun: Columns that were put, including one at which the streamer raised.
     """
 
-    def __init__(self, streamer: Any | None, num_rows: int, pad_token_id: int | None) -> None:
-        self._streamer = streamer
+    def __init__(
+        self,
+        streamer: Any | None,
+        num_rows: int,
+        pad_token_id: int | None,
+        spent: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`spent`: called with the seconds that the streamer has taken for a column."""
+        self._streamer, self._spent = streamer, spent
         self.is_heard = streamer is not None
-        self.num_begun, self.num_shown, self.seconds = 0, 0, 0.0
+        self.num_begun = 0
         self._pad = pad_token_id
         self._waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
         self._finished = [False] * num_rows
 
     def prompt(self, input_ids: torch.Tensor) -> None:
-        """Give the prompt, [rows, columns]."""
+        """Put the prompt, [rows, columns]."""
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
 
     def push(self, row: int, token: int, is_last: bool = False) -> None:
-        """Give the next token of a row, or its last."""
+        """Take the next token of a row; `is_last` tells that its text ends with it."""
         if self._streamer is not None:
             self._waiting[row].append(token)
             self._finished[row] = is_last
             self._flush()
 
     def end(self) -> None:
-        """Say that the call has ended normally: what still waits goes out first."""
+        """Tell the streamer that the text has ended; all rows have finished."""
         if self._streamer is not None:
-            self._finished = [True] * len(self._finished)
-            self._flush()
             self._streamer.end()
 
     def _flush(self) -> None:
@@ -57,5 +61,43 @@ class ColumnStream:
             start = time.perf_counter()
             self.num_begun += 1
             self._streamer.put(torch.tensor(column))
-            self.num_shown += 1
-            self.seconds += time.perf_counter() - start
+            self._spent(time.perf_counter() - start)
+
+
+class HeldStreamer:
+    """Holds what transformers puts into a streamer until our decoding takes over.
+
+    `generate` puts the prompt before it calls a strategy. Our decoding puts the prompt itself, once
+    it is sure to serve the call. Where a `generate` never calls the strategy, everything that it
+    puts is passed on.
+    """
+
+    def __init__(self, streamer: Any, before_text: Callable[[], None] = lambda: None) -> None:
+        """`before_text`: called when a token comes, before it is passed on."""
+        self._streamer, self._before_text = streamer, before_text
+        self._held: list[Any] = []
+        self._is_open = False
+
+    def put(self, value: Any) -> None:
+        """Hold the first value; a second one means that nobody takes over."""
+        if getattr(value, "ndim", 0) == 1:  # tokens, where prompts are [rows, columns]
+            self._before_text()
+        self._held.append(value)
+        if len(self._held) > 1 or self._is_open:
+            self._pass_on()
+
+    def end(self) -> None:
+        """Pass on the end of a text that was decoded elsewhere; another text may follow."""
+        self._pass_on()
+        self._streamer.end()
+        self._is_open = False
+
+    def take(self) -> Any:
+        """Return the streamer for our own decoding, and forget what was held."""
+        self._held.clear()
+        return self._streamer
+
+    def _pass_on(self) -> None:
+        self._is_open = True
+        while self._held:
+            self._streamer.put(self._held.pop(0))

@@ -1,4 +1,4 @@
-"""The target of one call: prompt in, then blocks of draft tokens, each kept or rolled back."""
+"""Runs the model of one call: the prompt, then blocks of draft tokens, kept or rolled back."""
 
 from __future__ import annotations
 
@@ -30,12 +30,19 @@ from lookahead_hf.runner.tree_attention import BlockTree
 
 @dataclass(frozen=True, slots=True)
 class BlockInputs:
-    """One forward's worth: the last token of every row and the draft behind it."""
+    """The inputs of one forward: the last token of every row and the draft behind it.
 
-    width: int  # tokens per row, padding included
+    Attributes:
+        width: Tokens per row, padding included.
+        model_inputs: Arguments of the model's forward.
+        trees: The masks in the terms of the attention kernel.
+        columns: Columns of tokens and slots, for a model that counts positions itself.
+    """
+
+    width: int
     model_inputs: dict[str, Any]
     trees: list[BlockTree] = field(default_factory=list)
-    columns: implicit_positions.Columns | None = None  # for a model that counts positions itself
+    columns: implicit_positions.Columns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class BlockShape:
     """A shape that all blocks of a call have, whatever is drafted.
 
     Attributes:
-        width: Tokens per row; what a draft leaves free is padding that nothing sees.
+        width: Tokens per row; padding that no token sees fills what a draft leaves free.
         room: Slots behind the longest prompt.
     """
 
@@ -52,12 +59,11 @@ class BlockShape:
 
 
 class Runner:
-    """A model whose cache has been taken over for the length of a call.
+    """Runs a model with ragged rows, in a cache that it takes over for the length of a call.
 
     Attributes:
-        cache: The cache, after `prefill`.
-        prompt: What the prefill left of the prompt, for drafting.
-        execution: "replayed" where graphs ran the steps, else why not; None where none were wanted.
+        prompt: The prompt's hidden states, kept by the prefill for drafting.
+        execution: How the steps were run, or why not in a faster way; None where there is none.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
@@ -69,6 +75,8 @@ class Runner:
         model: Any,
         num_rows: int,
         shape: BlockShape | None = None,
+        *,
+        keeps_prompt: bool = True,
     ) -> None:
         """Prepare for one call.
 
@@ -76,17 +84,29 @@ class Runner:
             model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
+            keeps_prompt: Whether the prompt's hidden states are kept for drafting.
         """
         self.model = model
         self.num_rows = num_rows
-        self.cache: AdoptedCache | None = None
-        self.prompt = PromptStates(model)
+        self._cache: AdoptedCache | None = None
+        self.prompt = PromptStates(model, keeps_prompt)
         self._shape = shape
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
         self._mask_dict = compat.takes_mask_dict(model)
         self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the prompt was run and its cache taken over."""
+        return self._cache is not None
+
+    @property
+    def cache(self) -> AdoptedCache:
+        """The cache, which `prefill` or `start` takes over."""
+        assert self._cache is not None
+        return self._cache
 
     def prefill(
         self,
@@ -95,13 +115,13 @@ class Runner:
         model_kwargs: dict[str, Any],
         before_steps: Callable[[], object] = lambda: None,
     ) -> Any:
-        """Run the prompt as plain `generate` does and take its cache over.
+        """Run the prompt as plain `generate` does and take over its cache.
 
         Args:
             input_ids: Prompt tokens, [rows, columns].
             generation_config: As prepared by `generate`.
             model_kwargs: As prepared by `generate`.
-            before_steps: Called behind the forward, before anything is made ready for the steps.
+            before_steps: Called after the forward, before the steps are prepared.
 
         Returns:
             The forward's outputs.
@@ -143,7 +163,7 @@ class Runner:
         returned: bool = False,
     ) -> None:
         takes = compat.layer_masks(self.model)
-        self.cache = AdoptedCache(cache, attended, self.num_rows, takes, self._trims, returned)
+        self._cache = AdoptedCache(cache, attended, self.num_rows, takes, self._trims, returned)
         groups = self.cache.slots.groups
         self._kinds = [kind.within(groups[kind.name].window) for kind in self._kinds]
         self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
@@ -155,7 +175,7 @@ class Runner:
 
     @property
     def mode(self) -> str:
-        """How steps are run now; what they cost depends on it."""
+        """How steps are run now, on which their cost depends."""
         return ""
 
     @property
@@ -163,17 +183,27 @@ class Runner:
         """Whether layers with a window hold no more than that."""
         return self._shape is None
 
+    def launch(self, rows: Rows, draft: DraftTree) -> Any:
+        """Lay out a step and run it.
+
+        Args:
+            rows: The texts.
+            draft: The draft behind their last tokens.
+
+        Returns:
+            The forward's outputs; its logits are [rows, 1 + most nodes or more, vocab].
+        """
+        return self.forward(self.layout(rows, draft))
+
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
-        assert self.cache is not None
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
         tokens = draft.padded(width)[0]
         tokens[:, 0] = rows.last_tokens
         return self._block(tokens, draft, _ahead(rows))
 
     def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
-        """`ahead`: tokens of every row that were fed since the prompt, [rows]."""
-        assert self.cache is not None
+        """Lay out a block; `ahead` counts the tokens of each row fed since the prompt, [rows]."""
         width = tokens.shape[1]
         depths = draft.padded(width)[2]
         self.cache.slots.place(width)
@@ -193,7 +223,7 @@ class Runner:
         slots = self.cache.slots
         uniform = bool((slots.lengths == slots.lengths[0]).all())
         if width == 1 and uniform and not self._windowed and slots.shown is None:
-            return BlockInputs(width, inputs, columns=columns)  # every slot is seen by all
+            return BlockInputs(width, inputs, columns=columns)  # each token sees every slot
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(self.num_rows)])
         built = {
             kind.name: masks.additive(
@@ -207,8 +237,7 @@ class Runner:
         return BlockInputs(width, inputs, self._trees(built, seen), columns)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
-        """What a model that counts positions itself is to count; None where it is told them."""
-        assert self.cache is not None
+        """Columns for a model that counts positions itself; None for one that is given them."""
         if self._names.positions is not None:
             return None
         kind = self._kinds[0]  # of several only where the slots' columns are not asked for
@@ -217,8 +246,7 @@ class Runner:
         return query, key
 
     def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
-        """The masks in the terms of the kernel, which knows windows but no chunks."""
-        assert self.cache is not None
+        """The masks in the terms of the kernel, which supports windows but not chunks."""
         device = self._next_position.device
         if not tree_attention.serves(device, seen.shape[1]):
             return []
@@ -238,8 +266,7 @@ class Runner:
     def _allowed(
         self, kind: masks.MaskKind, seen: np.ndarray, depths: np.ndarray, ahead: np.ndarray
     ) -> np.ndarray:
-        """Who sees which slot of the layers that take this mask, [rows, width, visible] bool."""
-        assert self.cache is not None
+        """Which slots each token sees in layers with this mask, [rows, width, visible] bool."""
         group = self.cache.slots.groups[kind.name]
         limited = kind.window or kind.chunk
         columns = self._columns(group, depths, ahead) if limited else None
@@ -249,7 +276,6 @@ class Runner:
         self, group: SlotGroup, depths: np.ndarray, ahead: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Columns of the block, [rows, width], and of a group's slots, [rows, visible]."""
-        assert self.cache is not None
         query = self.cache.num_columns + ahead[:, None] + depths
         key = self.cache.token_columns(group)
         for row, length in enumerate(group.lengths.tolist()):
@@ -257,7 +283,7 @@ class Runner:
         return query, key
 
     def forward(self, inputs: BlockInputs) -> Any:
-        """Outputs of the model for the block; its logits are [rows, width, vocab]."""
+        """Run the model on a block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
         with attention.step(device, inputs.trees), implicit_positions.step(inputs.columns):
             return self.model(**given, return_dict=True)
@@ -268,7 +294,6 @@ class Runner:
         Returns:
             Accepted tokens whose K and V had to be moved.
         """
-        assert self.cache is not None
         slots = self.cache.slots
         accepted = verdict.num_accepted
         moved = self._close_gaps(verdict, accepted) if len(verdict.path) else 0
@@ -276,8 +301,7 @@ class Runner:
         return moved
 
     def _close_gaps(self, verdict: Verdict, accepted: np.ndarray) -> int:
-        """Move the accepted paths together; nothing is touched where they are chains already."""
-        assert self.cache is not None
+        """Move the accepted paths together, unless they are chains already."""
         identity = np.arange(1 + int(accepted.max()))
         path = np.tile(identity, (self.num_rows, 1))
         for row, count in enumerate(accepted.tolist()):
@@ -294,25 +318,19 @@ class Runner:
         return moved
 
     def end(self) -> None:
-        """The call is over, or has failed; the cache is handed back after that."""
+        """End the call; its cache was handed back, or nobody needs it."""
 
     @property
     def fed(self) -> np.ndarray:
-        """Tokens behind the prompt that each row keeps in the cache, [rows]."""
-        assert self.cache is not None
+        """Tokens behind the prompt that each row has in the cache, [rows]."""
         return self.cache.slots.lengths - (self.cache.num_columns - self.cache.pads)
 
-    @property
-    def num_fed(self) -> int:
-        """The same of all rows."""
-        return int(self.fed.min())
-
     def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> Any:
-        """Put further tokens of every row into the cache, in one forward; `keep` keeps them.
+        """Run further tokens of every row in one forward; `keep` then keeps them in the cache.
 
         Args:
             tokens: Tokens per row, the last token of the row first; rows may have none.
-            ahead: Tokens of every row that were fed since the prompt, [rows].
+            ahead: Tokens of each row that were fed since the prompt, [rows].
         """
         width = max(map(len, tokens))
         block = np.zeros((self.num_rows, width), np.int64)
@@ -323,14 +341,13 @@ class Runner:
 
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]."""
-        assert self.cache is not None
         self.cache.slots.lengths += counts
 
 
 def _ahead(rows: Rows) -> np.ndarray:
-    """Tokens of every row that were fed since the prompt, [rows].
+    """Tokens of each row that were fed since the prompt, [rows].
 
-    A text that has ended may have filled a table of positions, whose end its last token is.
+    The last token of a text that has ended may be the end of a table of positions.
     """
     ahead = rows.num_emitted - 1
     return np.minimum(ahead, ahead[rows.live].max(initial=0))

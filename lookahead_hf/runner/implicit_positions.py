@@ -1,4 +1,4 @@
-"""Positions that a decoder counts itself, from the length of its cache: by our columns instead."""
+"""Replaces the positions that a decoder counts from its cache's length by those of our columns."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from lookahead_hf import compat
+from lookahead_hf.model_state import state_of
 
 Columns = tuple[torch.Tensor, torch.Tensor]
 """Column of every token of a block, [rows, width], and of every slot it sees, [rows, slots]."""
 
 _step = threading.local()
-_lock = threading.Lock()
-_users: WeakKeyDictionary[nn.Module, tuple[int, list[Callable[[], None]]]] = WeakKeyDictionary()
 
 
 @contextmanager
 def step(columns: Columns | None) -> Iterator[None]:
-    """Mark the forward in progress, on this thread, as one of tokens that stand in these columns.
-
-    None for a model that is told its positions.
-    """
+    """Set the columns of the tokens in this thread's forward; None for a model given positions."""
     outer = getattr(_step, "columns", None)
     _step.columns = columns
     try:
@@ -37,30 +32,30 @@ def step(columns: Columns | None) -> Iterator[None]:
 
 @contextmanager
 def laid_under(model: nn.Module) -> Iterator[None]:
-    """Let a model that counts positions itself ask us, for the length of a call.
+    """Let a model that counts positions itself use our columns for the length of a call.
 
-    Forwards that are not ours, also those of other threads meanwhile, count as before.
+    All other forwards, such as those of other threads meanwhile, count as before.
     """
     if not compat.counts_positions(model):
         yield
         return
-    with _lock:
-        count, undo = _users.get(model, (0, []))
-        _users[model] = count + 1, undo or _lay(model)
+    state = state_of(model)
+    with state.lock:
+        state.num_counted += 1
+        state.undo_counting = state.undo_counting or _lay(model)
     try:
         yield
     finally:
-        with _lock:
-            count, undo = _users.pop(model)
-            if count > 1:
-                _users[model] = count - 1, undo
-            else:
+        with state.lock:
+            state.num_counted -= 1
+            if not state.num_counted:
+                undo, state.undo_counting = state.undo_counting, []
                 for each in undo:
                     each()
 
 
 def _lay(model: nn.Module) -> list[Callable[[], None]]:
-    """Put our answers in, and return what takes them out again."""
+    """Replace what counts positions, and return what undoes that."""
     undo: list[Callable[[], None]] = []
     for table in compat.counted_tables(model):
         undo.append(_put(table, "forward", _looked_up(table)))
@@ -70,7 +65,7 @@ def _lay(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _put(module: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Give one module object a method of its own, and return what takes it away again."""
+    """Give one module object a method of its own, and return what undoes that."""
     own = vars(module)
     found = own.get(name)
     own[name] = function
@@ -85,17 +80,17 @@ def _put(module: Any, name: str, function: Callable[..., Any]) -> Callable[[], N
 
 
 def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
-    """A table's `forward` that is its own in all forwards but ours."""
+    """A `forward` for a table that differs from its own within our forwards only."""
     original = table.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        """The entries for the block, whose token ids come first, [rows, width, dim]."""
+        """Return the block's entries, [rows, width, dim]; token ids are the first argument."""
         columns: Columns | None = getattr(_step, "columns", None)
         if columns is None:
             return original(*args, **kwargs)
         if compat.grows(table):
             return compat.entries_of_columns(table, columns[0].to(args[0].device), args[0])
-        # By its own lookup, since offloaded weights are there while it runs and at no other time.
+        # By the table's own lookup, as offloaded weights are present only while it runs.
         entries = original(*args, **{**kwargs, "position_ids": columns[0]})
         return entries.reshape(*columns[0].shape, -1)
 
@@ -103,10 +98,10 @@ def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
 
 
 def _by_column(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A `compute_bias` that is `original` in all forwards but ours."""
+    """A `compute_bias` that differs from `original` within our forwards only."""
 
     def compute_bias(query_length: int, key_length: int, **kwargs: Any) -> torch.Tensor:
-        """Bias of every token of the block and every slot, [rows, heads, width, slots]."""
+        """Return the bias of every block token and slot, [rows, heads, width, slots]."""
         columns: Columns | None = getattr(_step, "columns", None)
         if columns is None:
             return original(query_length, key_length, **kwargs)

@@ -1,4 +1,4 @@
-"""Logits inside the prompt: what the target expected there, for drafting, a few rows at a time."""
+"""Logits within the prompt, for drafting: what the target expected there, in small pieces."""
 
 from __future__ import annotations
 
@@ -17,28 +17,26 @@ CHUNK = 64
 
 
 class PromptStates:
-    """The prompt's last hidden states, kept from its prefill until drafting has looked at them.
+    """The prompt's last hidden states, kept from its prefill until drafting has read them."""
 
-    Attributes:
-        wanted: Whether they are kept at all: to look at them takes a part of the model, which a
-            single one of several processes may not be able to run.
-    """
+    def __init__(self, model: Any, keeps: bool = True) -> None:
+        """`keeps`: whether there is anything to keep.
 
-    wanted = True
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
+        Computing logits from the states runs a part of the model, which may take all of the
+        processes that run the model together.
+        """
+        self._model, self._keeps = model, keeps
         self._states: torch.Tensor | None = None  # [rows, columns of the last forward, hidden]
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Keep what the decoder returns to this thread; nothing where the model has no decoder.
+        """Keep what the decoder returns to this thread, if the model has one that is not compiled.
 
-        Nor where it is compiled: a hook would be compiled along, for good or not at all.
+        A hook on a compiled decoder would be compiled with it for good, or be ignored.
         """
         decoder = self._model.get_decoder() if hasattr(self._model, "get_decoder") else None
         if (
-            not self.wanted
+            not self._keeps
             or is_compiled(self._model)
             or decoder is None
             or decoder is self._model
@@ -68,18 +66,18 @@ class PromptStates:
 
     @property
     def num_columns(self) -> int:
-        """Newest columns of the prompt whose logits can be had."""
+        """Newest columns of the prompt whose logits can be computed."""
         return 0 if self._states is None else int(self._states.shape[1])
 
     @torch.no_grad()
     def logits(self, row: int, columns: np.ndarray) -> Iterator[torch.Tensor]:
-        """Logits after chosen tokens of a row, in pieces, [1, at most 64, vocab] each.
+        """Yield logits after chosen tokens of a row, in pieces of [1, at most 64, vocab].
 
-        A scale or cap that the model puts on its logits is left out: it keeps their order.
+        The model's scale or cap on its logits is left out, since it keeps their order.
 
         Args:
             row: The row.
-            columns: Ascending places among the newest columns, [tokens], 0 the oldest that is held.
+            columns: Ascending indices into the columns that are held, [tokens]; 0 is the oldest.
         """
         assert self._states is not None
         head, states = self._head(), self._states[row]

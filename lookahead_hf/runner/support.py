@@ -47,11 +47,23 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
     check_trial(model)
 
 
-def check_call(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """The same without a trial of the model, which takes some forwards."""
-    check_kind(model)
-    shows = generation_config.return_dict_in_generate and generation_config.output_attentions
-    check_cache(model, model_kwargs.get("past_key_values"), bool(shows))
+def check_call(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *, is_checked: bool = False
+) -> None:
+    """The same without the self test, which takes some forwards.
+
+    Args:
+        model: The model.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`.
+        is_checked: Whether `check_kind` has passed, and `check_cache` with the caller's cache.
+    """
+    cache = model_kwargs.get("past_key_values")
+    if not is_checked:
+        check_kind(model)
+    if not (is_checked and compat.is_users_cache(cache)):
+        shows = generation_config.return_dict_in_generate and generation_config.output_attentions
+        check_cache(model, cache, bool(shows))
     _check_arguments(model, model_kwargs)
     prefix_tuning.check(model, generation_config, model_kwargs)
 

@@ -16,7 +16,7 @@ def pays(device: torch.device, num_rows: int) -> bool:
     return device.type != "cpu" and num_rows > 1
 
 
-class Waves(Walk):
+class BatchedWalk(Walk):
     """Chooses the next token of every row that goes on, then the one after it, and so on.
 
     What looks at scores alone is called once a wave, with as many rows as plain's batch has: it
@@ -24,13 +24,11 @@ class Waves(Walk):
     """
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        """Decide one step and emit its tokens; see `Walk.verify`."""
         if self._choices_are_free:
             return super().verify(rows, draft, logits)
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        self._live, self._paths = live, paths
         going = np.flatnonzero(live).tolist()
         while going:
             nodes = [paths[row][-1] + 1 if paths[row] else 0 for row in going]
@@ -44,7 +42,6 @@ class Waves(Walk):
                     paths[row].append(child)
                     on_path.append(row)
             going = on_path
-        self._paths = None
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
 
     def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
@@ -53,9 +50,9 @@ class Waves(Walk):
         raw = logits.to(copy=True, dtype=torch.float32, device=rules.device)
         scores = rules.processors.of_rows(going, lambda row: self._ids(rows, row), raw)
         for row, chosen_by, given in zip(going, scores, raw, strict=True):
-            rules.records.choose(row, chosen_by, given)
-        if rules.noise is None:
+            rules.outputs.choose(row, chosen_by, given)
+        if not rules.do_sample:
             chosen: list[int] = scores.argmax(-1).tolist()
             return chosen
-        assert isinstance(rules.noise, Noise)
-        return rules.noise.pick_each(scores.softmax(-1), going, rows.num_emitted[going])
+        assert isinstance(self._noise, Noise)
+        return self._noise.pick_each(scores.softmax(-1), going, rows.num_emitted[going])

@@ -10,8 +10,8 @@ from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda.runner import DeviceOutputs, Scores
-from lookahead_hf.verification.batched_walk import Waves
+from lookahead_hf.runner.cuda.runner import DeviceOutputs, Scores, Scoring
+from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.walk import Rules
 
@@ -40,7 +40,7 @@ def admits(processors: Any) -> bool:
     return type(processors) is hf.LogitsProcessorList and all(type(p) in KNOWN for p in processors)
 
 
-class Device(Waves):
+class Device(BatchedWalk):
     """Reads the accepted paths off the device and says where the texts end.
 
     The first token, which has no step of its own, is chosen as in a wave.
@@ -52,7 +52,11 @@ class Device(Waves):
         """`processors`: such as `admits` admits."""
         super().__init__(rules)
         self._processors = processors
-        self._decided: Verdict | None = None
+
+    @property
+    def scoring(self) -> Scoring | None:
+        alters = self.rules.do_sample or not self.rules.processors.empty
+        return self.scores if alters else None
 
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """What the tokens of a step are chosen by: logits of all nodes, [rows, width, vocab]."""
@@ -61,20 +65,20 @@ class Device(Waves):
         for processor in self._processors:
             scores = processor(ids, scores)
         scores = scores.view_as(logits)
-        if self.rules.noise is None:
+        if not self.rules.do_sample:
             return Scores(scores)
-        assert isinstance(self.rules.noise, Noise)
+        assert isinstance(self._noise, Noise)
         probs = scores.softmax(-1)
         depths = int(draft.depth.max(initial=0)) + 1
-        noise = self.rules.noise.blocks(rows.num_emitted, depths)
+        noise = self._noise.blocks(rows.num_emitted, depths)
         return Scores(probs, noise, probs.amax(-1).isfinite().long())
 
-    def read(self, rows: Rows, draft: DraftTree, outputs: DeviceOutputs) -> Verdict:
-        """Wait for a step, emit its tokens and mark the rows that end; see `Walk.verify`."""
-        live, packed = rows.live, outputs.walk.take()
+    def read(self, rows: Rows, draft: DraftTree, step: DeviceOutputs) -> Verdict:
+        """Wait for a step on the device; see `Verifier.read`."""
+        live, packed = rows.live, step.walk.take()
         accepted, path = np.where(live, packed[:, 0], 0), packed[:, 2:]
-        if outputs.is_finite is not None:
-            self._refuse_what_is_not_finite(outputs.is_finite.take(), path, accepted, live)
+        if step.is_finite is not None:
+            self._refuse_what_is_not_finite(step.is_finite.take(), path, accepted, live)
         tokens = _tokens(rows.num_rows, draft, path, accepted, packed[:, 1])
         counts = np.where(live, accepted + 1, 0)
         columns = rows.prompt_columns + rows.num_emitted
@@ -83,7 +87,7 @@ class Device(Waves):
         self.rules.stopping.warn_rows(columns + kept, lambda row: self._ids(rows, row))
         rows.end_rows(ended)
         on_path = np.maximum(kept - 1, 0)
-        self._decided = verdict = Verdict(
+        verdict = Verdict(
             _offsets(kept),
             tokens[np.arange(tokens.shape[1]) < kept[:, None]],
             _offsets(on_path),
@@ -93,7 +97,6 @@ class Device(Waves):
         )
         if self.rules.stream.is_heard:
             self._stream(verdict)
-        self._decided = None
         return verdict
 
     def _stream(self, verdict: Verdict) -> None:
@@ -102,10 +105,6 @@ class Device(Waves):
             for token in tokens:
                 self.rules.stream.push(row, token)
             self.rules.stream.push(row, last, bool(verdict.finished[row]))
-
-    @property
-    def so_far(self) -> Verdict | None:
-        return self._decided
 
     def _refuse_what_is_not_finite(
         self, finite: np.ndarray, path: np.ndarray, accepted: np.ndarray, live: np.ndarray

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from lookahead_hf.distributed.coordinator import Alone
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.generation.outputs import Records
+from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import Rows
+from lookahead_hf.verification.verifier import HostVerifier
 
 
-class Lockstep:
+class Lockstep(HostVerifier):
     """Calls processors and criteria once per decoding step, with plain's own [rows, columns].
 
     The walk goes on while every row has a child that was drafted. A finished row is fed pads, as in
     plain, and drafts them, so that it keeps nobody from going on. Without an eos criterion plain
     writes on in rows that have ended until all have: so long they count as live here.
-
-    Attributes:
-        so_far: What stands of a step that broke off; None outside of steps.
     """
 
     name = "lockstep"
 
     def __init__(
         self,
-        processors: Any,
-        criteria: Any,
-        do_sample: bool,
-        pad: int | None,
-        device: torch.device,
-        records: Records,
+        call: PreparedCall,
+        outputs: RequestedOutputs,
         stream: ColumnStream,
+        processes: Alone,
     ) -> None:
-        """Take over a call's processors and criteria as `generate` prepared them."""
-        self._processors, self._criteria = processors, criteria
-        self._do_sample, self._device, self._records = do_sample, device, records
-        self._stream = stream
-        self._paths: list[np.ndarray] | None = None  # of the step in progress, [rows] each
-        self._pad = pad if any(hasattr(c, "eos_token_id") for c in criteria) else None
+        super().__init__(processes)
+        self._processors, self._criteria = call.processors, call.criteria
+        self._do_sample, self._device = call.do_sample, call.input_ids.device
+        self._outputs, self._stream = outputs, stream
+        self._pad = call.pad if any(hasattr(c, "eos_token_id") for c in call.criteria) else None
         self._ended = np.zeros(1, bool)  # [rows] from the first step on
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
@@ -51,11 +45,10 @@ class Lockstep:
         return draft.with_chains(np.full(int(draft.depth.max()), self._pad), rows.finished)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        """Decide one step and emit its tokens; see `Walk.verify`."""
         took_part, before = rows.live, rows.num_text
         tokens: list[np.ndarray] = []
         nodes = np.full(rows.num_rows, ROOT)
-        self._paths = paths = list[np.ndarray]()
+        paths: list[np.ndarray] = []
         every = torch.arange(rows.num_rows, device=logits.device)
         while True:
             at = torch.from_numpy(nodes + 1).to(logits.device)
@@ -68,16 +61,10 @@ class Lockstep:
                 break
             nodes = np.array(children)
             paths.append(nodes)
-        self._paths = None
         return _verdict(tokens, paths, took_part, rows.finished.copy(), rows.num_text - before)
 
-    @property
-    def so_far(self) -> Verdict | None:
-        if self._paths is None:
-            return None
-        # As if the tokens after the paths were chosen: the cache holds what they would follow.
-        chosen = [np.zeros(len(self._ended), np.int64)] * (1 + len(self._paths))
-        return _verdict(chosen, self._paths, ~self._ended, self._ended)
+    def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
+        raise AssertionError("in lockstep finished rows are fed their pads in the steps")
 
     def _step(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
         """One decoding step of plain's: the tokens of all rows, [rows]."""
@@ -85,7 +72,7 @@ class Lockstep:
         raw = logits.to(copy=True, dtype=torch.float32, device=self._device)
         scores = self._processors(ids, raw)
         for row in range(rows.num_rows):
-            self._records.choose(row, scores[row], raw[row])
+            self._outputs.choose(row, scores[row], raw[row])
         tokens = self._chosen(scores).to("cpu").numpy().astype(np.int64)
         if self._pad is not None:
             tokens[rows.finished] = self._pad
@@ -109,7 +96,7 @@ class Lockstep:
         """Rows that the criteria have ended by now, [rows] bool."""
         going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
         unfinished = torch.from_numpy(going).to(self._device)
-        unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far())
+        unfinished = unfinished & ~self._criteria(self._ids(rows), self._outputs.scores_so_far())
         ended: np.ndarray = unfinished.to("cpu").numpy() == 0
         return ended
 

@@ -34,7 +34,7 @@ class Rejection(Walk):
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         rules = self.rules
-        at_once = rules.processors.scores_only and not rules.records.chooses
+        at_once = rules.processors.scores_only and not rules.outputs.chooses
         at_once &= kernels.backend(logits.device) == "triton"
         self._walked = self._walk_all(draft, logits) if at_once else None
         return super().verify(rows, draft, logits)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lookahead_hf.distributed.coordinator import Alone
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.generation.outputs import Records
+from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.noise import Noise, NoiseInOrder
 from lookahead_hf.verification.stopping import RowStopping
+from lookahead_hf.verification.verifier import HostVerifier
 
 Decide = Callable[[int], tuple[int, int | None]]
 """A node to the token after it and the child that holds that token, None if none does."""
@@ -22,68 +24,66 @@ Decide = Callable[[int], tuple[int, int | None]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How this call chooses tokens and when its texts end.
+    """How a call chooses tokens and when its texts end.
 
     Attributes:
         processors: Logits processors and warpers, applied to a node with its own prefix.
         stopping: Stopping criteria, asked after every token.
-        noise: The noise that plain sampling draws; None chooses the likeliest token.
-        records: What the caller asked to see of each choice.
-        device: Where processors and criteria expect their tensors.
+        outputs: Keeps what the caller asked to see of each choice.
         stream: Gets every token once the criteria were asked about it, as plain's streamer does.
+        device: Where processors and criteria expect their tensors.
+        pad: What finished rows are fed.
+        do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
+        in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
+        processes: Who decides where several processes run the model.
     """
 
     processors: RowProcessors
     stopping: RowStopping
-    noise: Noise | NoiseInOrder | None
-    records: Records
+    outputs: RequestedOutputs
+    stream: ColumnStream
     device: torch.device
-    stream: ColumnStream = ColumnStream(None, 0, None)  # which nobody hears
+    pad: int | None = None
+    do_sample: bool = False
+    in_order: bool = False
+    processes: Alone = Alone()
 
 
-class Walk:
-    """Verifies node by node: processors and criteria see what plain `generate` shows them.
-
-    Attributes:
-        so_far: What stands of a step that broke off; None outside of steps.
-    """
+class Walk(HostVerifier):
+    """Verifies node by node: processors and criteria see what plain `generate` shows them."""
 
     name = "walk"
 
     def __init__(self, rules: Rules) -> None:
+        super().__init__(rules.processes)
         self.rules = rules
-        self._live = np.zeros(0, bool)
-        self._paths: list[list[int]] | None = None  # of the step in progress
+        self._noise: Noise | NoiseInOrder = NoiseInOrder()
+
+    def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
+        if self.rules.do_sample and not self.rules.in_order:
+            self._noise = Noise(rows.num_rows, logits.shape[-1], self.rules.device)
+        return super().first(rows, logits)
+
+    def end(self, rows: Rows) -> None:
+        stream = self.rules.stream
+        with self._noise:
+            # A streamer that raised did so at a column that plain had drawn, too.
+            self._noise.finish(stream.num_begun if stream.is_heard else rows.num_columns)
+
+    def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
+        if self.rules.outputs.chooses:
+            self.score(rows, row, logits)
+        rows.emit(row, self.rules.pad or 0)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        """Decide one step and emit its tokens.
-
-        Args:
-            rows: The texts; the emitted tokens are appended and finished rows marked.
-            draft: What was fed behind the last tokens.
-            logits: The target's, [rows, 1 + most nodes, vocab].
-        """
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        self._live, self._paths = live, paths
         choices = self._choices(logits)
         for row in np.flatnonzero(live).tolist():
             decide = self._decider(rows, row, draft, logits, choices)
             self._walk_row(rows, row, decide, tokens[row], paths[row])
-        self._paths = None
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
-
-    @property
-    def so_far(self) -> Verdict | None:
-        if self._paths is None:
-            return None
-        # As if the token after every path were chosen: the cache holds what it would follow.
-        chosen = [
-            [0] * (1 + len(path)) if is_live else []
-            for path, is_live in zip(self._paths, self._live, strict=True)
-        ]
-        return Verdict.from_rows(chosen, self._paths, self._live, ~self._live)
 
     def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
         """Every node's likeliest token where nothing alters the logits, [rows, nodes].
@@ -98,7 +98,7 @@ class Walk:
     def _choices_are_free(self) -> bool:
         """Whether the likeliest token is chosen, and nobody asked by what."""
         rules = self.rules
-        return rules.noise is None and rules.processors.empty and not rules.records.chooses
+        return not (rules.do_sample or rules.outputs.chooses) and rules.processors.empty
 
     def _walk_row(
         self, rows: Rows, row: int, decide: Decide, tokens: list[int], path: list[int]
@@ -146,9 +146,9 @@ class Walk:
         if self._choices_are_free:
             return _argmax(logits)
         scores = self.score(rows, row, logits)
-        if rules.noise is None:
+        if not rules.do_sample:
             return _argmax(scores[0])
-        return rules.noise.pick(scores.softmax(-1), row, int(rows.num_emitted[row]))
+        return self._noise.pick(scores.softmax(-1), row, int(rows.num_emitted[row]))
 
     def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
         """The processed scores after these logits, [1, vocab] float32, recorded where asked for."""
@@ -156,12 +156,12 @@ class Walk:
         raw = logits[None].to(copy=True, dtype=torch.float32, device=rules.device)
         empty = rules.processors.empty
         scores = raw if empty else rules.processors(row, self._ids(rows, row), raw)
-        rules.records.choose(row, scores[0], raw[0])
+        rules.outputs.choose(row, scores[0], raw[0])
         return scores
 
     def _stops(self, rows: Rows, row: int, token: int) -> bool:
         stops, columns = self.rules.stopping.stops, len(rows.ids(row))
-        scores = self.rules.records.scores_so_far
+        scores = self.rules.outputs.scores_so_far
         return stops(row, token, columns, lambda: self._ids(rows, row), scores)
 
     def _ids(self, rows: Rows, row: int) -> torch.Tensor:

@@ -54,15 +54,15 @@ def test_a_message_says_what_was_put_in(seed: int) -> None:
         verdict, draft = some_verdict(chance, rows), some_tree(chance, rows.num_rows)
         sent = message.packed(rows, verdict, draft, MOST)
         assert sent.shape == message.shape(rows.num_rows, MOST) and sent.dtype == np.int32
-        told = message.unpacked(sent)
-        assert told is not None
+        received = message.unpacked(sent)
+        assert received is not None
         for row in range(rows.num_rows):
-            assert told.tokens[row] == verdict.emitted(row).tolist()
-            assert told.paths[row] == verdict.accepted(row).tolist()
-        assert told.finished.tolist() == rows.finished.tolist()
-        assert told.num_text.tolist() == rows.num_text.tolist()
+            assert received.tokens[row] == verdict.emitted(row).tolist()
+            assert received.paths[row] == verdict.accepted(row).tolist()
+        assert received.finished.tolist() == rows.finished.tolist()
+        assert received.num_text.tolist() == rows.num_text.tolist()
         for name in ("row_offsets", "token_ids", "parents", "depth"):
-            assert getattr(told.draft, name).tolist() == getattr(draft, name).tolist()
+            assert getattr(received.draft, name).tolist() == getattr(draft, name).tolist()
 
 
 def test_a_message_that_breaks_off_says_nothing_else() -> None:

@@ -103,12 +103,13 @@ TESTED_ELSEWHERE = (
     ),
     Elsewhere(
         "a model with a custom_generate repository of its own",
-        (f"{_OWNERS}::test_a_repository_that_ends_in_generate",),
-        "speculates, same text, where the repository's function hands its arguments to `generate`",
+        (f"{_OWNERS}::test_a_repository_that_declares_to_pass_its_arguments_on",),
+        "speculates, same text, where the repository's function sets "
+        "`speculative_passthrough = True`: it passes its keyword arguments on to `generate`",
     ),
     Elsewhere(
-        "the same, with a decoding loop in the repository",
-        (f"{_OWNERS}::test_a_repository_with_a_loop_of_its_own",),
+        "the same, without that declaration",
+        (f"{_OWNERS}::test_a_repository_that_declares_nothing",),
         "plain generation (`own_generate`)",
     ),
     Elsewhere(

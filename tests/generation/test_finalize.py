@@ -94,7 +94,7 @@ def test_stop_strings(
     got = run(model, **given, speculative=True)
     assert torch.equal(got, expected)
     (call,) = decoding.calls
-    assert [type(each) for each in call.stopping_criteria] == [
+    assert [type(each) for each in call.criteria] == [
         MaxLengthCriteria,
         StopStringCriteria,
     ]
@@ -117,9 +117,9 @@ def test_stop_strings_beside_criteria_of_the_callers(
     criteria = StoppingCriteriaList([mine])
     run(model, **given, stopping_criteria=criteria, speculative=True)
     assert list(criteria) == [mine]
-    assert [type(c) for c in decoding.calls[0].stopping_criteria][1:] == [Mine, StopStringCriteria]
+    assert [type(c) for c in decoding.calls[0].criteria][1:] == [Mine, StopStringCriteria]
     run(model, **given, stopping_criteria=[own], speculative=True)
-    found = [c for c in decoding.calls[1].stopping_criteria if isinstance(c, StopStringCriteria)]
+    found = [c for c in decoding.calls[1].criteria if isinstance(c, StopStringCriteria)]
     assert found == [own]
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from lookahead_hf.generation.options import Arguments, HeldStreamer, read_prediction
+from lookahead_hf.generation.options import GenerateArguments, read_prediction
+from lookahead_hf.generation.streaming import HeldStreamer
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import characters, prompt, tiny
 
@@ -77,10 +78,10 @@ def test_a_text_needs_a_tokenizer() -> None:
     assert [row.tolist() for row in read_prediction("&'(", processor)] == [IDS]
 
 
-def arguments(*args: Any, **kwargs: Any) -> Arguments:
+def arguments(*args: Any, **kwargs: Any) -> GenerateArguments:
     model = tiny("llama")
     model.generation_config.top_k = 7
-    return Arguments(model, model.generate, args, kwargs)
+    return GenerateArguments(model, model.generate, args, kwargs)
 
 
 def test_positional_arguments_get_their_names() -> None:
@@ -99,7 +100,7 @@ def test_arguments_of_a_bare_wrapper_get_transformers_names(fixed: bool) -> None
 
     wrapper = with_inputs if fixed else bare
     ids, config = prompt(), GenerationConfig(top_k=3)
-    found = Arguments(tiny("llama"), wrapper, (ids, config), {"top_p": 0.5})
+    found = GenerateArguments(tiny("llama"), wrapper, (ids, config), {"top_p": 0.5})
     assert found.given == {"inputs": ids, "generation_config": config, "top_p": 0.5}
     assert found.setting("top_k") == 3
 
@@ -122,7 +123,7 @@ def test_settings_equal_what_generate_prepares() -> None:
     config = GenerationConfig(num_beams=3, guidance_scale=1.5)
     for kwargs in ({}, {"generation_config": config}, {"num_beams": 1, "use_cache": False}):
         prepared, _ = model._prepare_generation_config(**{"generation_config": None, **kwargs})
-        found = Arguments(model, model.generate, (), kwargs)
+        found = GenerateArguments(model, model.generate, (), kwargs)
         for name in ("num_beams", "use_cache", "guidance_scale", "penalty_alpha", "stop_strings"):
             assert found.setting(name) == getattr(prepared, name), name
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import lookahead_hf
-from lookahead_hf.generation.outputs import Records
+from lookahead_hf.generation.outputs import RequestedOutputs
 from tests.helpers.models import prompt, tiny
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import RandomTrees, continuations, scripted
@@ -113,7 +113,7 @@ def test_scores_are_not_put_together_where_nobody_looks(
     model = tiny("llama")
     plain = scored(model, rows)
     asked: list[int] = []
-    monkeypatch.setattr(Records, "scores_so_far", lambda self: asked.append(1))
+    monkeypatch.setattr(RequestedOutputs, "scores_so_far", lambda self: asked.append(1))
     ours = scored(model, rows, plain.sequences)
     assert ours.speculative_stats.num_accepted > 0
     assert not asked

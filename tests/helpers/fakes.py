@@ -10,53 +10,31 @@ import torch
 from transformers.generation import BaseStreamer
 
 from lookahead_hf import stats
-
-
-@dataclass
-class Decoded:
-    """One call that reached decoding."""
-
-    model: Any
-    input_ids: torch.Tensor
-    stopping_criteria: Any
-    generation_config: Any
-    model_kwargs: dict[str, Any]
-    request: Any
+from lookahead_hf.generation.call import PreparedCall
 
 
 @dataclass
 class PlainDecoding:
     """Takes the place of `decode`: keeps every call that reaches it and runs plain's own loop."""
 
-    calls: list[Decoded] = field(default_factory=list)
-    before: Callable[[Decoded], None] = lambda call: None
+    calls: list[PreparedCall] = field(default_factory=list)
+    before: Callable[[PreparedCall], None] = lambda call: None
 
-    def __call__(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        request: Any,
-    ) -> Any:
-        call = Decoded(
-            model, input_ids, stopping_criteria, generation_config, dict(model_kwargs), request
-        )
+    def __call__(self, call: PreparedCall) -> Any:
         self.calls.append(call)
         self.before(call)
-        if request.streamer is not None:
-            request.streamer.put(input_ids.cpu())
-        output = model._sample(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=request.streamer,
-            **model_kwargs,
+        streamer = call.request.streamer
+        if streamer is not None:
+            streamer.put(call.input_ids.cpu())
+        output = call.model._sample(
+            call.input_ids,
+            logits_processor=call.processors,
+            stopping_criteria=call.criteria,
+            generation_config=call.generation_config,
+            streamer=streamer,
+            **call.model_kwargs,
         )
-        stats.publish(model, stats.SpeculativeStats(rows=len(input_ids), engine="plain"))
+        stats.publish(call.model, stats.SpeculativeStats(rows=call.num_rows, engine="plain"))
         return output
 
 

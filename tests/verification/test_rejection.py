@@ -26,7 +26,8 @@ from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.sources.assistant.picks import Drawn
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
-from lookahead_hf.generation.outputs import Records
+from lookahead_hf.generation.outputs import RequestedOutputs
+from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification import rejection
@@ -64,9 +65,11 @@ def engine(
         Rules(
             RowProcessors(hf.LogitsProcessorList(processors), num_rows, 1),
             RowStopping(criteria, num_rows),
-            None,
-            Records(silent, num_rows),
+            RequestedOutputs(silent, num_rows),
+            ColumnStream(None, num_rows, None),
             torch.device("cpu"),
+            do_sample=True,
+            in_order=True,
         )
     )
 

@@ -1,0 +1,183 @@
+"""How the parts of one decoded call are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.distributed import coordinator
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.registry import Resources
+from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, sources_of
+from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.generation.options import Request
+from lookahead_hf.generation.outputs import RequestedOutputs
+from lookahead_hf.generation.session import DecodingSession, Drafts
+from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.rows import rows_of
+from lookahead_hf.runner import positions, self_test, support
+from lookahead_hf.runner.compiled import CompiledRunner
+from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.torch_compile import is_compiled
+from lookahead_hf.stats import StatsRecorder
+from lookahead_hf.verification.device import Device
+from lookahead_hf.verification.select import choose_verifier
+from lookahead_hf.verification.verifier import Verifier
+
+if TYPE_CHECKING:
+    from lookahead_hf.rows import EncoderInputs
+
+
+def assemble(call: PreparedCall) -> DecodingSession:
+    """Put the parts of a call together; nothing is emitted, and the prompt is not run.
+
+    Raises:
+        Unserved: The call cannot be speculated.
+        ValueError: An option, a pool or a prediction is wrong.
+    """
+    model, request, encoder_inputs = call.model, call.request, call.encoder_inputs
+    processes = _processes(call)
+    position_ids = _checked_positions(call)
+    drafters = build_drafters(
+        model, request, call.num_rows, call.do_sample, encoder_inputs, call.processors
+    )
+    support.check_trial(model)
+    shape, by_kernel = _block_shape(call)
+
+    stats = StatsRecorder(call.num_rows)
+    mask = call.model_kwargs.get(compat.decoder_names(model).mask)
+    rows = rows_of(call.input_ids, mask, encoder_inputs)
+    outputs = RequestedOutputs(
+        call.generation_config, call.num_rows, call.model_kwargs.get("encoder_outputs")
+    )
+    stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
+    verifier = choose_verifier(call, outputs, stream, processes)
+    runner = _runner(call, shape, verifier, processes)
+    drafting = DraftSession(
+        model,
+        request.config,
+        rows,
+        drafters,
+        do_sample=call.do_sample,
+        vocab_size=int(compat.text_config(model).vocab_size),
+        max_new_tokens=positions.num_draftable(model, position_ids, call.num_new),
+        target=runner,
+        chains=request.config.draft_invariant and not by_kernel,
+    )
+    return DecodingSession(
+        call=call,
+        rows=rows,
+        drafts=Drafts(drafting, verifier, processes),
+        runner=runner,
+        verifier=verifier,
+        processes=processes,
+        stream=stream,
+        outputs=outputs,
+        stats=stats,
+        by_kernel=by_kernel,
+    )
+
+
+def build_drafters(
+    model: Any,
+    request: Request,
+    num_rows: int | None,
+    do_sample: bool,
+    encoder_inputs: EncoderInputs | None = None,
+    processors: Sequence[Any] = (),
+) -> list[Drafter]:
+    """Build what drafts in a call; this costs little and runs nothing.
+
+    Args:
+        model: The target.
+        request: What the caller asked for.
+        num_rows: Rows of the call, None where that is not known.
+        do_sample: Whether tokens are sampled.
+        encoder_inputs: What the target's encoder was given.
+        processors: The call's logits processors.
+
+    Raises:
+        ValueError: An option, a pool or a prediction is wrong.
+    """
+    config, predictions = request.config, request.prediction
+    resources = Resources(
+        predictions=predictions,
+        assistant=request.assistant_model,
+        tokenizers=(request.tokenizer, request.assistant_tokenizer),
+        encoder_inputs=encoder_inputs,
+        vocab_size=int(compat.text_config(model).vocab_size),
+        processors=processors,
+        draws=request.draws(do_sample),
+        pool=config.pool,
+        learn=config.learn,
+        settings=request.assistant_settings,
+    )
+    if num_rows is None:
+        num_rows = len(predictions or ())
+    return sources_of(model, config, num_rows, resources)
+
+
+def _processes(call: PreparedCall) -> coordinator.Alone:
+    """Who decides where several processes run the model."""
+    request = call.request
+    return coordinator.of_call(
+        call.model,
+        call.input_ids.device,
+        call.num_rows,
+        request.config.max_draft_nodes,
+        synced=request.synced_gpus,
+        draws=request.draws(call.do_sample),
+        assistant=request.assistant_model,
+    )
+
+
+def _checked_positions(call: PreparedCall) -> torch.Tensor:
+    """The prompt's positions, [..., rows, columns]; raises Unserved where the call has to."""
+    model = call.model
+    support.check_call(model, call.generation_config, call.model_kwargs, is_checked=call.is_checked)
+    support.check_room(model, call.input_ids, call.generation_config, call.model_kwargs)
+    position_ids = positions.of_prompt(model, call.input_ids, call.model_kwargs)
+    assert position_ids is not None
+    positions.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
+    return position_ids
+
+
+def _block_shape(call: PreparedCall) -> tuple[BlockShape | None, bool]:
+    """The shape of all blocks where the text may not depend on the drafts, else None.
+
+    Returns:
+        The shape, and whether our kernel does all attention, whatever else would be faster.
+    """
+    if not call.request.config.draft_invariant:
+        return None, False
+    support.check_invariance(call.model)
+    # The kernel has no attention weights to return.
+    by_kernel = not call.model_kwargs.get("output_attentions")
+    by_kernel = by_kernel and self_test.keeps_bits_in_trees(call.model, INVARIANT_WIDTH)
+    return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH), by_kernel
+
+
+def _runner(
+    call: PreparedCall,
+    shape: BlockShape | None,
+    verifier: Verifier,
+    processes: coordinator.Alone,
+) -> Runner:
+    """What runs the model; its steps stay on the device where the verifier does."""
+    if verifier.name == Device.name:
+        return CudaRunner(
+            call.model,
+            call.num_rows,
+            shape,
+            scoring=verifier.scoring,
+            room=call.num_new,
+            cuda_graphs=call.request.config.cuda_graphs,
+        )
+    if shape is None and is_compiled(call.model):
+        return CompiledRunner(call.model, call.num_rows)
+    # Looking at the prompt's states runs a part of the model, which may take all processes.
+    return Runner(call.model, call.num_rows, shape, keeps_prompt=processes.is_alone)

@@ -1,0 +1,150 @@
+"""What lives as long as one decoded call; nothing of it is kept on the model."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from lookahead_hf import compat, stats
+from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.generation import finalize
+from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.generation.outputs import RequestedOutputs
+from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner import attention, implicit_positions
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.verification.verifier import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of a call, the same in all processes that run its rows."""
+
+    drafting: DraftSession
+    verifier: Verifier
+    processes: Alone
+
+    def begin(self, rows: Rows) -> None:
+        """Show the texts to the sources of the process that drafts."""
+        if self.processes.decides:
+            self.drafting.begin(rows)
+
+    def propose(self, rows: Rows) -> DraftTree:
+        """Return the draft of a step."""
+        draft = self.processes.draft(lambda: self.drafting.propose(rows))
+        return self.verifier.complete(rows, draft)
+
+    def prepare(self, step: Any) -> None:
+        """Use the time until a launched step is done to learn from earlier ones."""
+        self.drafting.prepare(step)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingSession:
+    """The parts of one call.
+
+    Attributes:
+        call: The call as transformers prepared it.
+        rows: The texts.
+        drafts: What proposes tokens.
+        runner: What runs the model.
+        verifier: What decides which draft tokens are accepted.
+        processes: Who decides where several processes run the model.
+        stream: Feeds the caller's streamer.
+        outputs: Scores, states and attentions that the caller asked for.
+        stats: Counts and times the steps.
+        by_kernel: Whether our kernel does all attention, whatever else would be faster.
+    """
+
+    call: PreparedCall
+    rows: Rows
+    drafts: Drafts
+    runner: Runner
+    verifier: Verifier
+    processes: Alone
+    stream: ColumnStream
+    outputs: RequestedOutputs
+    stats: stats.StatsRecorder
+    by_kernel: bool
+
+    def prefill(self, stack: ExitStack) -> torch.Tensor:
+        """Stream and run the prompt, and set the model up for the steps.
+
+        Args:
+            stack: Ends with the call; undoes what was set up.
+
+        Returns:
+            Logits after the prompt, [rows, 1, vocab].
+        """
+        call, model = self.call, self.call.model
+        stack.enter_context(attention.laid_under(model))
+        stack.enter_context(attention.left_to_kernel(self.by_kernel))
+        stack.enter_context(implicit_positions.laid_under(model))
+        self.stream.prompt(call.input_ids)
+        with self.stats.phase("prefill"):
+            outputs = self.runner.prefill(
+                call.input_ids,
+                call.generation_config,
+                call.model_kwargs,
+                lambda: stack.enter_context(compat.set_up_for_decoding(model)),
+            )
+        self.outputs.prefill(outputs)
+        self.processes.step()
+        logits: torch.Tensor = outputs.logits[:, -1:]
+        return logits
+
+    def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
+        """Learn from a committed step: requested outputs, statistics and drafting."""
+        for row in np.flatnonzero(verdict.num_emitted).tolist() if self.outputs.observes else ():
+            finalize.observe(self, row, [0, *(verdict.accepted(row) + 1).tolist()], step)
+        self.stats.observe(draft, verdict, num_moved)
+        with self.stats.phase("draft"):
+            self.drafts.drafting.observe(
+                self.rows, draft, verdict, step.logits, self.stats.step_seconds
+            )
+
+    def __enter__(self) -> DecodingSession:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with ExitStack() as stack:
+            stack.callback(self.drafts.drafting.end, self.rows)
+            stack.callback(self.runner.end)
+            if kind is not None:
+                stack.callback(finalize.break_off, self)
+            stack.callback(self.verifier.end, self.rows)
+
+    def output(self) -> Any:
+        """Hand the cache back, end the stream and return what `generate` returns."""
+        call, drafting = self.call, self.drafts.drafting
+        record = self.stats.finish(self.rows, self.verifier.name, drafting, self.runner.execution)
+        columns = finalize.num_columns(self)
+        cache = finalize.finish(self, columns)
+        stats.publish(call.model, record)  # before the end, when a reader may ask for it
+        self.stream.end()
+        sequences = self._sequences(columns)
+        if not call.generation_config.return_dict_in_generate:
+            return sequences
+        has_encoder = call.model.config.is_encoder_decoder
+        kind = GenerateEncoderDecoderOutput if has_encoder else GenerateDecoderOnlyOutput
+        fields = self.outputs.fields(columns)
+        output = kind(sequences=sequences, past_key_values=cache, **fields)
+        output.speculative_stats = record
+        return output
+
+    def _sequences(self, columns: int) -> torch.Tensor:
+        """Prompt and generated columns, [rows, columns] int64, finished rows padded."""
+        out = np.full((self.rows.num_rows, columns), self.call.pad or 0, np.int64)
+        for row in range(self.rows.num_rows):
+            emitted = self.rows.emitted(row)[:columns]
+            out[row, : len(emitted)] = emitted
+        ids = self.call.input_ids
+        return torch.cat([ids, torch.from_numpy(out).to(ids.device)], 1)
