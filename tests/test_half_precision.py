@@ -7,7 +7,6 @@ logits of the two tokens are at most.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,10 +33,8 @@ Texts = list[tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[tuple[Any, Any]]:
-    model, tokenizer = load_real_model(torch.bfloat16)
-    yield model, tokenizer
-    lookahead_hf.disable(model)
+def loaded() -> tuple[Any, Any]:
+    return load_real_model(torch.bfloat16)
 
 
 def written(model: Any, call: dict[str, Any], speculative: Any) -> Texts:
