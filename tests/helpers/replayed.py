@@ -54,12 +54,12 @@ def compare(
 
 
 def sets_of(made: list[TapeRecorder]) -> list[TapeRecorder]:
-    """Those that recorded something."""
+    """Return the recorders that captured a step."""
     return [recorder for recorder in made if recorder.recordings]
 
 
 class Switch:
-    """A streamer that does something after so many tokens, each once."""
+    """A streamer that calls a function once after a given number of tokens."""
 
     def __init__(self, changes: dict[int, Callable[[], Any]]) -> None:
         self.changes, self.num_tokens = changes, 0
@@ -76,7 +76,7 @@ class Switch:
 def streamed(
     model: Any, asked: bool | str, streamer: Any = None
 ) -> tuple[list[int], lookahead_hf.SpeculativeStats]:
-    """A text drafted by the same trees in every call, and what speculation did."""
+    """Return a text that the same trees drafted in every call, and what speculation did."""
     truth = list(range(3, 60))
     config = replace(scripted([truth], RandomTrees(hit=1.0)), cuda_graphs=asked)
     model.generation_config.eos_token_id = None
