@@ -25,10 +25,11 @@ class Case:
 
     Attributes:
         name: What is printed.
-        num_bytes: That must be read or written.
-        copies: Sets of inputs; `ours` and `plain` take the number of one.
-        ours: The kernel or its twin.
+        num_bytes: Bytes that must be read or written.
+        copies: Sets of inputs; the functions take the number of one.
+        ours: The kernel, or its twin where no Triton runs.
         plain: What one would write without it.
+        fallback: What runs instead of a kernel without a twin.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     copies: int
     ours: Callable[[int], Any]
     plain: Callable[[int], Any]
+    fallback: Callable[[int], Any] | None = None
 
 
 class Bench:
@@ -84,7 +86,6 @@ class Bench:
         yield self.topk_after_verification()
         yield self.compact()
         yield self.attention()
-        yield self.folded()
 
     def verify_greedy(self) -> Case:
         logits = self._logits()
@@ -202,32 +203,20 @@ class Bench:
         return Case(f"compact_path {moved} tokens", num_bytes, copies, ours, plain)
 
     def attention(self) -> Case:
+        """Without Triton the heads of a group are folded into rows of one masked attention."""
         o, layers = self.options, self._layers()
         # A chain: all nodes up to a node are its ancestors. The 64th is the sign bit.
         words = [(1 << (node + 1)) - 1 if node < 63 else -1 for node in range(self.width)]
         ancestors = self._of_rows(torch.tensor(words))
-        mask = self._mask(layers[0][1])
-        scale = o.head_dim**-0.5
+        mask, groups = self._mask(layers[0][1]), o.heads // o.kv_heads
+        wide, scale = mask.repeat(1, 1, groups, 1), o.head_dim**-0.5
         return Case(
             f"tree_attention {o.context} keys",
             _num_bytes(layers[0][0], *layers[0]),
             len(layers),
             lambda copy: kernels.tree_attention(*layers[copy], self.lengths, ancestors, scale),
             lambda copy: _repeated(*layers[copy], mask),
-        )
-
-    def folded(self) -> Case:
-        """Attention inside our forward where no kernel of ours serves it."""
-        o, layers = self.options, self._layers()
-        groups = o.heads // o.kv_heads
-        mask = self._mask(layers[0][1])
-        wide = mask.repeat(1, 1, groups, 1)
-        return Case(
-            f"folded attention {o.context} keys",
-            _num_bytes(layers[0][0], *layers[0]),
-            len(layers),
             lambda copy: attention.fold(*layers[copy], wide, groups, None),
-            lambda copy: _repeated(*layers[copy], mask),
         )
 
     def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -1,11 +1,12 @@
 """Time every kernel against its torch twin, a plain torch version, and the memory it must move.
 
 The plain version of verification is what assisted decoding in transformers does with the logits of
-a chain; of the others, what one would write with torch alone. `floor` is the bytes that a case must
-read and write, by the bandwidth of a large copy measured in the same run. On a GPU `call` is a call
-from Python and `graph` the same work replayed as a CUDA graph, and every call takes other inputs
-until three times the L2 cache were read (`--rotate`): in a step, a forward lies between two calls.
-Times are the fastest of `--rounds`.
+a chain; the others are what one would write with torch alone. `floor` is the time that a large copy
+of the same run would take for the bytes that a case must read and write. On a GPU, `call` is a call
+from Python and `graph` the same work replayed as a CUDA graph. Every call takes other inputs until
+three times the L2 cache has been read (`--rotate`), as a forward lies between two calls of a step.
+The twin of attention is attention under a mask, which a model falls back to. Times are the fastest
+of `--rounds`.
 
     python benchmarks/kernels.py --json kernels.json --plot kernels.svg
     python benchmarks/kernels.py --device cpu --dtype float32 --vocab 49152 --only verify
@@ -97,13 +98,12 @@ def _as_graph(work: Callable[[], Any]) -> Callable[[], Any]:
 def measure(case: Case, device: torch.device, per_microsecond: float, rounds: int) -> Line:
     """Time one case: the kernel where Triton runs, its twin, and the plain version."""
 
-    def ours() -> None:
-        for copy in range(case.copies):
-            case.ours(copy)
+    def all_of(work: Callable[[int], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for copy in range(case.copies):
+                work(copy)
 
-    def plain() -> None:
-        for copy in range(case.copies):
-            case.plain(copy)
+        return run
 
     def one(work: Callable[[], Any]) -> float:
         return microseconds(work, device, rounds) / case.copies
@@ -111,10 +111,11 @@ def measure(case: Case, device: torch.device, per_microsecond: float, rounds: in
     call = graph = None
     if device.type == "cuda":
         os.environ["LOOKAHEAD_HF_BACKEND"] = "triton"
-        call, graph = one(ours), one(_as_graph(ours))
+        call, graph = one(all_of(case.ours)), one(_as_graph(all_of(case.ours)))
     os.environ["LOOKAHEAD_HF_BACKEND"] = "torch"
     floor = case.num_bytes / per_microsecond
-    return Line(case.name, floor, graph, call, one(ours), one(plain))
+    twin, plain = one(all_of(case.fallback or case.ours)), one(all_of(case.plain))
+    return Line(case.name, floor, graph, call, twin, plain)
 
 
 def plot(lines: list[Line], path: Path) -> None:

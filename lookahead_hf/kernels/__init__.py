@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA and ROCm, each with a torch twin of the same name and signature."""
+"""Triton kernels for CUDA and ROCm; all but attention have a twin in torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from lookahead_hf.kernels.dispatch import (
     verify_tree,
 )
 from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.row_scan import RowScan, TopRows
-from lookahead_hf.kernels.tree_walk import TreeWalk
+from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk
 
 __all__ = [
     "MAX_ATTENTION_NODES",

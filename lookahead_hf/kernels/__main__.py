@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lookahead_hf.kernels.aot import Gpu, Usage
+    from lookahead_hf.kernels.aot import Gpu
 
 
 def main() -> int:
@@ -42,37 +42,30 @@ def _compile(targets: list[str], part: str, jobs: int) -> int:
     from lookahead_hf.kernels import aot
 
     todo = [
-        (target, aot.GPUS[target], index, launch.name)
+        (target, index, launch.name)
         for target in targets
         for index, launch in enumerate(aot.launches(aot.GPUS[target]))
         if part in launch.name
     ]
+    gpus = [aot.GPUS[target] for target, _, _ in todo]
     failures = 0
     with ProcessPoolExecutor(jobs) as pool:
-        for (target, _, _, name), (used, said) in zip(todo, pool.map(_one, todo), strict=True):
-            failures += used is None
-            what = f"FAILED {said}" if used is None else _text(used)
-            print(f"{name:64} {target:7} {what}", flush=True)
+        done = pool.map(_one, gpus, [index for _, index, _ in todo])
+        for (target, _, name), (compiles, text) in zip(todo, done, strict=True):
+            failures += not compiles
+            print(f"{name:64} {target:7} {text}", flush=True)
     print(f"{failures} failures")
     return 1 if failures else 0
 
 
-def _one(todo: tuple[str, Gpu, int, str]) -> tuple[Usage | None, str]:
-    """Compile one kernel for one GPU; return what it takes, or None and what went wrong."""
+def _one(gpu: Gpu, index: int) -> tuple[bool, str]:
+    """Compile one kernel for one GPU; return whether it compiles, and what it takes."""
     from lookahead_hf.kernels import aot
 
-    _, gpu, index, _ = todo
     try:
-        return aot.compile_launch(aot.launches(gpu)[index], gpu), ""
+        return True, aot.compile_launch(aot.launches(gpu)[index], gpu)
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _text(used: Usage) -> str:
-    amd = used.spilled is not None
-    rest = (used.spilled, "registers spilled") if amd else (used.stack_bytes, "bytes stack")
-    columns = (used.registers, "registers"), (used.shared_bytes, "bytes shared"), rest
-    return " ".join(f"{'?' if number is None else number:>6} {unit}" for number, unit in columns)
+        return False, f"FAILED {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

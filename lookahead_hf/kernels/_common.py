@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 FP_FUSION = True
-"""Said in every launch: Triton 3.9 warns where it is not, and 3.10 takes the other default."""
+"""Given in every launch: Triton 3.9 warns without it, and 3.10 has the other default."""
 
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below the key of every score, minus infinity included: masked lanes carry it and never win."""
@@ -32,7 +32,7 @@ def order_key(score):
 
 @triton.jit
 def finite(score):
-    """A score to subtract from scores, the greatest for NaN: infinity less itself would be NaN."""
+    """A score to subtract from scores, the greatest for NaN: infinity minus itself is NaN."""
     return tl.where(score != score, 1.0e38, tl.minimum(tl.maximum(score, -1.0e38), 1.0e38))
 
 

@@ -64,23 +64,6 @@ class Launch:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a compiled kernel takes; None where the tools do not tell.
-
-    Attributes:
-        registers: Per thread, on AMD vector registers.
-        shared_bytes: Per program.
-        stack_bytes: Per thread, spilled registers included, on NVIDIA.
-        spilled: Spilled vector registers, on AMD.
-    """
-
-    registers: int | None
-    shared_bytes: int
-    stack_bytes: int | None = None
-    spilled: int | None = None
-
-
 def launches(gpu: Gpu) -> list[Launch]:
     """Return what all cases launch on a GPU, each compiled form once."""
     major = gpu.target.arch // 10 if gpu.target.backend == "cuda" else 0
@@ -132,8 +115,12 @@ def _launch(case: str, kernel: Any, arguments: dict[str, Any], backend: Any) -> 
     )
 
 
-def compile_launch(launch: Launch, gpu: Gpu) -> Usage:
+def compile_launch(launch: Launch, gpu: Gpu) -> str:
     """Compile one kernel for one GPU.
+
+    Returns:
+        What it takes, in words: registers per thread, shared memory per program, and what a thread
+        spills. Numbers that the tools do not tell are question marks.
 
     Raises:
         RuntimeError: The kernel needs more shared memory than the GPU has; its launch would fail.
@@ -145,16 +132,13 @@ def compile_launch(launch: Launch, gpu: Gpu) -> Usage:
             f"needs {shared} bytes of shared memory, the target has {gpu.shared_bytes}"
         )
     if gpu.target.backend == "cuda":
-        usage = _cubin_usage(compiled.asm["cubin"])
-        return Usage(
-            _number(r"REG:(\d+)", usage), shared, stack_bytes=_number(r"STACK:(\d+)", usage)
-        )
-    assembly = compiled.asm["amdgcn"]
-    return Usage(
-        _number(r"\.vgpr_count:\s+(\d+)", assembly),
-        shared,
-        spilled=_number(r"\.vgpr_spill_count:\s+(\d+)", assembly),
-    )
+        report, spills = _cubin_usage(compiled.asm["cubin"]), "bytes stack"
+        registers, spilled = _number(r"REG:(\d+)", report), _number(r"STACK:(\d+)", report)
+    else:
+        report, spills = compiled.asm["amdgcn"], "registers spilled"
+        registers = _number(r"\.vgpr_count:\s+(\d+)", report)
+        spilled = _number(r"\.vgpr_spill_count:\s+(\d+)", report)
+    return f"{registers:>6} registers {shared:>6} bytes shared {spilled:>6} {spills}"
 
 
 def _cubin_usage(cubin: bytes) -> str:
@@ -171,6 +155,6 @@ def _cubin_usage(cubin: bytes) -> str:
     return report.stdout + report.stderr
 
 
-def _number(pattern: str, text: str) -> int | None:
+def _number(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
-    return int(found[1]) if found else None
+    return found[1] if found else "?"

@@ -11,26 +11,25 @@ import torch
 
 from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.row_scan import RowScan, TopRows
-from lookahead_hf.kernels.tree_walk import TreeWalk
+from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk
 
 MAX_ATTENTION_NODES = 64
 """Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
 
 MAX_HEAD_DIM = 256
-"""Largest head of the fused `tree_attention`; greater ones take the twin."""
+"""Largest head of `tree_attention`."""
 
 MAX_FUSED_K = 64
-"""Largest k of the fused `topk_rows`: a program holds k tiles at once."""
+"""Largest k of the kernel of `topk_rows`, a program of which holds k tiles at once."""
 
 _VARIABLE = "LOOKAHEAD_HF_BACKEND"
 
 
 def backend(device: torch.device) -> str:
-    """What runs on a device: "triton" on CUDA and ROCm, "torch" elsewhere.
+    """Return what runs on a device: "triton" on CUDA and ROCm, "torch" elsewhere.
 
-    NVIDIA's GPUs before Ampere, which Triton does not support, take "torch" as well. Where the
-    environment variable LOOKAHEAD_HF_BACKEND is set, "triton" or "torch", it decides.
+    NVIDIA's GPUs before Ampere, which Triton does not support, take "torch" as well. If the
+    environment variable LOOKAHEAD_HF_BACKEND is "triton" or "torch", it decides.
 
     Raises:
         ValueError: The variable holds anything else, or names Triton where it cannot run.
@@ -49,13 +48,13 @@ def backend(device: torch.device) -> str:
 
 
 def is_asked_for() -> bool:
-    """Whether the environment asks for the kernels, not just the device."""
+    """Whether the environment variable asks for the kernels, and not only the device."""
     return os.environ.get(_VARIABLE) == "triton"
 
 
 @lru_cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is there and supports the GPU: of NVIDIA's those since Ampere."""
+    """Whether Triton is installed and supports the GPU; NVIDIA's since Ampere."""
     if find_spec("triton") is None:
         return False
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -72,9 +71,9 @@ def verify_tree(
 ) -> TreeWalk:
     """Choose a token at every node of a draft tree; walk down while a child holds the chosen one.
 
-    Greedy without `noise`: the token at a node is `argmax(scores)`. Sampled with it: `scores` are
-    probabilities and the token is `argmax(scores / noise[depth])`, which is what
-    `torch.multinomial` computes from exponential noise. NaN and ties go as in `torch.argmax`.
+    Without `noise` the token at a node is `argmax(scores)`. With it, `scores` are probabilities and
+    the token is `argmax(scores / noise[depth])`, which is what `torch.multinomial` computes from
+    exponential noise. NaN and ties are treated as in `torch.argmax`.
 
     Args:
         scores: Logits or probabilities after every node, [rows, 1 + nodes, vocab].
@@ -84,14 +83,14 @@ def verify_tree(
         num_nodes: Drafted nodes of each row, node 0 not counted, [rows] integers.
         noise: One block of noise per depth, [rows, depths, vocab] float32.
         depth: Depth of each node, 0 for node 0, needed with `noise`, [rows, 1 + nodes] integers.
-        keep_scan: Whether `topk_rows` will look for the best of the same scores, which spares it
-            the pass over them; without noise only.
+        keep_scan: Whether to keep what saves `topk_rows` its pass over the same scores; without
+            noise only.
 
     Returns:
         The accepted paths. The bonus token is the one chosen at the last node of the path.
     """
     assert (noise is None) == (depth is None), "noise and depth go together"
-    assert noise is None or not keep_scan, "what noise was divided by is no score to keep"
+    assert noise is None or not keep_scan, "scores divided by noise are of no use to topk_rows"
     if backend(scores.device) == "triton":
         from lookahead_hf.kernels import verify
 
@@ -144,11 +143,11 @@ def compact_path(
     """Keep one path of every row's draft tree in the cache: move its tokens together, in place.
 
     For `i < num_kept[row]`, the token in slot `lengths[row] + path[row, i]` of every tensor moves
-    to slot `lengths[row] + i`. Tokens that stand in their place already are not touched.
+    to slot `lengths[row] + i`. A token whose slot stays the same keeps its value.
 
     Args:
-        tensors: Keys and values of the layers, [batch, slot, ...] each; a `PathTable` of them saves
-            preparing them in every step.
+        tensors: Keys and values of the layers, [batch, slot, ...] each, or a `PathTable` of them,
+            which is prepared once for many steps.
         lengths: Slots of each row before node 0, [rows] integers.
         path: Node numbers as in `TreeWalk.path`, ascending, [rows, any] integers.
         num_kept: Entries of `path` that count, [rows] integers.
@@ -165,13 +164,13 @@ def compact_path(
 
 
 def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopRows:
-    """The `k` best entries of every row, best first, and the `logsumexp` of the row.
+    """Find the `k` best entries of every row, best first, and the `logsumexp` of the row.
 
     Args:
         logits: Scores, [rows, vocab].
         k: How many, at most the size of the vocabulary.
-        scan: `TreeWalk.scan` of these scores, where `verify_tree` has kept it. What is found in
-            rows of padding is then of no meaning.
+        scan: `TreeWalk.scan` of these scores, if `verify_tree` kept it. Results for rows of
+            padding then mean nothing.
 
     Returns:
         Values, [rows, k] float32, token ids, [rows, k] int64, and sums, [rows] float32.
@@ -198,22 +197,22 @@ def tree_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a draft tree's nodes to the prefix of their row and to their ancestors.
+    """Attend from a draft tree's nodes to the prefix of their row and to their ancestors.
 
-    Token `i` of a row's prefix stands in slot `i`, node `i` in slot `lengths[row] + i`; slots
-    behind are not read. The kernel gives a node the same bits in whatever tree it stands, as long
-    as the capacity `slots` and the number of nodes stay what they are.
+    Token `i` of a row's prefix is in slot `i`, node `i` in slot `lengths[row] + i`; later slots are
+    not read. A node has the same bits in every tree, as long as the capacity `slots` and the number
+    of nodes do not change. There is no twin: without Triton, attend under a mask.
 
     Args:
         q: Queries, [rows, heads, nodes, dim], last stride 1, nodes at most 64.
         k: Keys, [rows, kv_heads, slots, dim], last stride 1; `heads` is a multiple of `kv_heads`.
         v: Values, [rows, kv_heads, slots, v_dim], last stride 1.
         lengths: Slots of each row before node 0, [rows] integers.
-        ancestors: Bit `j` of a node's word says that node `j` is an ancestor of it, or itself,
+        ancestors: Bit `j` of a node's word is set if node `j` is an ancestor of it, or itself,
             [rows, nodes] int64.
         scale: Factor of the scores.
         window: Read only keys whose column is less than this before the node's; 0 for all.
-        columns: Columns of the first slots of each row where they are not `slot + pads`, ascending,
+        columns: Columns of the first slots of each row if they are not `slot + pads`, ascending,
             [rows, any] integers.
         pads: Column less slot for all further tokens, needed with `columns`, [rows] integers.
         softcap: Limit c of the scores, `c * tanh(score / c)`; 0 for none.

@@ -74,14 +74,8 @@ class PathTable:
         for tensor in self.tensors:
             size, token = tensor.element_size(), tensor[0, 0]
             assert token.is_contiguous(), "a token's values must lie in one piece of memory"
-            layout.append(
-                (
-                    tensor.data_ptr(),
-                    tensor.stride(0) * size,
-                    tensor.stride(1) * size,
-                    token.numel() * size,
-                )
-            )
+            strides = tensor.stride(0) * size, tensor.stride(1) * size
+            layout.append((tensor.data_ptr(), *strides, token.numel() * size))
         return layout
 
     def _divisible_by(self, size: int) -> bool:

@@ -34,7 +34,7 @@ from lookahead_hf.kernels._common import (
     order_key,
     packed_index,
 )
-from lookahead_hf.kernels.tree_walk import TreeWalk
+from lookahead_hf.kernels.results import TreeWalk
 
 _BLOCK = 4096
 
@@ -44,7 +44,7 @@ def _reject_sibling(left, draft, rest, scale, vocab, BLOCK: tl.constexpr):
     """Write `max(left / scale - draft, 0)` to `rest`, which may be `left`; return its sum."""
     lane = tl.arange(0, BLOCK)
     total = tl.full([], 0.0, tl.float32)
-    # Every thread reads the probability of one token before and after: not while others write.
+    # Every thread reads the probability of one token before and after, but not while others write.
     tl.debug_barrier()
     for start in range(0, vocab, BLOCK):
         inside = start + lane < vocab
@@ -115,7 +115,7 @@ def _reject_kernel(
                 total = _reject_sibling(left, draft, rest, scale, vocab, BLOCK)
                 left = rest
         node += 1
-    # Nothing is left only where rounding made it so: the target's own distribution stands in.
+    # Only rounding can leave nothing; then the target's own distribution is drawn from.
     left = tl.where(total > 0, left, target + at * probs_stride_node)
     out = packed_ptr + row * (2 + width)
     tl.store(out, accepted)

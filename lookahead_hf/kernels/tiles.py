@@ -1,4 +1,4 @@
-"""Best entry of every tile of the vocabulary: the pass over the logits that others build on.
+"""Best entry of every tile of the vocabulary: the pass over the logits that others need.
 
     for row, node, tile:
         best[row, node, tile] = max((score, -index) of the tile)     # one int64, see `_common.pack`
@@ -24,7 +24,7 @@ from lookahead_hf.kernels._common import (
     order_key,
     packed_score,
 )
-from lookahead_hf.kernels.row_scan import RowScan
+from lookahead_hf.kernels.results import RowScan
 
 PART = 256
 """Entries that `topk_rows` reads again for each of the k best parts."""
@@ -151,5 +151,5 @@ def tile_best(
 
 
 def tile_size(vocab: int) -> int:
-    """Entries per tile: the walk holds all tiles of all nodes, so that there may not be many."""
+    """Entries per tile: the walk holds all tiles of all nodes, so there must be few."""
     return max(_MIN_TILE, triton.next_power_of_2(triton.cdiv(vocab, _MAX_TILES)))

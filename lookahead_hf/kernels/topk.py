@@ -5,9 +5,9 @@
         values[row] = logits[row, ids[row]]
         log_sum[row] = log(sum(exp(logits[row])))
 
-One pass over the logits (`tiles.py`), which verification has made already where it shares it; then
-one program per row that reads the k parts with the greatest maxima again. No other part can hold
-one of the k best: those k maxima come before all it has.
+One pass over the logits (`tiles.py`), which verification may have made already; then one program
+per row reads the k parts with the greatest maxima again. No other part can hold one of the k best,
+as those k maxima come before all of its entries.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,7 +28,7 @@ from lookahead_hf.kernels._common import (
     packed_index,
     packed_score,
 )
-from lookahead_hf.kernels.row_scan import RowScan, TopRows
+from lookahead_hf.kernels.results import RowScan, TopRows
 from lookahead_hf.kernels.tiles import PART, tile_best
 
 _FOR_8_WARPS = 8192

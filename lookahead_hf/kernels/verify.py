@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from lookahead_hf.kernels._common import FP_FUSION, LOWEST_PACKED, on_device, packed_index
+from lookahead_hf.kernels.results import TreeWalk
 from lookahead_hf.kernels.tiles import tile_best
-from lookahead_hf.kernels.tree_walk import TreeWalk
 
 
 @triton.jit(do_not_specialize=["width", "tiles"])

@@ -1,4 +1,4 @@
-"""Attention of a step's layers by our kernel over cache slots, where that is faster."""
+"""Runs the attention of a step's layers in our kernel over cache slots, where that is faster."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch
 from lookahead_hf import kernels
 
 _LEAST_SLOTS = 512
-"""Below that one program per head is through the keys before splitting them pays."""
+"""With fewer slots, one program per head reads all keys before splitting them pays."""
 
 _ROWS_PER_PROGRAM = 64
-"""Query rows that one program of torch's memory-efficient attention takes."""
+"""Query rows of one program of torch's memory-efficient attention."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTree:
-    """A mask of a step in the kernel's own terms: which slots each token of the block sees.
+    """A mask of a step in terms of the kernel: which slots each token of the block sees.
 
     Attributes:
         mask: The mask as layers get it, [rows, 1, width, slots].
         lengths: Slots of each row before its block, [rows] int64.
-        ancestors: Bit j says that block token j is an ancestor of it, or itself, [rows, width].
+        ancestors: Bit j of a token's word is set if block token j is an ancestor of it, or itself,
+            [rows, width].
         window: Columns that a token sees, its own included; 0 for all.
         columns: Column of the token in every slot, needed with a window, [rows, any] int64.
-        pads: Column less slot behind those, [rows] int64.
+        pads: Column less slot of later tokens, [rows] int64.
     """
 
     mask: torch.Tensor
@@ -41,18 +42,18 @@ class BlockTree:
 
 
 def ancestor_words(seen: np.ndarray) -> np.ndarray:
-    """One word per block token, [rows, width] int64, from who sees whom, [rows, width, width]."""
+    """Pack who sees whom, [rows, width, width], into words per block token, [rows, width] int64."""
     bits = np.uint64(1) << np.arange(seen.shape[2], dtype=np.uint64)
     return (seen * bits).sum(2, dtype=np.uint64).astype(np.int64)
 
 
 def serves(device: torch.device, width: int) -> bool:
-    """Whether layers on this device may be asked to attend a block of this width so."""
+    """Whether the kernel may attend blocks of this width on this device."""
     return kernels.backend(device) == "triton" and width <= kernels.MAX_ATTENTION_NODES
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernel takes such heads and numbers; see `is_faster` for the shapes."""
+    """Whether the kernel takes heads of this size and numbers of this type."""
     if max(query.shape[3], value.shape[3]) > kernels.MAX_HEAD_DIM or query.dtype not in _DTYPES:
         return False
     # Triton's interpreter multiplies the bit patterns of bfloat16.
@@ -60,12 +61,12 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
 
 
 def is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a layer's attention is better left to the kernel.
+    """Whether the kernel attends faster than torch.
 
-    Torch's attention under a mask reads all keys of 64 query rows in one program. Where that
-    leaves processors of the GPU idle, the kernel, which splits the keys, has the advantage. The
-    shapes alone decide, so that a text has the same bits whatever else the machine is doing; where
-    LOOKAHEAD_HF_BACKEND asks for Triton, it always serves.
+    Torch's attention under a mask reads all keys of 64 query rows in one program. If that leaves
+    processors of the GPU idle, the kernel is faster, as it splits the keys. The shapes alone
+    decide, so that a text has the same bits whatever else the machine does. If
+    LOOKAHEAD_HF_BACKEND asks for Triton, the kernel always serves.
 
     Args:
         query: [rows, heads, width, dim].
@@ -97,7 +98,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:  # [rows, width, heads, v_dim]
-    """What attention under `tree.mask` gives, without reading the mask."""
+    """Return what attention under `tree.mask` returns, without reading the mask."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     return kernels.tree_attention(
         q,

@@ -35,7 +35,6 @@ def test_on_cpu(tmp_path: Path, rotate: int) -> None:
         "topk_rows",
         "compact_path",
         "tree_attention",
-        "folded",
     ]
     assert all(line["twin"] > 0 and line["plain"] > 0 and line["floor"] > 0 for line in lines)
     assert all(line["call"] is None for line in lines)

@@ -5,31 +5,32 @@ The kernels on CUDA tensors are what tests/kernels runs where there is a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting import Drafter
-from tests.helpers import models
+from lookahead_hf.model_state import state_of
+from lookahead_hf.runner.cuda import graphs
+from lookahead_hf.runner.cuda.capture import CudaRecorder
+from lookahead_hf.runner.execution import HOOKS, REPLAYED, WAITS
 from tests.helpers.blocks import logits_of_a_tree
+from tests.helpers.calls import padded
 from tests.helpers.compared import compared
-from tests.helpers.scripted import RandomTrees, Scripted, continuations
+from tests.helpers.models import NAMES, prompt, tiny
+from tests.helpers.replayed import compare
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-NEW = 80
-"""Enough for "auto" to capture."""
-
 
 @pytest.fixture(autouse=True)
-def exact_products() -> Any:
+def exact_products() -> Iterator[None]:
     """No TF32, whose ten bits decide between the close logits of tiny models."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -37,79 +38,106 @@ def exact_products() -> Any:
     torch.set_float32_matmul_precision(before)
 
 
-def inputs(rows: int) -> dict[str, Any]:
-    """Prompts of different lengths, padded on the left."""
-    mask = torch.ones(rows, 20, dtype=torch.long)
-    for row in range(1, rows):
-        mask[row, : 6 * row] = 0
-    ids = models.prompt(rows, 20).masked_fill(mask == 0, 0)
-    return {"input_ids": ids.cuda(), "attention_mask": mask.cuda(), "pad_token_id": 0}
+def on_gpu(name: str = "llama", **fields: Any) -> Any:
+    return tiny(name, **fields).cuda()
 
 
-def run(model: Any, rows: int, cuda_graphs: str | bool = "auto", **settings: Any) -> Any:
-    given = {**inputs(rows), "max_new_tokens": NEW, **settings}
-    torch.manual_seed(7)
-    plain = model.generate(**given)
-    after = torch.cuda.get_rng_state()
-    drafter: Drafter = Scripted(continuations(plain.cpu(), 20), RandomTrees())
-    config = SpeculativeConfig(drafters=(drafter,), budget=64, cuda_graphs=cuda_graphs)
-    torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**given, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert ours.tolist() == plain.tolist()
-    assert torch.equal(torch.cuda.get_rng_state(), after)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    assert stats.engine == "device"
-    assert stats.num_accepted > 0
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mixtral"])
+def test_greedy(name: str, kind: str) -> None:
+    stats = compare(on_gpu(name), padded(kind))
+    assert stats.execution == REPLAYED
     assert stats.num_moved > 0
-    return stats
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt2", "mistral"])
-def test_greedy_in_graphs(name: str, rows: int) -> None:
-    assert run(models.tiny(name).cuda(), rows).execution == "replayed"
+def test_sampled() -> None:
+    assert compare(on_gpu(), padded("left"), **SAMPLED).execution == REPLAYED
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_sampled_in_graphs(rows: int) -> None:
-    settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
-    assert run(models.tiny("llama").cuda(), rows, **settings).execution == "replayed"
+@pytest.mark.parametrize(("experts", "said"), [("eager", WAITS), ("batched_mm", REPLAYED)])
+def test_experts_are_captured_if_they_do_not_wait(experts: str, said: str) -> None:
+    model = on_gpu("mixtral")
+    model.set_experts_implementation(experts)
+    assert str(compare(model, padded("left")).execution).startswith(said)
 
 
-def test_a_second_call_replays_the_first_ones_graphs() -> None:
-    model = models.tiny("llama").cuda()
-    assert [run(model, 2).execution for _ in range(2)] == ["replayed"] * 2
+def test_a_second_call_and_a_longer_text() -> None:
+    model = on_gpu()
+    for length in (10, 30, 600):
+        inputs = {"input_ids": prompt(2, min(length, 400))}
+        assert compare(model, inputs, max_new_tokens=80).execution == REPLAYED
+    state_of(model).free()
+    stats = compare(model, padded("left"), {"cuda_graphs": "auto"}, max_new_tokens=80)
+    assert stats.execution == REPLAYED
+
+
+def test_two_kinds_of_calls_take_turns() -> None:
+    model = on_gpu()
+    for _ in range(3):
+        assert compare(model, padded("left")).execution == REPLAYED
+        assert compare(model, padded("left"), **SAMPLED).execution == REPLAYED
+    assert len(graphs.of_model(model).sets) == 2
+    assert compare(model, padded("none", rows=1)).execution == REPLAYED
+    assert compare(model, padded("left"), **SAMPLED).execution == REPLAYED
+
+
+def test_hooks_are_called() -> None:
+    model, factor = on_gpu(), [1.0]
+    assert compare(model, padded("left")).execution == REPLAYED
+    model.model.layers[1].mlp.register_forward_hook(lambda _, args, output: output * factor[0])
+    for factor[0] in (0.5, 2.0):
+        assert compare(model, padded("left")).execution == HOOKS
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_attention_of_the_kernel(monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool) -> None:
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
-    stats = run(models.tiny("gemma3").cuda(), 3, cuda_graphs)
-    assert (stats.execution == "replayed") == cuda_graphs
+    stats = compare(on_gpu("gemma3"), padded("left"), {"cuda_graphs": cuda_graphs})
+    assert (stats.execution == REPLAYED) == cuda_graphs
 
 
-def test_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Triton the walk and the compaction are tensor operations, in the graph too."""
+def test_twins_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "torch")
-    assert run(models.tiny("llama").cuda(), 2).execution == "replayed"
+    assert compare(on_gpu(), padded("left")).execution == REPLAYED
 
 
 def test_verified_on_the_host() -> None:
-    model = models.tiny("llama").cuda()
-    given = {**inputs(2), "max_new_tokens": 20, "repetition_penalty": 1.1}
-    assert compared(model, lambda: dict(given), 20).stats.engine == "walk"
+    given = {name: tensor.cuda() for name, tensor in padded("left").items()}
+    given |= {"max_new_tokens": 20, "repetition_penalty": 1.1, "pad_token_id": 0}
+    columns = given["input_ids"].shape[1]
+    assert compared(on_gpu(), lambda: dict(given), columns).stats.engine == "walk"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Logits of a block by the kernel's attention against those by torch's, graphs aside."""
-    model = models.tiny("llama", scale=1.0).to("cuda", dtype)
+    model = tiny("llama", scale=1.0).to("cuda", dtype)
     tree = DraftTree.from_rows([([5, 6, 7, 8], [-1, 0, 0, 2])] * 2)
     both = []
     for backend in ("torch", "triton"):
         monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
-        both.append(logits_of_a_tree(model, models.prompt(2, 20).cuda(), tree).float())
+        both.append(logits_of_a_tree(model, prompt(2, 20).cuda(), tree).float())
     torch.testing.assert_close(both[1], both[0], atol=3e-2, rtol=3e-2)
+
+
+def test_a_failed_capture_leaves_the_stream_of_the_thread() -> None:
+    before = torch.cuda.current_stream()
+    recorder = CudaRecorder(torch.device("cuda", torch.cuda.current_device()))
+    with pytest.raises(RuntimeError, match="captur"):
+        recorder.record(lambda: (torch.ones((), device="cuda").item(),))
+    assert torch.cuda.current_stream() == before
+    assert torch.ones((), device="cuda").add(1).item() == 2
+
+
+def test_every_step_is_one_launch() -> None:
+    model = on_gpu()
+    compare(model, padded("none"))  # captures
+    with torch.profiler.profile() as profile:
+        compare(model, padded("none"))
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    names = [event.name for event in profile.events()]
+    assert sum("cudaGraphLaunch" in name for name in names) == stats.num_steps

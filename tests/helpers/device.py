@@ -68,7 +68,7 @@ class Tape(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Notes what reads CPU memory without an operation; on a device that waits, too."""
+    """Notes reads of CPU memory that are no operation; on a device they wait, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class TapeRecording:
 
 
 class TapeRecorder:
-    """What stands for `CudaRecorder` on the CPU."""
+    """Takes the place of `CudaRecorder` on the CPU."""
 
     def __init__(self) -> None:
         self.recordings: list[TapeRecording] = []
@@ -125,7 +125,7 @@ class TapeRecorder:
 
 @contextmanager
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls on the CPU are verified as those on CUDA are."""
+    """Verify calls on the CPU as on CUDA."""
     with monkeypatch.context() as patch:
         patch.setattr(device, "serves", lambda _: True)
         yield
@@ -133,7 +133,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def taped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
-    """The same with tapes for graphs; yields their recorders, one per set of graphs."""
+    """Do the same with tapes for graphs; yield their recorders, one per call that asks for one."""
     made: list[TapeRecorder] = []
 
     def recorder(_: torch.device) -> TapeRecorder:

@@ -25,7 +25,7 @@ def small() -> Any:
 def compare(
     model: Any, inputs: dict[str, torch.Tensor], fields: dict[str, Any] | None = None, **call: Any
 ) -> lookahead_hf.SpeculativeStats:
-    """Assert that replayed steps give plain's text; return what was done.
+    """Assert that replayed steps give plain's text and random state; return what was done.
 
     Args:
         model: The target.
@@ -33,15 +33,18 @@ def compare(
         fields: Fields of the configuration that differ.
         **call: Further arguments of the call.
     """
-    call = {**GREEDY, **call}
+    call = {**GREEDY, **call, **{name: tensor.to(model.device) for name, tensor in inputs.items()}}
+    random_state = torch.cuda.get_rng_state if model.device.type == "cuda" else torch.get_rng_state
     torch.manual_seed(7)
-    plain = model.generate(**inputs, **call)
-    truth = continuations(plain, inputs["input_ids"].shape[1])
+    plain = model.generate(**call)
+    after = random_state()
+    truth = continuations(plain, call["input_ids"].shape[1])
     config = replace(scripted(truth, RandomTrees()), **{"cuda_graphs": True, **(fields or {})})
     torch.manual_seed(7)
     lookahead_hf.enable(model)  # graphs are freed where `enabled` ends
-    ours = model.generate(**inputs, **call, speculative=config)
+    ours = model.generate(**call, speculative=config)
     assert ours.tolist() == plain.tolist()
+    assert torch.equal(random_state(), after)
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     assert stats.fallback_reason is None
@@ -51,12 +54,12 @@ def compare(
 
 
 def sets_of(made: list[TapeRecorder]) -> list[TapeRecorder]:
-    """Those that recorded something."""
+    """Return the recorders that captured a step."""
     return [recorder for recorder in made if recorder.recordings]
 
 
 class Switch:
-    """A streamer that does something after so many tokens, each once."""
+    """A streamer that calls a function once after a given number of tokens."""
 
     def __init__(self, changes: dict[int, Callable[[], Any]]) -> None:
         self.changes, self.num_tokens = changes, 0
@@ -73,7 +76,7 @@ class Switch:
 def streamed(
     model: Any, asked: bool | str, streamer: Any = None
 ) -> tuple[list[int], lookahead_hf.SpeculativeStats]:
-    """A text drafted by the same trees in every call, and what speculation did."""
+    """Return a text that the same trees drafted in every call, and what speculation did."""
     truth = list(range(3, 60))
     config = replace(scripted([truth], RandomTrees(hit=1.0)), cuda_graphs=asked)
     model.generation_config.eos_token_id = None

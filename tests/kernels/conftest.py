@@ -7,7 +7,10 @@ where there is no GPU and by `make test`; those on a GPU are marked `gpu`.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +67,74 @@ def checked_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", checked)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Kernels everywhere, verification on the device; counts the calls of each kernel."""
+    from lookahead_hf import kernels
+
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(kernels, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
+    for name in ("verify_tree", "compact_path", "tree_attention", "topk_rows", "reject_tree"):
+        monkeypatch.setattr(kernels, name, counting(name))
+    from tests.helpers.device import on_device
+
+    with on_device(monkeypatch):
+        yield counted
+
+
+@pytest.fixture
+def attention_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch attends, as the kernel takes seconds in the interpreter."""
+    from lookahead_hf.runner import tree_attention
+
+    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: False)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attention of the kernel is compared with one under the mask that it replaces."""
+    from lookahead_hf.runner import tree_attention
+
+    attend = tree_attention.attend
+
+    def checking(tree: Any, *args: Any) -> torch.Tensor:
+        got = attend(tree, *args)
+        torch.testing.assert_close(got, under_mask(tree.mask, *args), atol=2e-5, rtol=2e-5)
+        return got
+
+    monkeypatch.setattr(tree_attention, "attend", checking)
+
+
+def under_mask(
+    mask: torch.Tensor,  # [rows, 1, width, slots]
+    query: torch.Tensor,  # [rows, heads, width, dim]
+    key: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [heads]
+) -> torch.Tensor:
+    """Attention as it is written in the books, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    score = query.double() @ k.transpose(2, 3) * scaling
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    score = score.masked_fill(mask < 0, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*score.shape[:3], 1)
+        score = torch.cat([score, column], -1)
+    weight = score.softmax(-1)[..., : k.shape[2]]
+    return (weight @ v).transpose(1, 2).to(query.dtype)

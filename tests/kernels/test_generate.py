@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.runner import attention, self_test, tree_attention
+from lookahead_hf.runner import attention, self_test
 from lookahead_hf.runner.cuda import transfer
 from lookahead_hf.runner.tree_attention import BlockTree
 from tests.helpers import models
 from tests.helpers.compared import compared
-from tests.helpers.device import on_device
 from tests.helpers.scripted import (
     RandomTrees,
     Scripted,
@@ -32,67 +30,7 @@ NEW = 7
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Kernels everywhere, verification on the device, and how often each kernel was called."""
-    counted: Counter[str] = Counter()
-
-    def counting(name: str) -> Callable[..., Any]:
-        original = getattr(kernels, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counted[name] += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
-    for name in ("verify_tree", "compact_path", "tree_attention", "topk_rows", "reject_tree"):
-        monkeypatch.setattr(kernels, name, counting(name))
-    with on_device(monkeypatch):
-        yield counted
-
-
-@pytest.fixture
-def attention_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention is torch's, for the other kernels' sake: in the interpreter it takes seconds."""
-    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: False)
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attention of the kernel is compared with one under the mask that it replaces."""
-    attend = tree_attention.attend
-
-    def checking(tree: BlockTree, *args: Any) -> torch.Tensor:
-        got = attend(tree, *args)
-        torch.testing.assert_close(got, under_mask(tree.mask, *args), atol=2e-5, rtol=2e-5)
-        return got
-
-    monkeypatch.setattr(tree_attention, "attend", checking)
-
-
-def under_mask(
-    mask: torch.Tensor,  # [rows, 1, width, slots]
-    query: torch.Tensor,  # [rows, heads, width, dim]
-    key: torch.Tensor,  # [rows, kv_heads, slots, dim]
-    value: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,  # [heads]
-) -> torch.Tensor:
-    """Attention as it is written in the books, in float64."""
-    groups = query.shape[1] // key.shape[1]
-    k, v = (x.double().repeat_interleave(groups, 1) for x in (key, value))
-    score = query.double() @ k.transpose(2, 3) * scaling
-    if softcap is not None:
-        score = torch.tanh(score / softcap) * softcap
-    score = score.masked_fill(mask < 0, -torch.inf)
-    if sinks is not None:
-        column = sinks.double().view(1, -1, 1, 1).expand(*score.shape[:3], 1)
-        score = torch.cat([score, column], -1)
-    weight = score.softmax(-1)[..., : k.shape[2]]
-    return (weight @ v).transpose(1, 2).to(query.dtype)
+pytestmark = pytest.mark.usefixtures("calls")
 
 
 def ragged(device: torch.device) -> dict[str, Any]:
@@ -112,26 +50,24 @@ def run(model: Any, inputs: dict[str, Any], device: torch.device, **settings: An
     return done.stats
 
 
-def test_greedy(calls: Counter[str], checked: None, device: torch.device) -> None:
-    model = models.tiny("llama", num_hidden_layers=2)
-    stats = run(model, {"input_ids": models.prompt(1).to(device)}, device)
+@pytest.mark.parametrize(
+    ("name", "fields"), [("llama", {"num_hidden_layers": 2}), ("gemma3", WINDOWS)]
+)
+def test_greedy(
+    calls: Counter[str], checked: None, device: torch.device, name: str, fields: dict[str, Any]
+) -> None:
+    stats = run(models.tiny(name, **fields), ragged(device), device)
     assert stats.engine == "device"
     assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
     assert calls["tree_attention"] == 2 * stats.num_steps
 
 
-def test_sampled(calls: Counter[str], device: torch.device) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}])
+def test_many_tokens(
+    calls: Counter[str], attention_aside: None, device: torch.device, sampling: dict[str, Any]
+) -> None:
     model = models.tiny("llama", num_hidden_layers=1)
-    inputs = {"input_ids": models.prompt(2).to(device)}
-    settings = {"do_sample": True, "temperature": 0.8, "top_k": 20}
-    stats = run(model, inputs, device, **settings)
-    assert stats.engine == "device"
-    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
-
-
-def test_many_tokens(calls: Counter[str], attention_aside: None, device: torch.device) -> None:
-    model = models.tiny("llama", num_hidden_layers=1)
-    stats = run(model, ragged(device), device, max_new_tokens=48)
+    stats = run(model, ragged(device), device, max_new_tokens=48, **sampling)
     assert stats.engine == "device"
     assert stats.row_stats[0].num_emitted == 48
     assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 10
@@ -221,13 +157,6 @@ def test_rejection(calls: Counter[str], attention_aside: None, device: torch.dev
     assert calls["reject_tree"] == 2 * (1 + stats.num_steps)
 
 
-def test_ragged_with_windows(calls: Counter[str], checked: None, device: torch.device) -> None:
-    stats = run(models.tiny("gemma3", **WINDOWS), ragged(device), device)
-    assert stats.engine == "device"
-    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
-    assert calls["tree_attention"] == 2 * stats.num_steps
-
-
 def test_verified_on_the_host(calls: Counter[str], checked: None, device: torch.device) -> None:
     """A penalty of repetitions looks at the text; layers with a window drop what they need not."""
     model = models.tiny("mistral", num_hidden_layers=1, sliding_window=5)
@@ -247,10 +176,8 @@ def tiny_eager(model_type: str, device: torch.device, **fields: Any) -> Any:
             parameter.mul_(3.0)
     model.generation_config.eos_token_id = None
     model.to(device)
-    assert self_test.refusal(model) == (
-        "",
-        "",
-    )  # looks once at every kind, with forwards of its own
+    # The first look at a kind of model takes forwards of its own.
+    assert self_test.refusal(model) == ("", "")
     return model
 
 

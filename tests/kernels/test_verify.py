@@ -182,6 +182,7 @@ def test_a_graph_can_capture_the_twins(sampled: bool) -> None:
             scores = scores.softmax(-1)
             noise = torch.empty(rows, 64, vocab).exponential_(generator=generator)
             best = (scores / noise[torch.arange(rows)[:, None], depth]).argmax(-1)
+        tokens = plant(tokens, parents, best, generator)
         store = torch.randn(rows, 70, 2, 4, generator=generator)
         before, lengths = store.clone(), torch.tensor([0, 3, 5])
         with Tape() as tape:

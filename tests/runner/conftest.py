@@ -1,4 +1,4 @@
-"""Graphs on the CPU, in the tests that ask for them."""
+"""Graphs on the CPU, for the tests that ask for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.replayed import WIDTHS
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
-    """What records the steps of calls in a test: one per set of graphs, and per look at it."""
+    """The recorders of a test, one per call that asks for graphs; few of them record anything."""
     monkeypatch.setattr(graphs, "WIDTHS", WIDTHS)
     with taped(monkeypatch) as recorders:
         yield recorders

@@ -1,4 +1,4 @@
-"""What graphs would pass over is run, and what they have frozen belongs to them alone."""
+"""Models that graphs cannot serve are run, and graphs are used for the model they captured only."""
 
 from __future__ import annotations
 

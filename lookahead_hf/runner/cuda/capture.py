@@ -1,4 +1,4 @@
-"""What records a step so that it can be repeated: CUDA graphs, and where they cannot be."""
+"""Captures a step as a CUDA graph so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -8,55 +8,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 Step = tuple[torch.Tensor, ...]
-"""What a captured step returns, in tensors that its next replay overwrites."""
-
-
-class Recording(Protocol):
-    """A step that can be repeated."""
-
-    outputs: Step
-
-    def replay(self) -> None:
-        """Run the step again, from the present content of what it reads."""
-
-
-class Recorder(Protocol):
-    """Records steps whose tensors share one pool of memory."""
-
-    def begin(self) -> None:
-        """A call is about to use the tensors that earlier ones used, perhaps on other streams."""
-
-    def end(self) -> None:
-        """A call has asked for all that it wants of them."""
-
-    def try_out(self, run: Callable[[], Step]) -> str | None:
-        """Run once as the recording will; returns what forbids recording, None if nothing does."""
-
-    def record(self, run: Callable[[], Step]) -> Recording:
-        """Run once and keep what was done."""
-
-    def release(self, recordings: list[Recording]) -> None:
-        """Free all recordings, after the last replay of any."""
+"""What a captured step returns: tensors that its next replay overwrites."""
 
 
 @dataclass(slots=True)
-class CudaRecording:
-    """A captured CUDA graph."""
+class Recording:
+    """A captured step that can be repeated from the present content of what it reads."""
 
     graph: Any
     outputs: Step
 
     def replay(self) -> None:
+        """Run the step again."""
         self.graph.replay()
 
 
 class CudaRecorder:
-    """Captures on a stream of its own; all graphs share one memory pool."""
+    """Captures steps on a stream of its own; all its graphs share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,8 +39,8 @@ class CudaRecorder:
     def _stream(self) -> Any:
         """A stream that no other living recorder has.
 
-        cuBLAS keeps a workspace per stream, whose address is in the graphs, and lets go of it when
-        a graph of the stream is reset. torch hands out 32 streams, in turn.
+        cuBLAS keeps a workspace per stream, whose address is in the graphs, and frees it when a
+        graph of the stream is reset. torch hands out the same 32 streams in turn.
         """
         with _lock:
             free = _free_streams.setdefault(self._device, [])
@@ -82,17 +55,19 @@ class CudaRecorder:
             _free_streams[self._device].append(self._stream)
 
     def begin(self) -> None:
+        """Wait for earlier calls on the same tensors, perhaps on other streams."""
         if self._used is not None:
             torch.cuda.current_stream(self._device).wait_event(self._used)
 
     def end(self) -> None:
+        """Note that a call has launched all its work on the tensors."""
         self._used = torch.cuda.current_stream(self._device).record_event()
 
     def try_out(self, run: Callable[[], Step]) -> str | None:
-        """Warm up on the stream of the capture, and look for what waits for the device.
+        """Run twice as `record` will; return the first operation that waits for the device.
 
-        What is done once (compiling kernels, first copies) may wait. "warn" rather than "error":
-        the setting holds for the whole process, and other threads may wait as they please.
+        Work that is done once (compiling kernels, first copies) may wait. "warn" rather than
+        "error": the setting holds for the whole process, in which other threads may wait.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -106,8 +81,9 @@ class CudaRecorder:
         return waits[0] if waits else None
 
     def record(self, run: Callable[[], Step]) -> Recording:
+        """Run once and keep the operations."""
         graph = torch.cuda.CUDAGraph()
-        # torch's own context leaves the stream current where ending a capture fails.
+        # torch's own context leaves its stream current if ending a capture fails.
         with (
             torch.cuda.stream(self._stream),
             torch.cuda.graph(
@@ -115,14 +91,14 @@ class CudaRecorder:
             ),
         ):
             outputs = run()
-        return CudaRecording(graph, outputs)
+        return Recording(graph, outputs)
 
     def release(self, recordings: list[Recording]) -> None:
-        # One after the other while others live would free workspaces that those still use. What
-        # cuBLAS keeps for the stream stays: to free it means to free that of all graphs there are.
+        """Free all recordings, after the last replay of any."""
+        # All at once: a reset frees workspaces that other graphs of the stream still use. What
+        # cuBLAS keeps for the stream stays, as freeing it would free that of all graphs there are.
         torch.cuda.synchronize(self._device)
         for recording in recordings:
-            assert isinstance(recording, CudaRecording)
             recording.graph.reset()
 
 
@@ -132,15 +108,15 @@ _free_streams: dict[torch.device, list[Any]] = {}
 
 _WAIT = "called a synchronizing"
 _OF_MODE = (_WAIT, "Synchronization debug mode")
-"""What torch says while the mode is on; the second once, of the mode itself."""
+"""Warnings of torch while the mode is on; the second one, about the mode, comes once."""
 
 
 @contextmanager
 def _noting_waits() -> Iterator[list[str]]:
-    """What torch says, one line each, of operations of this thread that wait for the device.
+    """Yield the first lines of torch's warnings that this thread waits for the device.
 
-    Both torch's mode and Python's way of showing warnings are the process's: what other threads
-    wait for is not shown meanwhile, as it would not be without the mode; all else is.
+    Both torch's mode and Python's way of showing warnings belong to the process. Waits of other
+    threads are not shown meanwhile, as they would not be without the mode; other warnings are.
     """
     waits: list[str] = []
     own, is_over = threading.get_ident(), False
@@ -148,7 +124,7 @@ def _noting_waits() -> Iterator[list[str]]:
 
     def note(message: Any, *args: Any, **kwargs: Any) -> None:
         text = str(message)
-        # Another thread may put this back in place later, when its own `catch_warnings` ends.
+        # Another thread may install this again later, when its own `catch_warnings` ends.
         if is_over or not any(part in text for part in _OF_MODE):
             show(message, *args, **kwargs)
         elif threading.get_ident() == own and _WAIT in text:
@@ -166,6 +142,6 @@ def _noting_waits() -> Iterator[list[str]]:
             is_over = True
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
-    """What records steps on this device; None where nothing can."""
+def recorder_for(device: torch.device) -> CudaRecorder | None:
+    """Return what captures steps on this device, None where nothing can."""
     return CudaRecorder(device) if device.type == "cuda" else None

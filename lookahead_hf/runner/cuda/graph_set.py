@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.runner import execution, torch_compile
-from lookahead_hf.runner.cuda.capture import Recorder, Recording, Step
+from lookahead_hf.runner.cuda.capture import CudaRecorder, Recording, Step
 from lookahead_hf.runner.cuda.step import StepState, only_group
 
 LEAST_VISIBLE = 512
@@ -66,7 +66,7 @@ class GraphSet:
     state: StepState
     stores: list[tuple[torch.Tensor, torch.Tensor]]
     table: PathTable
-    recorder: Recorder
+    recorder: CudaRecorder
     recordings: dict[tuple[int, int], Recording] = field(default_factory=dict)
     is_used: bool = False
 
@@ -159,18 +159,21 @@ def new_set(
     cache: AdoptedCache,
     state: StepState,
     capacity: int,
-    recorder: Recorder,
+    recorder: CudaRecorder,
 ) -> GraphSet:
     """Return a set without graphs for calls like this one, with room for so many slots.
 
     Raises:
-        RuntimeError: There is not enough memory.
+        Uncapturable: There is not enough memory.
     """
     layers = only_group(cache).layers
-    with torch.inference_mode(False):  # later calls write to them outside of it
-        stores = [(_room(la.k_store, capacity), _room(la.v_store, capacity)) for la in layers]
-        table = PathTable([store for pair in stores for store in pair])
-        return GraphSet(key, capacity, state.with_room(capacity), stores, table, recorder)
+    try:
+        with torch.inference_mode(False):  # later calls write to them outside of it
+            stores = [(_room(la.k_store, capacity), _room(la.v_store, capacity)) for la in layers]
+            table = PathTable([store for pair in stores for store in pair])
+            return GraphSet(key, capacity, state.with_room(capacity), stores, table, recorder)
+    except RuntimeError as error:
+        raise Uncapturable.after(error) from error
 
 
 def _room(store: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import execution
-from lookahead_hf.runner.cuda.capture import Recorder, recorder_for
+from lookahead_hf.runner.cuda.capture import recorder_for
 from lookahead_hf.runner.cuda.graph_set import (
     GraphSet,
     Uncapturable,
@@ -123,27 +123,15 @@ class ModelGraphs:
                 if not create:
                     raise Uncapturable(execution.TOO_SHORT)
                 self._make_way(key, cache, slots, found, insists)
-                found = self._create(key, cache, state, slots, recorder)
+                try:
+                    found = new_set(key, cache, state, bucket(slots), recorder)
+                except Uncapturable as error:
+                    self._refuse(key, error)
+                    raise
+                self.sets.append(found)
             found.move_in(cache, state)
             found.is_used = True
             return found
-
-    def _create(
-        self,
-        key: tuple[Any, ...],
-        cache: AdoptedCache,
-        state: StepState,
-        slots: int,
-        recorder: Recorder,
-    ) -> GraphSet:
-        try:
-            made = new_set(key, cache, state, bucket(slots), recorder)
-        except RuntimeError as error:  # out of memory
-            failure = Uncapturable.after(error)
-            self._refuse(key, failure)
-            raise failure from error
-        self.sets.append(made)
-        return made
 
     def _make_way(
         self,
@@ -163,7 +151,7 @@ class ModelGraphs:
             insists: Whether others give way at once.
         """
         size = bucket(slots) * bytes_per_slot(cache)
-        limit = _limit(only_group(cache).layers[0].k_store.device, self.sets)
+        limit = _limit(cache, self.sets)
         if size > limit:
             raise Uncapturable(execution.because(execution.TOO_LARGE, f"{size >> 20} MiB"))
         stay = [each for each in self.sets if each is not outgrown]
@@ -231,8 +219,9 @@ def of_model(model: Any) -> ModelGraphs:
         return state.graphs
 
 
-def _limit(device: torch.device, sets: list[GraphSet]) -> float:
-    """Bytes that K and V of a model's graphs may take."""
+def _limit(cache: AdoptedCache, sets: list[GraphSet]) -> float:
+    """Return the bytes that K and V of a model's graphs may take."""
+    device = only_group(cache).layers[0].k_store.device
     if device.type != "cuda":
         return math.inf
     return MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + _nbytes(sets))

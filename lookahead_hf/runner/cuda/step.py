@@ -1,4 +1,4 @@
-"""A whole step as a function of tensors that stay where they are, so that a graph can replay it."""
+"""A whole step as a function of tensors that keep their addresses, so that a graph replays it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DraftViews(NamedTuple):
         bits: Bit j says that node j is an ancestor of it, or itself, [rows, width] int64.
         num_nodes: Drafted nodes of each row, [rows] int64.
         live: 1 for rows whose text goes on, else 0, [rows] int64.
-        kept: Tokens of each row that the host has kept in the cache, [rows] int64.
+        kept: Tokens of each row that the host counts in the cache, [rows] int64.
     """
 
     tokens: torch.Tensor
@@ -47,12 +47,12 @@ class DraftViews(NamedTuple):
 
 
 def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.ndarray:
-    """A step's draft as one array, [rows * (4 * width + 3)] int64, in the order of `DraftViews`.
+    """Return a step's draft as one array, [rows * (4 * width + 3)] int64, like `DraftViews`.
 
     Args:
         rows: The texts.
         draft: What is fed behind the last tokens.
-        lengths: Tokens of each row that are kept in the cache, [rows].
+        lengths: Tokens of each row in the cache, [rows].
         width: Tokens per row, padding included.
     """
     fields, sizes = draft.padded(width), np.diff(draft.row_offsets)
@@ -62,7 +62,7 @@ def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.nd
 
 
 def _ancestor_bits(parents: np.ndarray) -> np.ndarray:  # [rows, width] both
-    """Every node's own bit and those of its ancestors, by doubling the distance looked up."""
+    """Return every node's own bit and those of its ancestors; each round doubles the distance."""
     width = parents.shape[1]
     bits = np.broadcast_to(np.uint64(1) << np.arange(width, dtype=np.uint64), parents.shape)
     above = np.where(parents < 0, np.arange(width), parents)
@@ -76,7 +76,7 @@ _FIELDS = ("lengths", "prompt_lengths", "pads", "next_position", "columns")
 
 
 def only_group(cache: AdoptedCache) -> SlotGroup:
-    """The group of all layers; a cache that was taken over without trimming has just one."""
+    """Return the group of all layers: a cache that was taken over without trimming has one."""
     (group,) = cache.slots.each_group()
     return group
 
@@ -85,9 +85,9 @@ class StepState:
     """Tensors that a step reads and writes in place.
 
     Attributes:
-        lengths: Tokens of each row that are kept, [rows] int64; the step adds what it keeps.
+        lengths: Tokens of each row in the cache, [rows] int64; a step adds those that it keeps.
         prompt_lengths: The same after the prompt, [rows] int64.
-        pads: Columns of the prompt that a row does not attend, [rows] int64.
+        pads: Columns of the prompt that a row does not attend to, [rows] int64.
         next_position: Position of the token after the prompt, [..., rows, 1].
         columns: Column of the token in every slot, [rows, capacity] int64.
     """
@@ -103,14 +103,14 @@ class StepState:
         self._drafts: dict[int, torch.Tensor] = {}
 
     def fit(self, cache: AdoptedCache) -> None:
-        """Follow the cache to the room that it has now."""
+        """Follow the cache to its present capacity."""
         group = only_group(cache)
         if self.columns.shape[1] != group.capacity:
             columns = cache.token_columns(group, group.capacity)
             self.columns = torch.from_numpy(columns).to(self.pads.device)
 
     def copy_(self, other: StepState) -> None:
-        """Take over another call's values, where the tensors have the same shapes."""
+        """Take over the values of another call whose tensors have the same shapes."""
         for name in _FIELDS:
             getattr(self, name).copy_(getattr(other, name))
 
@@ -137,18 +137,18 @@ class StepState:
         return DraftViews(*fields.unbind(0), *sizes.unbind(0))
 
     def load(self, packed: np.ndarray, width: int) -> None:
-        """Bring a packed draft to the device, without waiting for it."""
+        """Copy a packed draft to the device without waiting."""
         self._draft(width).copy_(pinned(packed, self.lengths.device), non_blocking=True)
 
     def rehearse(self, width: int) -> None:
-        """Put a draft of this width in place that has no nodes, for rows that go on."""
+        """Load a draft of this width without nodes, for rows that are all live."""
         draft = self.draft(width)
         for field, value in zip(draft, (0, -1, 0, 1, 0, 1, 0), strict=True):
             field.fill_(value)
         draft.bits.bitwise_left_shift_(torch.arange(width, device=draft.bits.device))
 
     def save(self, width: int) -> torch.Tensor:
-        """The draft of this width that was loaded, for `restore`."""
+        """Return the loaded draft of this width, for `restore`."""
         return self._draft(width).clone()
 
     def restore(self, saved: torch.Tensor, width: int) -> None:
@@ -181,7 +181,7 @@ class DeviceStep:
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
 
     def run(self, width: int, visible: int) -> tuple[torch.Tensor, ...]:
-        """Everything from the masks to the new lengths, with the likeliest token at every node.
+        """Run everything from the masks to the new lengths, choosing the likeliest tokens.
 
         Args:
             width: Tokens per row, at most `MAX_WIDTH`.
@@ -189,19 +189,19 @@ class DeviceStep:
 
         Returns:
             Logits, [rows, width, vocab], `TreeWalk.packed`, and the tensors of a `RowScan` of the
-            logits where a kernel made one.
+            logits if a kernel made one.
         """
         logits = self.forward(width, visible)
         done = self.decide(width, logits, keep_scan=True)
         return (logits, done.packed, *(done.scan or ()))
 
     def forward(self, width: int, visible: int) -> torch.Tensor:
-        """Masks, positions and the model's forward: logits, [rows, width, vocab]."""
+        """Build masks and positions and run the model; return logits, [rows, width, vocab]."""
         state, draft = self._state, self._state.draft(width)
-        # A text that has ended keeps what the host kept of it, which may be less than was accepted.
+        # The host may have kept less of a text that has ended than the walk accepted.
         state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
         fed = state.lengths - state.prompt_lengths
-        fed = fed.minimum((fed * draft.live).max())  # see `Target.layout`
+        fed = fed.minimum((fed * draft.live).max())  # an ended text may have filled a table
         built = self._masks(draft, width, visible)
         inputs = {
             **widened(self._extras, width),
@@ -222,7 +222,7 @@ class DeviceStep:
         noise: torch.Tensor | None = None,  # [rows, depths, vocab]
         keep_scan: bool = False,
     ) -> TreeWalk:
-        """Walk down the tree, keep the accepted path in the cache, add it to the lengths."""
+        """Walk down the tree, keep the accepted path in the cache and count it in the lengths."""
         state, draft = self._state, self._state.draft(width)
         tree = draft.tokens, draft.parents, draft.num_nodes
         depth = None if noise is None else draft.depth
@@ -233,7 +233,7 @@ class DeviceStep:
         return done
 
     def _trees(self, built: dict[str, torch.Tensor], draft: DraftViews) -> list[BlockTree]:
-        """The masks in the terms of the kernel, which knows windows but no chunks."""
+        """Return the masks in terms of the kernel, which knows windows but no chunks."""
         state = self._state
         if not tree_attention.serves(state.lengths.device, draft.tokens.shape[1]):
             return []
@@ -251,7 +251,7 @@ class DeviceStep:
         ]
 
     def _masks(self, draft: DraftViews, width: int, visible: int) -> dict[str, torch.Tensor]:
-        """Place the block; the mask of every kind, by its name."""
+        """Place the block in the cache and return the mask of every kind by name."""
         group = only_group(self._cache)
         place = torch.arange(width, device=draft.tokens.device)
         row = torch.arange(len(draft.tokens), device=place.device)[:, None]
@@ -280,12 +280,12 @@ class DeviceStep:
 def _near(
     kind: MaskKind, query: torch.Tensor, key: torch.Tensor, pads: torch.Tensor
 ) -> torch.Tensor:
-    """Which columns a kind of mask lets a column see, besides causality."""
+    """Return which columns a kind of mask lets a column see, causality aside."""
     near = torch.ones_like(query - key, dtype=torch.bool)
     if kind.window is not None:
         near &= query - key < kind.window
     if kind.chunk is not None:
-        # Columns before the row's first attended one hold nothing; the sign does not matter there.
+        # Nothing is in the columns before the first attended one, so their sign does not matter.
         near &= torch.div(query - pads, kind.chunk, rounding_mode="floor") == torch.div(
             key - pads, kind.chunk, rounding_mode="floor"
         )

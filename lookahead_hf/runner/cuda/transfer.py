@@ -1,4 +1,4 @@
-"""What a step brings to the host, in two small copies; what goes the other way."""
+"""Brings what a step decides to the host in two small copies, and drafts to the device."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ class Ticket:
     def __init__(self, tensor: torch.Tensor, copy: HostCopy) -> None:
         self.tensor = tensor
         self._copy = copy
-        self._parcel: _Parcel | None = None
-        self._start = 0
-
-    def put(self, parcel: _Parcel, start: int) -> None:
-        """Say where the tensor travels."""
-        self._parcel, self._start = parcel, start
+        self.parcel: _Parcel | None = None
+        self.start = 0  # of its bytes in the parcel
 
     def take(self) -> np.ndarray:
-        """The tensor on the host; this is where the host waits for the device."""
-        if self._parcel is None:
+        """Wait for the device and return the tensor on the host."""
+        if self.parcel is None:
             self._copy.send()
-        assert self._parcel is not None
+        assert self.parcel is not None
         size = self.tensor.numel() * self.tensor.element_size()
-        piece = self._parcel.open()[self._start : self._start + size]
+        piece = self.parcel.open()[self.start : self.start + size]
         return piece.view(_NUMPY[self.tensor.dtype]).reshape(self.tensor.shape)
 
 
 class HostCopy:
-    """Brings tensors of one device to the host, those together that are sent together.
+    """Brings tensors of one device to the host, all that are sent together in one copy.
 
-    What a step decides is sent when the step is launched. What drafting looks for in its logits is
-    launched behind that, so that the host reads the one while the device computes the other.
+    The decision of a step is sent when the step is launched. What drafting looks for in the logits
+    is launched behind it, so that the host reads the first while the device computes the second.
 
     Attributes:
         scan: What the step's own pass over its logits found, for `topk_rows`.
@@ -46,13 +42,13 @@ class HostCopy:
         self._waiting: list[Ticket] = []
 
     def add(self, tensor: torch.Tensor) -> Ticket:
-        """Let a tensor come along with the next that are sent, as it is by then."""
+        """Let a tensor come along with the next copy, with its content at that time."""
         ticket = Ticket(tensor, self)
         self._waiting.append(ticket)
         return ticket
 
     def send(self) -> None:
-        """Start to copy what was added since the last time, all in one; nothing waits."""
+        """Start to copy everything added since the last time, without waiting for it."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -60,7 +56,7 @@ class HostCopy:
         parcel = _Parcel(parts[0] if len(parts) == 1 else torch.cat(parts))
         start = 0
         for ticket, part in zip(waiting, parts, strict=True):
-            ticket.put(parcel, start)
+            ticket.parcel, ticket.start = parcel, start
             start += len(part)
 
 
@@ -68,7 +64,7 @@ class _Parcel:
     """Bytes on their way."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        # Into pinned memory, which torch takes by itself for such a copy.
+        # The copy goes into pinned memory, which torch allocates by itself.
         self._host = data.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if data.is_cuda else None
         if self._arrived is not None:
@@ -81,17 +77,17 @@ class _Parcel:
 
 
 def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host tensor of these numbers from which a copy to the device waits for nothing.
+    """Return a host tensor of these numbers from which a copy to the device waits for nothing.
 
-    torch keeps the pinned memory until the device has read it, if the copy is `non_blocking`; from
-    any other memory a copy waits for all that was launched before it.
+    torch keeps the pinned memory until the device has read it, if the copy is `non_blocking`. From
+    other memory a copy waits for everything that was launched before it.
     """
     source = torch.from_numpy(array)
     return source.pin_memory() if device.type == "cuda" else source
 
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
-"""Types that can come along."""
+"""Types of tensors that can be brought to the host."""
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

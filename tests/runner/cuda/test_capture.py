@@ -1,4 +1,4 @@
-"""What can be said of capturing on CUDA without a GPU."""
+"""Captures on CUDA, with stand-ins for the functions of torch that need a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAID_ONCE = (
 
 
 class Stream:
-    """A stream that keeps no work; `waited` lists those that it waited for."""
+    """A stream without work; `waited` lists the streams that it waited for."""
 
     def __init__(self, *_: Any) -> None:
         self.waited: list[Stream] = []
@@ -43,7 +43,7 @@ class Graph:
 
 
 class On:
-    """Makes a stream the thread's, until it is left; nothing happens where it is dropped."""
+    """Makes a stream current until the context is left, but not if it is dropped."""
 
     def __init__(self, cuda: Cuda, stream: Stream) -> None:
         self.cuda, self.stream = cuda, stream
@@ -56,7 +56,7 @@ class On:
 
 
 class Cuda:
-    """What the recorder asks of torch: the thread's stream, and the mode that tells of waits."""
+    """What the recorder asks of torch: the current stream, and the mode that warns of waits."""
 
     def __init__(self) -> None:
         self.stream = self.first = Stream()

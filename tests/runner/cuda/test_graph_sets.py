@@ -1,4 +1,4 @@
-"""Which graphs a model keeps, for how long, and what goes on while there are none."""
+"""Which graphs a model keeps, for how long, and how calls run without them."""
 
 from __future__ import annotations
 
@@ -74,15 +74,13 @@ def test_a_forward_that_waits_is_not_captured(
         TapeRecorder, "try_out", lambda self, run: tried.append(1) or try_out(self, run)
     )
     for _ in range(4):  # the later calls know already
-        stats = compare(model, padded("left"))
-        assert stats.execution is not None
-        assert stats.execution.startswith(WAITS)
+        assert str(compare(model, padded("left")).execution).startswith(WAITS)
     assert sets_of(made) == []
     assert len(tried) == 1
 
 
 def failing(recorder: type[TapeRecorder], times: int, patch: pytest.MonkeyPatch) -> list[int]:
-    """Let so many captures fail; returns what counts them."""
+    """Let so many captures fail; return a list with one entry for each failure."""
     record, failed = recorder.record, []
 
     def fails(self: Any, run: Any) -> Any:
@@ -95,33 +93,28 @@ def failing(recorder: type[TapeRecorder], times: int, patch: pytest.MonkeyPatch)
     return failed
 
 
-def test_a_capture_that_fails_leaves_the_text_alone_and_is_tried_again(
+NO_MEMORY = f"{FAILED}: OutOfMemoryError: no memory"
+
+
+def test_a_failed_capture_is_tried_again(
     made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = failing(TapeRecorder, 2, monkeypatch)
-    model, said = small(), f"{FAILED}: OutOfMemoryError: no memory"
+    failed, model = failing(TapeRecorder, 2, monkeypatch), small()
     states = [compare(model, padded("left")).execution for _ in range(6)]
-    assert states == [said] * 5 + ["replayed"], "one call goes by, then two"
+    assert states == [NO_MEMORY] * 5 + ["replayed"], "one call goes by, then two"
     assert len(failed) == 2
 
 
-def test_what_failed_is_forgotten_with_the_rest(
-    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("disabled", "rows"), [(True, 3), (False, 1)])
+def test_a_failure_concerns_one_kind_of_calls_until_it_is_freed(
+    disabled: bool, rows: int, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(TapeRecorder, 1, monkeypatch)
     model = small()
-    assert compare(model, padded("left")).execution == f"{FAILED}: OutOfMemoryError: no memory"
-    lookahead_hf.disable(lookahead_hf.enable(model))
-    assert compare(model, padded("left")).execution == "replayed"
-
-
-def test_a_failure_concerns_calls_of_its_kind_alone(
-    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(TapeRecorder, 1, monkeypatch)
-    model = small()
-    assert compare(model, padded("left")).execution == f"{FAILED}: OutOfMemoryError: no memory"
-    assert compare(model, padded("none", rows=1)).execution == "replayed"
+    assert compare(model, padded("none")).execution == NO_MEMORY
+    if disabled:
+        lookahead_hf.disable(lookahead_hf.enable(model))
+    assert compare(model, padded("none", rows=rows)).execution == "replayed"
 
 
 def test_no_memory_for_k_and_v_leaves_the_text_alone(
@@ -131,8 +124,7 @@ def test_no_memory_for_k_and_v_leaves_the_text_alone(
     with monkeypatch.context() as patch:
         patch.setattr(graph_set, "_room", lambda *_: torch.empty(1 << 60))
         stats = compare(model, padded("left"))
-    assert stats.execution is not None
-    assert stats.execution.startswith(f"{FAILED}: RuntimeError")
+    assert str(stats.execution).startswith(f"{FAILED}: RuntimeError")
     assert compare(model, padded("left")).execution == stats.execution
     assert compare(model, padded("left")).execution == "replayed"
 
@@ -155,15 +147,14 @@ def test_a_third_kind_has_to_wait_until_another_is_over(
         inputs, fields = padded("none", rows=rows), {"cuda_graphs": asked}
         return compare(model, inputs, fields, max_new_tokens=16).execution
 
-    kept = OTHER_KINDS
     for _ in range(4):
-        assert [state(rows) for rows in (1, 2, 3)] == ["replayed", "replayed", kept]
+        assert [state(rows) for rows in (1, 2, 3)] == ["replayed", "replayed", OTHER_KINDS]
     assert len(sets_of(made)) == 2
     # The last of those counts, and there is none with one row any more.
-    assert [state(rows) for rows in (3, 2, 3, 2)] == [kept, "replayed"] * 2
+    assert [state(rows) for rows in (3, 2, 3, 2)] == [OTHER_KINDS, "replayed"] * 2
     assert state(3) == "replayed"
     assert [recorder.released for recorder in sets_of(made)] == [len(WIDTHS), 0, 0]
-    assert state(1) == kept
+    assert state(1) == OTHER_KINDS
     assert state(1, True) == "replayed", "as it is insisted on"
 
 
@@ -177,8 +168,7 @@ def test_what_is_too_large_retires_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
         stats = compare(model, padded("left"), max_new_tokens=120)
-    assert stats.execution is not None
-    assert stats.execution.startswith(TOO_LARGE)
+    assert str(stats.execution).startswith(TOO_LARGE)
     assert compare(model, padded("left")).execution == "replayed"
     (recorder,) = sets_of(made)
     assert recorder.released == 0

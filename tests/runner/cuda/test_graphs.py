@@ -11,6 +11,7 @@ import torch
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.runner.cuda import graph_set
+from lookahead_hf.runner.execution import REPLAYED, WAITS
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import NAMES, prompt, tiny
@@ -59,6 +60,15 @@ def test_longer_texts_show_more_slots(
     assert stats.execution == "replayed"
     (recorder,) = sets_of(made)
     assert len(recorder.recordings) > len(WIDTHS)
+
+
+@pytest.mark.parametrize(("experts", "said"), [("eager", WAITS), ("batched_mm", REPLAYED)])
+def test_experts_are_captured_if_they_do_not_wait(
+    experts: str, said: str, made: list[TapeRecorder]
+) -> None:
+    model = tiny("mixtral")
+    model.set_experts_implementation(experts)
+    assert str(compare(model, padded("left")).execution).startswith(said)
 
 
 def test_a_static_cache_is_served(made: list[TapeRecorder]) -> None:
