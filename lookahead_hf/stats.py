@@ -17,7 +17,7 @@ PHASES = ("prefill", "draft", "forward", "verify", "commit")
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """What one row did: steps in which it was live, tokens emitted, drafted and accepted."""
+    """Counts of one row: steps in which it was live, tokens emitted, drafted and accepted."""
 
     row_steps: int
     num_emitted: int
@@ -27,7 +27,7 @@ class RowStats:
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """What one source proposed: nodes verified, accepted, and accepted that no other proposed."""
+    """Nodes of one source: verified, accepted, and accepted that no other source proposed."""
 
     drafted: int
     accepted: int
@@ -43,18 +43,18 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:
-    """What one call of `generate` did.
+    """Statistics of one call of `generate`.
 
     Attributes:
-        rows: Rows of the batch; where `generate` decodes several times, as Whisper's does for
-            every segment, the numbers of all of them are added up.
+        rows: Rows of the batch. Where `generate` decodes several times, as Whisper's does for every
+            segment, all numbers are added up.
         num_steps: Forwards of the target after the prefill.
-        row_steps: Over all rows, the steps in which the row was live.
+        row_steps: Steps in which a row was live, added up over the rows.
         num_emitted: Tokens emitted, the one after the prefill included.
         num_drafted: Draft tokens verified.
         num_accepted: Draft tokens accepted.
-        num_moved: Accepted tokens that were moved in the cache, as a sibling stood before them.
-        accepted_histogram: At index k, the row steps in which k draft tokens were accepted.
+        num_moved: Accepted tokens that were moved in the cache, since a sibling preceded them.
+        accepted_histogram: At index k, the number of row steps that accepted k draft tokens.
         max_width: Most nodes side by side in a row's draft; 1 where all drafts were chains.
         per_source: What each source contributed, by name.
         prefill_ms: Time of the prefill.
@@ -62,12 +62,12 @@ class SpeculativeStats:
         forward_ms: Time spent on laying out and running the target's forwards.
         verify_ms: Time spent verifying.
         commit_ms: Time spent on the cache after verification.
-        budget_histogram: How many steps were laid out for how many draft tokens per row.
+        budget_histogram: Number of steps by the most draft tokens of a row in the step.
         engine: How the call was verified.
         execution: How the steps were run: "model" by the model's own forward, "packed" with packed
             linear layers under it, "replayed" as CUDA graphs; else why not.
         fallback_reason: Why nothing was speculated, None where it was.
-        row_stats: What each row did.
+        row_stats: Counts of each row.
     """
 
     rows: int = 0
@@ -143,7 +143,7 @@ class SpeculativeStats:
 
 
 def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:
-    """One record of what one call of `generate` decoded first and then decoded."""
+    """Return the sum of two decodings of one call of `generate`."""
     both = {
         each.name: (getattr(first, each.name), getattr(second, each.name))
         for each in dataclasses.fields(first)
@@ -166,7 +166,7 @@ def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, An
     return {**first, **second, **shared}
 
 
-def _said(first: str | None, second: str | None) -> str | None:
+def _listed(first: str | None, second: str | None) -> str | None:
     return ", ".join(dict.fromkeys(each for each in (first, second) if each)) or None
 
 
@@ -175,9 +175,9 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "max_width": max,
     "per_source": _by_key,
     "budget_histogram": _by_key,
-    "engine": _said,
-    "execution": _said,
-    "fallback_reason": _said,
+    "engine": _listed,
+    "execution": _listed,
+    "fallback_reason": _listed,
 }
 """How fields are joined that are not added up."""
 
@@ -187,13 +187,13 @@ def _counted(count: int, noun: str) -> str:
 
 
 def publish(model: Any, stats: SpeculativeStats | None) -> None:
-    """Keep what the latest call on a model did; None after a plain call."""
+    """Keep the statistics of the latest call on a model; None after a plain call."""
     state = state_of(model)
     state.stats_of_thread.stats = state.stats = stats
 
 
 def last_stats(model: Any) -> SpeculativeStats | None:
-    """Return what this thread's latest call on a model did, or any thread's if it made none."""
+    """Return the statistics of this thread's latest call on a model, or else of any thread's."""
     state = state_of(model)
     latest: SpeculativeStats | None = getattr(state.stats_of_thread, "stats", state.stats)
     return latest
