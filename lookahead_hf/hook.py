@@ -1,4 +1,4 @@
-"""Puts speculation behind `generate`: of a model, of a class, or of every model at once."""
+"""Adds speculation to `generate`: of a model, of a class, or of every model at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lookahead_hf.model_state import state_of
 _Model = TypeVar("_Model")
 
 MOST_WRAPPERS = 16
-"""Wrappers around a model that are looked into; a mock would have one in another without end."""
+"""Most nested wrappers that are unwrapped; a mock would contain wrappers without end."""
 
 
 class SpeculativeMixin(GenerationMixin):
@@ -34,10 +34,9 @@ class SpeculativeMixin(GenerationMixin):
 
 
 class Hook:
-    """Stands as `generate` on a model object and knows what it replaced.
+    """Replaces `generate` on a model object and keeps what it replaced.
 
-    It travels with the model: a copy of the model, also a pickled one, has a hook of its own, which
-    belongs to the copy.
+    A copy of the model, also a pickled one, has a hook of its own, which belongs to the copy.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,7 +45,7 @@ class Hook:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The model's `generate` as it is without the hook; `inspect` follows it."""
+        """The model's `generate` without the hook; `inspect` follows it."""
         if self._found is not None:
             return self._found
         return type(self._model).generate.__get__(self._model)
@@ -62,7 +61,7 @@ class Hook:
         return run(self._model, original, args, kwargs)
 
     def remove(self) -> None:
-        """Put back what the hook replaced."""
+        """Restore what the hook replaced."""
         _put(self._model, self._found)
 
     def __getstate__(self) -> tuple[Any, Any, bool]:
@@ -76,7 +75,7 @@ class Hook:
 
 
 def _put(model: Any, generate: Any) -> None:
-    """Set a model object's own `generate`; None leaves the class's."""
+    """Set a model object's own `generate`; None removes it, which leaves the class's."""
     if generate is None:
         vars(model).pop("generate", None)
     else:
@@ -84,20 +83,20 @@ def _put(model: Any, generate: Any) -> None:
 
 
 def enable(model: _Model) -> _Model:
-    """Let `model.generate` take `speculative=`; without it, it stays what it is.
+    """Let `model.generate` take `speculative=`; calls without it do what they did.
 
-    Copies made by `copy.deepcopy` and by pickle are enabled too, each for itself. One made by
-    `copy.copy` shares the hook, and so its `generate` runs the model that was enabled.
+    Copies made by `copy.deepcopy` and by pickle are enabled too, independently. A copy made by
+    `copy.copy` shares the hook, so its `generate` runs the model that was enabled.
 
     Args:
-        model: A transformers model that generates, also inside `torch.compile`,
+        model: A transformers model that can generate, also inside `torch.compile`,
             DistributedDataParallel, PEFT or a quantiser's wrapper.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: There is no such model in it.
+        ValueError: `model` is not such a model and contains none.
     """
     target = unwrap(model)
     if not isinstance(vars(target).get("generate"), Hook):
@@ -108,9 +107,9 @@ def enable(model: _Model) -> _Model:
 def disable(model: _Model) -> _Model:
     """Undo `enable`: `model.generate` is again exactly what it was.
 
-    What was kept of the model for later calls is freed: packed weights, captured
-    graphs with their K and V. That goes for any model that has generated speculatively, however it
-    came to that; where calls are still made, they begin anew.
+    This frees what was kept of the model for later calls: packed weights, and captured graphs with
+    their K and V. It does so for any model that has generated speculatively, enabled or not; a
+    later speculative call makes them anew.
 
     Args:
         model: A model, enabled or not.
@@ -133,10 +132,10 @@ def _free(model: Any) -> None:
 
 @contextmanager
 def enabled(model: _Model) -> Iterator[_Model]:
-    """Enable a model inside a `with` block; afterwards it is as it was found.
+    """Enable a model inside a `with` block, and restore it afterwards.
 
-    What was kept of it for later calls is freed then, as by `disable`, unless it was enabled
-    before. Use `enable` where one call after the other is made.
+    Unless the model was enabled before, the end of the block frees what was kept of it for later
+    calls, as `disable` does. Use `enable` for a series of calls.
     """
     target = unwrap(model)
     found = vars(target).get("generate")
@@ -150,10 +149,10 @@ def enabled(model: _Model) -> Iterator[_Model]:
 
 
 _everywhere: Callable[..., Any] | None = None
-"""What `enable_everywhere` put into `GenerationMixin`, None while it is off."""
+"""The function that `enable_everywhere` put into `GenerationMixin`, None while it is off."""
 
 _reached: WeakSet[Any] = WeakSet()
-"""Models whose calls came by it."""
+"""Models that were called through it."""
 
 
 def enable_everywhere() -> None:
@@ -167,11 +166,11 @@ def enable_everywhere() -> None:
 def disable_everywhere() -> None:
     """Undo `enable_everywhere`; models that were enabled one by one stay enabled.
 
-    What was kept of all others for later calls is freed, as by `disable`.
+    This frees what was kept of all other models for later calls, as `disable` does.
     """
     global _everywhere
     hook, _everywhere = _everywhere, None
-    # Where somebody else has wrapped ours since, it stays below theirs and only passes calls on.
+    # If another library has wrapped our function since, it stays in place and passes calls on.
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
     while _reached:
@@ -194,20 +193,20 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate speculatively without patching anything: `model.generate` with speculation on.
 
-    What is kept of the model for later calls (packed weights, captured graphs) is
-    freed with it, or by `disable(model)`.
+    What is kept of the model for later calls (packed weights, captured graphs) is freed with the
+    model, or by `disable(model)`.
 
     Args:
         model: As for `enable`.
         *args: Arguments of `model.generate`.
-        **kwargs: Arguments of `model.generate`, and `speculative` and `prediction`; where neither
-            the call nor a generation config says anything about `speculative`, it is True.
+        **kwargs: Arguments of `model.generate`, and `speculative` and `prediction`. `speculative`
+            is True where neither the call nor a generation config sets it.
 
     Returns:
         What `model.generate` returns.
     """
     target = unwrap(model)
-    # A wrapper's own generate may do something for the call, as PEFT's does.
+    # A wrapper's own generate may prepare the call, as PEFT's does.
     original = model.generate if hasattr(model, "generate") else target.generate
     if _speculates(original):
         return original(*args, **kwargs)
@@ -238,10 +237,10 @@ def _speculates(original: Callable[..., Any]) -> bool:
 
 
 def set_default(model: Any, value: Any) -> None:
-    """Set what decides where a call of `generate` does not say `speculative=`.
+    """Set the default for calls of `generate` without `speculative=`.
 
-    It is kept as `model.generation_config.speculative`, and so by `save_pretrained`. The model must
-    be enabled for it to have an effect.
+    The default is kept as `model.generation_config.speculative`, and so by `save_pretrained`. It
+    takes effect while the model is enabled.
 
     Args:
         model: As for `enable`.
@@ -249,7 +248,7 @@ def set_default(model: Any, value: Any) -> None:
             removes the default.
 
     Raises:
-        ValueError: The value is not understood, or cannot be stored.
+        ValueError: The value is unknown, or cannot be stored.
     """
     config = unwrap(model).generation_config
     if value is None:
@@ -264,15 +263,15 @@ def set_default(model: Any, value: Any) -> None:
 
 
 def last_stats(model: Any) -> stats.SpeculativeStats | None:
-    """Return what the latest call on a model did.
+    """Return the statistics of the latest call on a model.
 
     Args:
         model: As for `enable`.
 
     Returns:
-        The record of this thread's latest call if it made one, else of any thread's; None before
-        the first call and after a plain one. It is there once a streamer hears the end; a call that
-        raised before leaves the one of the call before it.
+        The statistics of this thread's latest call if it made one, else of any thread's; None
+        before the first call and after a plain one. They are available when a streamer gets the
+        end. A call that raises earlier leaves those of the call before it.
     """
     return stats.last_stats(unwrap(model))
 
@@ -284,9 +283,9 @@ def learned_rates(model: Any) -> list[LearnedRate]:
         model: As for `enable`.
 
     Returns:
-        One entry per class of proposals that was tested, by source; what a class is
-        docs/drafting.md says. The next call on the model starts from them. Nothing before the first
-        call has ended.
+        One entry per class of proposals that was tested, by source; docs/drafting.md explains the
+        classes. The next call on the model starts from them. The list is empty until a first call
+        has ended.
     """
     return memory_of(unwrap(model)).rates.table()
 
@@ -295,7 +294,7 @@ def unwrap(model: Any) -> Any:
     """Return the transformers model inside wrappers.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such model.
     """
     inner = model
     for _ in range(MOST_WRAPPERS):
@@ -308,7 +307,7 @@ def unwrap(model: Any) -> Any:
 
 
 def _inside(wrapper: Any) -> Any:
-    """The next object inside a wrapper, None where nothing is known to be."""
+    """The next object inside a wrapper, None where none is known."""
     if isinstance(wrapper, type):
         return None
     if callable(base := getattr(wrapper, "get_base_model", None)):
@@ -323,13 +322,15 @@ def _inside(wrapper: Any) -> Any:
 
 def _not_a_model(model: Any) -> ValueError:
     if model is None:
-        return ValueError("None is no model; enable_everywhere() is for every model of the process")
+        return ValueError(
+            "expected a model, got None; enable_everywhere() enables every model of the process"
+        )
     if isinstance(model, type):
         return ValueError(
-            f"{model.__name__} is a class: give a model object, derive a class of your own from "
+            f"{model.__name__} is a class: pass a model object, derive a class of your own from "
             "SpeculativeMixin and it, or use enable_everywhere()"
         )
     return ValueError(
-        f"{type(model).__name__} is no transformers model that generates (no GenerationMixin), and "
-        "none was found inside it"
+        f"{type(model).__name__} is not a transformers model that can generate (no "
+        "GenerationMixin), and does not contain one"
     )

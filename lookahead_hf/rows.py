@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Rows:
     """Texts of a batch, each with a length of its own.
 
-    Three numbers belong to every token: its *slot* (place in our cache, attended tokens only), its
-    *column* (index in the padded batch that plain `generate` would hold) and its *position* (what
-    the model is told). For emitted tokens they differ by constants of the row.
+    Every token has three numbers: its *slot* (place in our cache, attended tokens only), its
+    *column* (index in the padded batch that plain `generate` would hold) and its *position* (the
+    model's input). For emitted tokens they differ by constants of the row.
 
     Attributes:
         num_rows: Rows of the batch.
@@ -50,7 +50,7 @@ class Rows:
     def _without_pads(
         self, prompt_ids: np.ndarray, attended: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Attended prompt ids, left-aligned; the id buffer itself where nothing is padded."""
+        """Attended prompt ids, left-aligned, and their number per row; a view without padding."""
         if attended is None or bool(attended.all()):
             return self._ids, np.full(self.num_rows, self._width, np.int64)
         context = np.empty_like(self._ids)
@@ -61,33 +61,33 @@ class Rows:
 
     @property
     def live(self) -> np.ndarray:
-        """Rows that still generate, [rows] bool."""
+        """Rows whose text goes on, [rows] bool."""
         return ~self.finished
 
     def context(self, row: int) -> np.ndarray:
-        """Attended prompt and emitted tokens of a row, oldest first, `[length]` int64 (a view)."""
+        """Return a row's attended prompt and emitted tokens, `[length]` int64 (a view)."""
         return self._context[row, : self._prompt_length[row] + self.num_emitted[row]]
 
     def prompt_columns_of(self, row: int) -> np.ndarray:
-        """Columns of the row's attended prompt tokens among all, ascending, `[prompt_length]`."""
+        """Return the columns of a row's attended prompt tokens, ascending, `[prompt_length]`."""
         if self._attended is None:
             return np.arange(self.prompt_columns)
         return np.flatnonzero(self._attended[row])
 
     def prompt_length(self, row: int) -> int:
-        """Attended prompt tokens at the head of `context(row)`."""
+        """Return how many attended prompt tokens `context(row)` begins with."""
         return int(self._prompt_length[row])
 
     def ids(self, row: int) -> np.ndarray:
-        """The row as plain `generate` holds it, pads included, `[columns]` int64 (a view)."""
+        """Return the row as plain `generate` holds it, with pads, `[columns]` int64 (a view)."""
         return self._ids[row, : self._width + self.num_emitted[row]]
 
     def emitted(self, row: int) -> np.ndarray:
-        """Tokens that the row has emitted, `[num_emitted]` int64 (a view)."""
+        """Return the tokens that the row has emitted, `[num_emitted]` int64 (a view)."""
         return self._ids[row, self._width : self._width + self.num_emitted[row]]
 
     def last_token(self, row: int) -> int:
-        """The row's newest token, the only one that is not in the cache."""
+        """Return the row's newest token, the only one that is not in the cache."""
         return int(self._ids[row, self._width + self.num_emitted[row] - 1])
 
     @property
@@ -97,7 +97,7 @@ class Rows:
         return tokens
 
     def emit_block(self, token_ids: np.ndarray, counts: np.ndarray) -> None:
-        """Append to every row the first of its tokens.
+        """Append to every row the first of the tokens given for it.
 
         Args:
             token_ids: Tokens by row, [rows, most tokens] int64.
@@ -123,28 +123,28 @@ class Rows:
         self.num_emitted[row] = count + 1
 
     def end(self, row: int) -> None:
-        """The row's text ends with the token it emitted last; what follows are pads."""
+        """End a row's text with the token that it emitted last; pads may follow."""
         self.finished[row] = True
         self._text[row] = self.num_emitted[row]
 
     def end_rows(self, ended: np.ndarray) -> None:
-        """The texts of these rows, [rows] bool, end with the token that each emitted last."""
+        """End the texts of these rows, [rows] bool, with the token that each emitted last."""
         self.finished |= ended
         self._text[ended] = self.num_emitted[ended]
 
     @property
     def num_text(self) -> np.ndarray:
-        """Tokens of each row's text so far, without pads that follow it, [rows] int64."""
+        """Tokens of each row's text so far, without the pads behind it, [rows] int64."""
         return np.where(self.finished, self._text, self.num_emitted)
 
     @property
     def num_columns(self) -> int:
-        """Generated columns that plain would hold by now: those which the slowest row has."""
+        """Generated columns that plain would hold by now: those that the slowest row has."""
         going = self.num_emitted[self.live]
         return int(going.min() if len(going) else self.num_emitted.max(initial=0))
 
     def copied(self) -> Rows:
-        """The same texts in memory of their own: what is written there is written nowhere else."""
+        """Return a copy of the texts that shares no memory with them."""
         rows = copy.copy(self)
         rows.num_emitted, rows.finished = self.num_emitted.copy(), self.finished.copy()
         rows._text, rows._prompt_length = self._text.copy(), self._prompt_length.copy()

@@ -1,42 +1,23 @@
-"""What a call did: `SpeculativeStats`, the recorder that makes them, and how they are published."""
+"""What a call did: `SpeculativeStats`, and where the latest ones of a model are kept."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
-import numpy as np
-
-from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 
 PHASES = ("prefill", "draft", "forward", "verify", "commit")
 """Parts of a call that are timed."""
 
-_PHASE_OF = {
-    "begin": "draft",
-    "propose": "draft",
-    "prepare": "draft",
-    "launch": "forward",
-    "first": "verify",
-    "read": "verify",
-    "commit": "commit",
-}
-"""The phase that a method of a call's parts belongs to."""
-
-_Part = TypeVar("_Part")
-
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """What one row did: steps in which it was live, tokens emitted, drafted and accepted."""
+    """Counts of one row: steps in which it was live, tokens emitted, drafted and accepted."""
 
     row_steps: int
     num_emitted: int
@@ -46,7 +27,7 @@ class RowStats:
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """What one source proposed: nodes verified, accepted, and accepted that no other proposed."""
+    """Nodes of one source: verified, accepted, and accepted that no other source proposed."""
 
     drafted: int
     accepted: int
@@ -62,18 +43,18 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:
-    """What one call of `generate` did.
+    """Statistics of one call of `generate`.
 
     Attributes:
-        rows: Rows of the batch; where `generate` decodes several times, as Whisper's does for
-            every segment, the numbers of all of them are added up.
+        rows: Rows of the batch. Where `generate` decodes several times, as Whisper's does for every
+            segment, all numbers are added up.
         num_steps: Forwards of the target after the prefill.
-        row_steps: Over all rows, the steps in which the row was live.
+        row_steps: Steps in which a row was live, added up over the rows.
         num_emitted: Tokens emitted, the one after the prefill included.
         num_drafted: Draft tokens verified.
         num_accepted: Draft tokens accepted.
-        num_moved: Accepted tokens that were moved in the cache, as a sibling stood before them.
-        accepted_histogram: At index k, the row steps in which k draft tokens were accepted.
+        num_moved: Accepted tokens that were moved in the cache, since a sibling preceded them.
+        accepted_histogram: At index k, the number of row steps that accepted k draft tokens.
         max_width: Most nodes side by side in a row's draft; 1 where all drafts were chains.
         per_source: What each source contributed, by name.
         prefill_ms: Time of the prefill.
@@ -81,12 +62,12 @@ class SpeculativeStats:
         forward_ms: Time spent on laying out and running the target's forwards.
         verify_ms: Time spent verifying.
         commit_ms: Time spent on the cache after verification.
-        budget_histogram: How many steps were laid out for how many draft tokens per row.
+        budget_histogram: Number of steps by the most draft tokens of a row in the step.
         engine: How the call was verified.
         execution: How the steps were run: "model" by the model's own forward, "packed" with packed
             linear layers under it, "replayed" as CUDA graphs; else why not.
         fallback_reason: Why nothing was speculated, None where it was.
-        row_stats: What each row did.
+        row_stats: Counts of each row.
     """
 
     rows: int = 0
@@ -162,7 +143,7 @@ class SpeculativeStats:
 
 
 def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:
-    """One record of what one call of `generate` decoded first and then decoded."""
+    """Return the sum of two decodings of one call of `generate`."""
     both = {
         each.name: (getattr(first, each.name), getattr(second, each.name))
         for each in dataclasses.fields(first)
@@ -185,7 +166,7 @@ def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, An
     return {**first, **second, **shared}
 
 
-def _said(first: str | None, second: str | None) -> str | None:
+def _listed(first: str | None, second: str | None) -> str | None:
     return ", ".join(dict.fromkeys(each for each in (first, second) if each)) or None
 
 
@@ -194,9 +175,9 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "max_width": max,
     "per_source": _by_key,
     "budget_histogram": _by_key,
-    "engine": _said,
-    "execution": _said,
-    "fallback_reason": _said,
+    "engine": _listed,
+    "execution": _listed,
+    "fallback_reason": _listed,
 }
 """How fields are joined that are not added up."""
 
@@ -205,152 +186,14 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-class _Rows(Protocol):
-    @property
-    def num_text(self) -> np.ndarray: ...  # [rows]
-
-
-class _Drafts(Protocol):
-    @property
-    def source_counts(self) -> Mapping[str, Any]: ...
-
-
-class _Timed:
-    """Passes everything on to a part of a call, and times the methods that belong to a phase."""
-
-    def __init__(self, part: object, recorder: StatsRecorder) -> None:
-        self._part, self._recorder = part, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        found, phase = getattr(self._part, name), _PHASE_OF.get(name)
-        if phase is None:
-            return found
-
-        def timed(*args: Any) -> Any:
-            with self._recorder.phase(phase):
-                return found(*args)
-
-        return timed
-
-
-class StatsRecorder:
-    """Counts and times the steps of one call.
-
-    Attributes:
-        step_seconds: Time of the latest step without the drafting.
-    """
-
-    step_seconds = 0.0
-
-    def __init__(self, num_rows: int) -> None:
-        self._steps = 0
-        self._moved = 0
-        self._max_width = 0
-        self._milliseconds = dict.fromkeys(PHASES, 0.0)
-        self._before = 0.0
-        self._row_steps = np.zeros(num_rows, np.int64)
-        self._drafted = np.zeros(num_rows, np.int64)
-        self._accepted = np.zeros(num_rows, np.int64)
-        self._accepted_histogram: Counter[int] = Counter()
-        self._budgets: Counter[int] = Counter()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block or function as part of a phase, one of `PHASES`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._milliseconds[name] += (time.perf_counter() - start) * 1e3
-
-    def timed(self, part: _Part) -> _Part:
-        """Return a stand-in for a part of a call whose methods are timed as phases."""
-        return cast(_Part, _Timed(part, self))
-
-    def leave_out_streaming(self, seconds: float) -> None:
-        """Take off the verification what the caller's streamer spent in it."""
-        self._milliseconds["verify"] -= seconds * 1e3
-
-    def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
-        """Count a step.
-
-        Args:
-            draft: What was verified.
-            verdict: What was accepted.
-            num_moved: Accepted tokens that the commit had to move in the cache.
-        """
-        drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
-        self._steps += 1
-        total = sum(self._milliseconds[name] for name in ("forward", "verify", "commit"))
-        self.step_seconds = (total - self._before) / 1e3
-        self._before = total
-        self._moved += num_moved
-        self._row_steps += verdict.live
-        self._drafted += np.where(verdict.live, drafted, 0)
-        self._accepted += accepted
-        self._accepted_histogram.update(accepted[verdict.live].tolist())
-        self._budgets[int(drafted.max(initial=0))] += 1
-        self._max_width = max(self._max_width, _width(draft, drafted))
-
-    def finish(
-        self, rows: _Rows, engine: str, drafts: _Drafts, execution: str | None = None
-    ) -> SpeculativeStats:
-        """Return the record of the call.
-
-        Args:
-            rows: The call's rows, which know what they emitted.
-            engine: How the call was verified.
-            drafts: The call's drafts, which know what each source contributed.
-            execution: How the steps were run.
-        """
-        per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
-        row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
-        deepest = max(self._accepted_histogram, default=-1)
-        spent = self._milliseconds
-        return SpeculativeStats(
-            rows=len(row_stats),
-            num_steps=self._steps,
-            row_steps=sum(row.row_steps for row in row_stats),
-            num_emitted=sum(row.num_emitted for row in row_stats),
-            num_drafted=sum(row.num_drafted for row in row_stats),
-            num_accepted=sum(row.num_accepted for row in row_stats),
-            num_moved=self._moved,
-            accepted_histogram=tuple(self._accepted_histogram[k] for k in range(deepest + 1)),
-            max_width=self._max_width,
-            per_source={
-                name: SourceStats(counts.drafted, counts.accepted, counts.exclusive)
-                for name, counts in drafts.source_counts.items()
-            },
-            budget_histogram=dict(sorted(self._budgets.items())),
-            engine=engine,
-            execution=execution,
-            row_stats=tuple(row_stats),
-            prefill_ms=spent["prefill"],
-            draft_ms=spent["draft"],
-            forward_ms=spent["forward"],
-            verify_ms=spent["verify"],
-            commit_ms=spent["commit"],
-        )
-
-
-def _width(draft: DraftTree, drafted: np.ndarray) -> int:
-    """Most nodes at one depth of one row."""
-    if not draft.num_nodes:
-        return 0
-    level = draft.depth
-    if len(drafted) > 1:
-        level = level + np.repeat(np.arange(len(drafted)) * (level.max() + 1), drafted)
-    return int(np.bincount(level).max())
-
-
 def publish(model: Any, stats: SpeculativeStats | None) -> None:
-    """Keep what the latest call on a model did; None after a plain call."""
+    """Keep the statistics of the latest call on a model; None after a plain call."""
     state = state_of(model)
     state.stats_of_thread.stats = state.stats = stats
 
 
 def last_stats(model: Any) -> SpeculativeStats | None:
-    """Return what this thread's latest call on a model did, or any thread's if it made none."""
+    """Return the statistics of this thread's latest call on a model, or else of any thread's."""
     state = state_of(model)
     latest: SpeculativeStats | None = getattr(state.stats_of_thread, "stats", state.stats)
     return latest

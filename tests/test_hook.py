@@ -47,6 +47,9 @@ def repository_generate(model: Any, **kwargs: Any) -> Any:
     return type(model).generate(model, **kwargs)
 
 
+repository_generate.speculative_passthrough = True  # type: ignore[attr-defined]
+
+
 def repository_loop(model: Any, inputs: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> Any:
     """What a repository binds that decodes by itself."""
     for _ in range(max_new_tokens):

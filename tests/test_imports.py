@@ -20,6 +20,7 @@ LEVELS = (
     {"runner"},
     {"drafting", "verification"},
     {"generation.finalize", "generation.options"},
+    {"generation.recorder"},
     {"generation.session"},
     {"generation.assembly"},
     {"generation.decode"},

@@ -16,12 +16,12 @@ import pytest
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason
+from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.stats import (
     PHASES,
     RowStats,
     SourceStats,
     SpeculativeStats,
-    StatsRecorder,
     last_stats,
     publish,
 )

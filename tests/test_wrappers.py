@@ -94,8 +94,8 @@ def test_peft_at_either_level(model: Any, decoding: PlainDecoding) -> None:
     ("thing", "message"),
     [
         (None, r"enable_everywhere\(\)"),
-        (nn.Linear(2, 2), "Linear is no transformers model"),
-        ("gpt2", "str is no transformers model"),
+        (nn.Linear(2, 2), "Linear is not a transformers model"),
+        ("gpt2", "str is not a transformers model"),
         (LlamaForCausalLM, "is a class"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Take over a cache that transformers filled; hand it back as plain `generate` would leave it."""
+"""Takes over a cache that transformers filled, and hands it back as plain `generate` leaves it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self
 class AdoptedCache:
     """A cache of transformers whose content lives in slots for the length of a call.
 
-    Columns are plain's: index in the padded batch. Slots count the attended columns only. The
-    content is moved layer by layer, so that no more than one layer is ever held twice; only what
-    the caller of `generate` made for a fixed number of tokens is left in place beside ours.
+    Columns are indices in plain's padded batch. Slots count the attended columns only. The content
+    is moved layer by layer, so that at most one layer is held twice. Only the tensors of a static
+    cache that the caller made stay in place beside ours.
 
     Attributes:
         original: The object that was taken over; empty until `hand_back`.
         slots: The content.
-        for_model: The slots, and beside them what does not grow with the text.
-        columns: Column of every prompt token, [rows, prompt tokens] int64; None where token i of a
-            row stands in column i.
+        for_model: The slots, together with an encoder's part of the cache.
+        columns: Column of every prompt token by row; None where token i of a row is in column i.
         pads: Columns of the prompt that are not attended, [rows] int64.
     """
 
@@ -41,11 +40,11 @@ class AdoptedCache:
 
         Args:
             original: The cache after the prompt.
-            attended: Which columns of it are attended.
+            attended: Which of its columns are attended.
             num_rows: Rows of the batch.
-            masks: Name of the mask that each layer takes; of all layers if it is one.
-            trims: Whether layers with a window hold no more than that.
-            returned: Whether the caller sees the cache, wherever the call ends.
+            masks: Name of each layer's mask, or a single name for all layers.
+            trims: Whether layers with a window hold no more than the window.
+            returned: Whether the caller sees the cache afterwards.
         """
         self.original, self._text = original, self_attention(original)
         self.num_columns = int(original.get_seq_length())
@@ -68,7 +67,7 @@ class AdoptedCache:
             raise
 
     def _group(self, masks: Sequence[str], trims: bool) -> None:
-        """Put layers with one mask and one window together; all others share the whole text."""
+        """Group layers with the same mask and window; all other layers hold the whole text."""
         found: dict[str, set[int | None]] = {name: set() for name in masks}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             if hf_layers.read(layer) is not None:
@@ -90,7 +89,7 @@ class AdoptedCache:
             keys, values = (self._to_slots(states, self.slots.groups[name]) for states in content)
             if self._unattended is not None:
                 self._unattended.keep(layer, content)
-            self.slots.add(name, keys, values)  # first, for `_put_back` wherever this breaks off
+            self.slots.add(name, keys, values)  # before the release, for `_put_back`
             hf_layers.release(layer, is_users_cache(self.original))
 
     def _put_back(self) -> None:
@@ -147,8 +146,8 @@ class AdoptedCache:
 
     @property
     def views(self) -> list[tuple[int | None, np.ndarray]]:
-        """Of every layer the columns that a token sees at most in plain's cache, its own included;
-        and how many tokens of each row were dropped from ours.
+        """For every layer: most columns that a token sees in plain's cache, its own included, and
+        how many tokens of each row our cache has dropped.
         """
         whole = None, np.zeros_like(self.slots.lengths)
         return [
@@ -159,10 +158,10 @@ class AdoptedCache:
         ]
 
     def hand_back(self, num_columns: int) -> Cache:
-        """Fill the original with its first `num_columns` columns, in its own layers.
+        """Fill the original's own layers with the first `num_columns` columns, and return it.
 
-        Columns that a row does not attend hold what they held where the caller sees the cache; a
-        later call may attend them. Otherwise they are zero.
+        Columns that a row does not attend have their old content where the caller sees the cache,
+        since a later call may attend them. Otherwise they are zero.
         """
         for layer, ours in zip(self._text.layers, self.slots.layers, strict=True):
             if isinstance(ours, SlotLayer):

@@ -1,4 +1,4 @@
-"""Our cache: rows left-aligned, each with its own length, so that rolling back moves no data."""
+"""Our cache: rows left-aligned, each with its own length, so that a rollback moves no data."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lookahead_hf.compat import Cache, DynamicLayer, EmptyLayer
 from lookahead_hf.kernels import PathTable
 
 GROWTH_SLOTS = 64
-"""Least slots added at once; beyond 1,024 slots a sixteenth, which keeps memory within 1.1 x."""
+"""Fewest slots added at once. Beyond 1,024 slots a sixteenth is added: at most 1.1x the memory."""
 
 
 @dataclass(slots=True)
 class Block:
-    """Where the tokens of the forward in progress go, the same for every layer of a group."""
+    """Where a forward writes its tokens, the same for every layer of a group."""
 
     start: int | None  # first slot where all rows write the same range, else None
     flat_slots: torch.Tensor | None  # [rows * width] int64 into [rows * capacity], else None
@@ -66,14 +66,14 @@ class SlotLayer(DynamicLayer):
 class SlotGroup:
     """Layers that take the same mask: every token has the same slot in each of them.
 
-    Layers that look back a limited number of tokens hold no more than those: when their room is
-    used up, what nobody sees any more is dropped, and the rest moves to the front.
+    Layers with a window hold no more than their window: when their room is used up, the tokens that
+    no later token sees are dropped, and the others move to the front.
 
     Attributes:
-        extent: How far the rows of the cache are.
+        extent: Lengths of the rows.
         layers: K and V of the layers that hold something.
         window: Tokens before its own that a token may see, None for all.
-        dropped: Tokens of each row that stood before its first slot, [rows] int64.
+        dropped: Tokens of each row that came before its first slot, [rows] int64.
         capacity: Slots that every layer has room for.
         block: Where the forward in progress writes.
     """
@@ -116,14 +116,14 @@ class SlotGroup:
         return self._path_table
 
     def roomy(self, slots: int) -> int:
-        """The capacity to have where so many slots are needed."""
+        """Return the capacity to allocate where `slots` are needed."""
         least = GROWTH_SLOTS if self.window is None else GROWTH_SLOTS // 4
         return slots + max(least, slots // 16)
 
     def reserve(self, slots: int, width: int = 0) -> None:
         """Make room for `slots` in every layer, the last `width` of them for a block.
 
-        Behind a window that room is enough, since its layers drop before they grow.
+        Layers with a window drop tokens before they grow, so they need no further room.
         """
         if slots > self.capacity:
             is_whole = self.window is None
@@ -131,7 +131,7 @@ class SlotGroup:
 
     def grow(self, capacity: int) -> None:
         """Give every layer exactly this room."""
-        self._path_table = None  # which would hold all K and V until the last layer has grown
+        self._path_table = None  # it would hold all K and V until the last layer has grown
         for layer in self.layers:
             layer.grow(capacity)
         self.capacity = capacity
@@ -139,9 +139,9 @@ class SlotGroup:
     def move_to(
         self, stores: list[tuple[torch.Tensor, torch.Tensor]], capacity: int, table: PathTable
     ) -> None:
-        """Go on in other K and V of this capacity, to which the content is copied.
+        """Copy the content to other K and V of this capacity, and go on there.
 
-        What stands behind it is zero, since masked NaN would spread.
+        The slots behind the content are zero, since masked NaN would spread.
         """
         for layer, pair in zip(self.layers, stores, strict=True):
             for new, old in zip(pair, (layer.k_store, layer.v_store), strict=True):
@@ -168,7 +168,7 @@ class SlotGroup:
         self.block = Block(None, torch.from_numpy(flat.reshape(-1)), width, visible)
 
     def place_at(self, flat_slots: torch.Tensor, width: int, visible: int) -> None:
-        """Put the next tokens where their device says, [rows * width] into [rows * capacity]."""
+        """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""
         self.block = Block(None, flat_slots, width, visible)
         self._slots_by_device = {flat_slots.device: flat_slots}
 
@@ -193,8 +193,8 @@ class SlotCache(Cache):
     """A cache of `SlotLayer`s with one length per row.
 
     Attributes:
-        extent: How far the rows are.
-        groups: The layers by the mask that they take, by its name; several names may share one.
+        extent: Lengths of the rows.
+        groups: The layers by the name of their mask; several names may share a group.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -218,7 +218,7 @@ class SlotCache(Cache):
 
     @property
     def shown(self) -> int | None:
-        """Slots that the attention sees in every forward, None for those that are in use."""
+        """Slots that the attention reads in every forward, None for those that are in use."""
         return self.extent.shown
 
     def each_group(self) -> list[SlotGroup]:
@@ -233,11 +233,11 @@ class SlotCache(Cache):
         self.layers.append(SlotLayer(group, stores))
 
     def add_empty(self) -> None:
-        """A layer that shares the K and V of another one holds nothing."""
+        """Append a layer that holds nothing, as it shares the K and V of another layer."""
         self.layers.append(EmptyLayer())
 
     def fix(self, slots: int) -> None:
-        """Make room for `slots` at once and show them all in every forward."""
+        """Make room for `slots` now, and let the attention read all of them in every forward."""
         for group in self.each_group():
             if slots > group.capacity:
                 group.grow(slots)

@@ -1,7 +1,7 @@
-"""What the parts of our cache have in common: how far the rows are, and a layer's K and V.
+"""What the parts of our cache share: the rows' lengths, and the K and V of a layer.
 
-A cache knows its layers and groups, and both know these; nothing knows the cache. So K and V are
-freed with the last who uses them, without waiting for Python to look for circles.
+A cache refers to its layers and groups, and both refer to these; nothing refers to the cache. K and
+V are therefore freed with their last user, without waiting for the garbage collector.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 @dataclass(eq=False)
 class Extent:
-    """How much of every row is kept and shown.
+    """How much of every row is kept, and how much the attention reads.
 
     Attributes:
         lengths: Tokens of each row that are kept, [rows] int64.
-        shown: Slots that the attention sees in every forward, None for those that are in use.
-        starts: Lengths after the prompt, [rows], where a row must not drop what the slowest one
-            still sees, because all of them may be handed back as they were there; None else.
+        shown: Slots that the attention reads in every forward, None for those that are in use.
+        starts: Lengths after the prompt, [rows], where the cache may be handed back at the length
+            of the slowest row, so that no row may drop what a token there sees; None elsewhere.
     """
 
     lengths: np.ndarray

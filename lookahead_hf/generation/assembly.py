@@ -15,6 +15,7 @@ from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, sources
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.options import Request
 from lookahead_hf.generation.outputs import RequestedOutputs
+from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import DecodingSession, Drafts
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import rows_of
@@ -23,7 +24,6 @@ from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import BlockShape, Runner
 from lookahead_hf.runner.torch_compile import is_compiled
-from lookahead_hf.stats import StatsRecorder
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.select import choose_verifier
 from lookahead_hf.verification.verifier import Verifier

@@ -10,10 +10,10 @@ Layers = tuple[torch.Tensor, ...]
 
 
 class RequestedOutputs:
-    """What the caller asked to see of each step; nothing is kept of what nobody asked for.
+    """What the caller asked to see of each step; nothing else is kept.
 
-    Rows advance by different counts, so that everything is kept by row and put together at the end.
-    Names are those that forwards and `generate` use, of a decoder where the model has an encoder.
+    Rows advance by different counts, so everything is kept by row and put together at the end. The
+    names are those of forwards and `generate`, for a decoder where the model has an encoder.
 
     Attributes:
         chooses: Whether the scores or logits behind each choice are kept.
@@ -25,7 +25,10 @@ class RequestedOutputs:
     ) -> None:
         """Read from a prepared generation config what to keep.
 
-        `encoder_outputs`: What the encoder returned, None for a model without one.
+        Args:
+            generation_config: As prepared by `generate`.
+            num_rows: Rows of the batch.
+            encoder_outputs: The encoder's outputs, None for a model without an encoder.
         """
         c = generation_config
         returned = bool(c.return_dict_in_generate)
@@ -60,11 +63,11 @@ class RequestedOutputs:
         return self.chooses or self.observes
 
     def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
-        """What plain hands its stopping criteria; meaningful where rows advance together."""
+        """Return the `scores` of plain's stopping criteria; for rows that advance together."""
         return self._columns("scores") if self._wants["scores"] else None
 
     def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Keep what a token of a row is chosen by.
+        """Keep the scores by which a row's token is chosen.
 
         Args:
             row: The row.
@@ -76,7 +79,7 @@ class RequestedOutputs:
                 self._chosen[name][row].append(value)
 
     def prefill(self, outputs: Any) -> None:
-        """Keep what the prompt's forward returned."""
+        """Keep the requested outputs of the prompt's forward."""
         for name, wanted in self._observes.items():
             if wanted:
                 self._prefill[name] = getattr(outputs, name, None)
@@ -88,14 +91,14 @@ class RequestedOutputs:
         outputs: Any,
         slots: list[list[torch.Tensor]],
     ) -> None:
-        """Keep what a forward returned for the tokens that a row keeps.
+        """Keep a forward's requested outputs for the tokens that a row keeps.
 
         Args:
             row: The row.
             tokens: Their places in the block, root first.
             outputs: The forward's outputs.
-            slots: For each of them and each layer the slots of the columns that plain's cache
-                shows, -1 for none.
+            slots: For each token and each layer, the slots of the columns in plain's cache, -1 for
+                none.
         """
         if self._wants[self._states]:
             for token in tokens:
@@ -112,7 +115,7 @@ class RequestedOutputs:
                 self._observed["cross_attentions"][row].append(weights)
 
     def fields(self, num_columns: int) -> dict[str, Any]:
-        """The output's fields, one entry per generated column; None for what was not asked for."""
+        """Return the output's fields, one entry per generated column; None if not requested."""
         out: dict[str, Any] = {}
         for name in ("scores", "logits"):
             out[name] = self._columns(name)[:num_columns] if self._wants[name] else None
@@ -121,12 +124,12 @@ class RequestedOutputs:
         return out | self._encoder
 
     def _columns(self, name: str) -> tuple[torch.Tensor, ...]:
-        """Entries of all rows by column, [rows, vocab] each; each column is put together once."""
+        """Entries of all rows by column, [rows, vocab] each; a column is put together once."""
         rows, joined = self._chosen[name], self._joined[name]
         for column in range(len(joined), min(map(len, rows))):
             whole = torch.stack([row[column] for row in rows])
             for row, entry in zip(rows, whole, strict=True):
-                row[column] = entry  # a view: the tensor that it was is freed
+                row[column] = entry  # a view, which frees the row's own tensor
             joined.append(whole)
         return tuple(joined)
 
@@ -137,7 +140,7 @@ class RequestedOutputs:
 
 
 def _of_encoder(outputs: Any, states: bool, weights: bool) -> dict[str, Any]:
-    """The output's fields of what the encoder returned."""
+    """The output's fields for the encoder."""
     return {
         "encoder_hidden_states": outputs.get("hidden_states") if states else None,
         "encoder_attentions": outputs.get("attentions") if weights else None,
@@ -145,7 +148,7 @@ def _of_encoder(outputs: Any, states: bool, weights: bool) -> dict[str, Any]:
 
 
 def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
-    """One column's entry from those of its rows."""
+    """A column's entry, put together from its rows' entries."""
     layers = [row for row in rows if row is not None]
     return tuple(map(_stacked, zip(*layers, strict=True))) if layers else None
 
@@ -159,7 +162,7 @@ def _weights(attentions: Any, row: int, token: int, slots: list[torch.Tensor]) -
 
 
 def _over_encoder(attentions: Any, row: int, token: int) -> Layers | None:
-    """One token's weights over what the encoder read, [heads, 1, columns], layer by layer."""
+    """One token's weights over the encoder's columns, [heads, 1, columns], layer by layer."""
     if not attentions:
         return attentions
     return tuple(_of_token(weights, row, token) for weights in attentions)

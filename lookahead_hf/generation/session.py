@@ -17,6 +17,7 @@ from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.generation import finalize
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.outputs import RequestedOutputs
+from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, implicit_positions
@@ -72,7 +73,7 @@ class DecodingSession:
     processes: Alone
     stream: ColumnStream
     outputs: RequestedOutputs
-    stats: stats.StatsRecorder
+    stats: StatsRecorder
     by_kernel: bool
 
     def prefill(self, stack: ExitStack) -> torch.Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.host import BlockInputs, BlockShape, Runner
+from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.layout import BlockInputs
 from lookahead_hf.runner.torch_compile import make_room, width_for
 
 

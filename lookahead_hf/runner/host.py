@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.kernels import compact_path
 from lookahead_hf.rows import Rows
@@ -22,27 +21,9 @@ from lookahead_hf.runner import (
     passthrough_kwargs,
     positions,
     prefix_tuning,
-    tree_attention,
 )
+from lookahead_hf.runner.layout import BlockInputs, BlockLayout
 from lookahead_hf.runner.prompt_states import PromptStates
-from lookahead_hf.runner.tree_attention import BlockTree
-
-
-@dataclass(frozen=True, slots=True)
-class BlockInputs:
-    """The inputs of one forward: the last token of every row and the draft behind it.
-
-    Attributes:
-        width: Tokens per row, padding included.
-        model_inputs: Arguments of the model's forward.
-        trees: The masks in the terms of the attention kernel.
-        columns: Columns of tokens and slots, for a model that counts positions itself.
-    """
-
-    width: int
-    model_inputs: dict[str, Any]
-    trees: list[BlockTree] = field(default_factory=list)
-    columns: implicit_positions.Columns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +76,6 @@ class Runner:
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
         self._mask_dict = compat.takes_mask_dict(model)
-        self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
 
     @property
     def has_cache(self) -> bool:
@@ -166,12 +146,12 @@ class Runner:
         self._cache = AdoptedCache(cache, attended, self.num_rows, takes, self._trims, returned)
         groups = self.cache.slots.groups
         self._kinds = [kind.within(groups[kind.name].window) for kind in self._kinds]
-        self._windowed = any(kind.window or kind.chunk for kind in self._kinds)
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
-        pads = torch.from_numpy(self.cache.pads[:, None]).to(position_ids.device)
-        self._uncounted = pads if self._names.skips_pads else 0
+        self._layout = BlockLayout(
+            self.model, self.cache, self._kinds, self._extras, self._next_position
+        )
 
     @property
     def mode(self) -> str:
@@ -200,87 +180,7 @@ class Runner:
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
         tokens = draft.padded(width)[0]
         tokens[:, 0] = rows.last_tokens
-        return self._block(tokens, draft, _ahead(rows))
-
-    def _block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
-        """Lay out a block; `ahead` counts the tokens of each row fed since the prompt, [rows]."""
-        width = tokens.shape[1]
-        depths = draft.padded(width)[2]
-        self.cache.slots.place(width)
-        offsets = torch.from_numpy(ahead[:, None] + depths).to(self._next_position.device)
-        inputs: dict[str, Any] = {
-            **passthrough_kwargs.widened(self._extras, width),
-            self._names.ids: torch.from_numpy(tokens).to(self._next_position.device),
-            self._names.mask: None,
-            "past_key_values": self.cache.for_model,
-            "use_cache": True,
-        }
-        if self._names.positions is not None:
-            inputs[self._names.positions] = self._next_position + offsets
-        columns = self._counted(depths, ahead)
-        if columns is not None and self._names.columns is not None:
-            inputs[self._names.columns] = columns[0] - self._uncounted
-        slots = self.cache.slots
-        uniform = bool((slots.lengths == slots.lengths[0]).all())
-        if width == 1 and uniform and not self._windowed and slots.shown is None:
-            return BlockInputs(width, inputs, columns=columns)  # each token sees every slot
-        seen = np.stack([masks.ancestors(draft, row, width) for row in range(self.num_rows)])
-        built = {
-            kind.name: masks.additive(
-                self._allowed(kind, seen, depths, ahead),
-                self.model.dtype,
-                self._next_position.device,
-            )
-            for kind in self._kinds
-        }
-        inputs[self._names.mask] = built if self._mask_dict else next(iter(built.values()))
-        return BlockInputs(width, inputs, self._trees(built, seen), columns)
-
-    def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
-        """Columns for a model that counts positions itself; None for one that is given them."""
-        if self._names.positions is not None:
-            return None
-        kind = self._kinds[0]  # of several only where the slots' columns are not asked for
-        columns = self._columns(self.cache.slots.groups[kind.name], depths, ahead)
-        query, key = (torch.from_numpy(each).to(self._next_position.device) for each in columns)
-        return query, key
-
-    def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
-        """The masks in the terms of the kernel, which supports windows but not chunks."""
-        device = self._next_position.device
-        if not tree_attention.serves(device, seen.shape[1]):
-            return []
-        words = torch.from_numpy(tree_attention.ancestor_words(seen)).to(device)
-        trees = []
-        for kind in self._kinds:
-            if kind.chunk is None:
-                group = self.cache.slots.groups[kind.name]
-                given = [group.lengths]
-                if kind.window:
-                    given += [self.cache.token_columns(group), self.cache.pads + group.dropped]
-                lengths, *columns = (torch.from_numpy(array).to(device) for array in given)
-                window = kind.window or 0
-                trees.append(BlockTree(built[kind.name], lengths, words, window, *columns))
-        return trees
-
-    def _allowed(
-        self, kind: masks.MaskKind, seen: np.ndarray, depths: np.ndarray, ahead: np.ndarray
-    ) -> np.ndarray:
-        """Which slots each token sees in layers with this mask, [rows, width, visible] bool."""
-        group = self.cache.slots.groups[kind.name]
-        limited = kind.window or kind.chunk
-        columns = self._columns(group, depths, ahead) if limited else None
-        return masks.allowed(kind, seen, group.lengths, group.visible, columns, self.cache.pads)
-
-    def _columns(
-        self, group: SlotGroup, depths: np.ndarray, ahead: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of the block, [rows, width], and of a group's slots, [rows, visible]."""
-        query = self.cache.num_columns + ahead[:, None] + depths
-        key = self.cache.token_columns(group)
-        for row, length in enumerate(group.lengths.tolist()):
-            key[row, length : length + depths.shape[1]] = query[row]
-        return query, key
+        return self._layout.block(tokens, draft, _ahead(rows))
 
     def forward(self, inputs: BlockInputs) -> Any:
         """Run the model on a block; its logits are [rows, width, vocab]."""
@@ -337,7 +237,7 @@ class Runner:
         for row, fed in enumerate(tokens):
             block[row, : len(fed)] = fed
         draft = DraftTree.from_chains([[row[1:]] for row in tokens])
-        return Runner.forward(self, self._block(block, draft, ahead))
+        return Runner.forward(self, self._layout.block(block, draft, ahead))
 
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]."""

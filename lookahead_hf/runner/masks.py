@@ -1,4 +1,4 @@
-"""Attention masks of a block: who sees which slot, with windows and chunks counted in columns."""
+"""Attention masks of a block: which slots each token sees, by windows and chunks of columns."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class MaskKind:
     chunk: int | None = None  # columns, counted from the row's first attended one
 
     def within(self, kept: int | None) -> MaskKind:
-        """This kind where plain's cache keeps so many earlier columns, None for all."""
+        """Return this kind where plain's cache keeps `kept` earlier columns, None for all."""
         if kept is None or self.window is not None:
             return self
         return replace(self, window=kept + 1)
 
 
 def of_model(model: Any) -> list[MaskKind]:
-    """The masks that the model's layers need."""
+    """Return the masks that the model's layers need."""
     config = compat.text_config(model)
     limits = {
         "full_attention": {},
@@ -40,12 +40,12 @@ def of_model(model: Any) -> list[MaskKind]:
 
 
 def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
-    """Which of a row's block tokens each one sees: its ancestors and itself.
+    """Return which tokens of a row's block each token sees: its ancestors and itself.
 
     Args:
         draft: The draft.
         row: The row.
-        width: Tokens of the block, 1 + most nodes; what stands behind the row's nodes is padding.
+        width: Tokens of the block, 1 + most nodes; those behind the row's nodes are padding.
 
     Returns:
         [width, width] bool; index 0 is the last token, index 1 + i node i.
@@ -66,13 +66,13 @@ def allowed(
     columns: tuple[np.ndarray, np.ndarray] | None,
     pads: np.ndarray,  # [rows]
 ) -> np.ndarray:
-    """Who sees which slot, [rows, width, visible] bool.
+    """Return which slots each token sees, [rows, width, visible] bool.
 
     Args:
         kind: What the layers of this kind add to causality.
-        seen: Who sees which token of the block.
-        lengths: Kept tokens of every row; its block stands in the slots behind.
-        visible: Slots shown to the attention.
+        seen: Which tokens of the block each token sees.
+        lengths: Kept tokens of every row; its block is in the slots behind them.
+        visible: Slots that the attention reads.
         columns: Column of every block token [rows, width] and of every slot [rows, visible]; needed
             where the kind has a window or chunks.
         pads: Columns of the prompt that the row does not attend.
@@ -93,7 +93,7 @@ def allowed(
 
 
 def additive(mask: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[rows, 1, width, visible]` with 0 where a slot is seen and the lowest number elsewhere.
+    """Return `[rows, 1, width, visible]`: 0 for seen slots and the lowest number elsewhere.
 
     Every backend takes this form; a bool mask would be converted again in every layer.
     """

@@ -1,4 +1,4 @@
-"""Arguments that plain `generate` passes with every forward beside those that a step sets anew."""
+"""Arguments that plain `generate` passes to every forward, other than those that a step sets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lookahead_hf import compat
 
 
 def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[str, Any]:
-    """What a step passes on of what `generate` prepared.
+    """Return the prepared arguments that every step passes on.
 
     Args:
         model_kwargs: As prepared by `generate`.
-        names: What the model calls the inputs that every step sets anew.
+        names: The model's names for the inputs that every step sets.
     """
     ours = names.prepared | compat.PROMPT_ONLY
     return {
@@ -25,12 +25,12 @@ def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[
 
 
 def _last_types(name: str, types: torch.Tensor) -> torch.Tensor:
-    """Type of every further token, [rows, 1], after those of the prompt, [rows, columns]."""
+    """Type of every token behind the prompt, [rows, 1], given the prompt's, [rows, columns]."""
     last = types[:, -1:]
     return last if name == "token_type_ids" else torch.zeros_like(last)
 
 
 def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
-    """What `passed_on` returned, for a forward of so many tokens per row."""
+    """Return what `passed_on` returned for a forward of `width` tokens per row."""
     types = {name: passed[name] for name in compat.TOKEN_TYPES if name in passed}
     return {**passed, **{name: value.expand(-1, width) for name, value in types.items()}}

@@ -1,4 +1,4 @@
-"""How far a call's positions may go: tables of learned ones end, some rotary ones change."""
+"""How far a call's positions may go: learned tables end, and some rotary frequencies change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lookahead_hf.runner import prefix_tuning
 def of_prompt(
     model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Position ids of the decoder's prompt, [..., rows, columns]; None where there are none.
+    """Return the position ids of the decoder's prompt, [..., rows, columns], None without any.
 
     Args:
         model: The target.
@@ -34,16 +34,16 @@ def check_length(
     num_columns: int,
     num_new: int,
 ) -> None:
-    """Raise Unserved where the call crosses the length from which on its positions change.
+    """Raise Unserved where the call crosses a length at which the model's positions change.
 
-    Such a model computes the frequencies of a forward from the longest position in it, also for the
-    tokens before, so that a draft beyond the length would alter what stands before it.
+    Such a model computes the frequencies of a forward from its longest position, so that a draft
+    beyond the length would alter the tokens before it.
 
     Args:
         model: The target.
-        position_ids: Of the prompt.
+        position_ids: Positions of the prompt.
         num_columns: Columns of the prompt.
-        num_new: Most tokens that the call generates; the last of them is never fed.
+        num_new: Most tokens that the call generates; the last one is never fed.
     """
     limits = compat.rope_limits(model)
     if not limits:
@@ -63,14 +63,14 @@ def check_length(
 
 
 def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
-    """Tokens that drafts may reach into: all, or as many as a table of positions has room for.
+    """Return how many new tokens drafts may cover, which a table of positions may limit.
 
     Plain feeds every row one token per step, so no row needs more than the longest has room for. A
     text that goes on beyond the table fails as it does in plain.
 
     Args:
         model: The target.
-        position_ids: Of the prompt, [..., rows, columns].
+        position_ids: Positions of the prompt, [..., rows, columns].
         num_new: Most tokens that the call generates; the last of them is never fed.
     """
     table = compat.position_table(model)
@@ -81,6 +81,6 @@ def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
 
 
 def room(model: Any) -> int | None:
-    """Tokens that the model takes before its positions end or change; None: any number."""
+    """Return how many tokens the model takes before its positions end or change, None for any."""
     ends = [*compat.rope_limits(model).values(), compat.position_table(model)]
     return min((end for end in ends if end is not None), default=None)

@@ -1,4 +1,4 @@
-"""Virtual tokens, which PEFT's prompt and prefix tuning put into the cache before the prompt."""
+"""Virtual tokens that PEFT's prompt and prefix tuning put into the cache before the prompt."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _AS_EMBEDDINGS = frozenset({"PROMPT_TUNING", "P_TUNING"})
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """What stands in a decoder's cache before its prompt; every row attends it.
+    """The virtual tokens before a decoder's prompt, which every row attends.
 
     Attributes:
-        count: Columns that it takes.
-        by_column: Whether the model is told no positions, so that a token's is its column, counted
-            from the first virtual token on and with the prompt's pads.
+        count: Columns that they take.
+        by_column: Whether the model gets no positions, so that a token's position is its column,
+            counted from the first virtual token on, the prompt's pads included.
     """
 
     count: int = 0
     by_column: bool = False
 
     def attended(self, mask: np.ndarray) -> np.ndarray:
-        """A prompt's mask with these columns before it, [rows, columns] bool."""
+        """Return a prompt's mask with these columns before it, [rows, columns] bool."""
         ones = np.ones((len(mask), self.count), bool)
         return np.concatenate([ones, mask], 1)
 
 
 def of_model(model: Any) -> VirtualTokens:
-    """What is put before every prompt of the model, as it is set up now.
+    """Return the virtual tokens before every prompt of the model, as it is set up now.
 
     PEFT prepares the inputs of each forward in the model's place. It adds the number of virtual
-    tokens to the positions where they are in the cache from the start, and leaves positions out
-    where they are embeddings before the prompt's own.
+    tokens to the positions where the cache holds them from the start. It leaves positions out where
+    they are embeddings before the prompt's own.
 
     Raises:
-        Unserved: The inputs are prepared in a way that is not known.
+        Unserved: The inputs are prepared in an unknown way.
     """
     prepare = model.prepare_inputs_for_generation
     if getattr(prepare, "__func__", None) is type(model).prepare_inputs_for_generation:
@@ -54,13 +54,13 @@ def of_model(model: Any) -> VirtualTokens:
         raise Unserved(
             FallbackReason.ADAPTER, f"{kind or type(owner).__name__} prepares its inputs"
         )
-    if model.config.is_encoder_decoder:  # where embeddings stand before the encoder's
+    if model.config.is_encoder_decoder:  # embeddings come before the encoder's
         return VirtualTokens(int(config.num_virtual_tokens) if kind in _IN_CACHE else 0)
     return VirtualTokens(int(config.num_virtual_tokens), kind in _AS_EMBEDDINGS)
 
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raise Unserved where virtual tokens would meet what is not known to go together with them.
+    """Raise Unserved where virtual tokens are combined with what they are not known to work with.
 
     Args:
         model: The target.
@@ -72,7 +72,7 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
         return
     cache: Any = model_kwargs["past_key_values"]
     positions = model_kwargs.get(names.positions or "")
-    met = {
+    combined = {
         "chunks": "chunked_attention" in compat.mask_kinds(model),
         "a prompt in chunks": generation_config.prefill_chunk_size is not None,
         "a cache that is not empty": cache.get_seq_length() > 0,
@@ -81,6 +81,6 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
         "positions that leave pads out": names.skips_pads
         or (virtual.by_column and names.mask in model_kwargs and compat.counts_by_mask(model)),
     }
-    for what, is_met in met.items():
-        if is_met:
+    for what, is_there in combined.items():
+        if is_there:
             raise Unserved(FallbackReason.ADAPTER, f"virtual tokens and {what}")

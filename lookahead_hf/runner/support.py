@@ -1,4 +1,4 @@
-"""Which models, caches and arguments the target can serve, decided before the prompt is run."""
+"""Which models, caches and arguments can be served, decided before the prompt is run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ ENCODER_DECODERS = frozenset(
     {"bart", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "moonshine"}
     | {"mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
-"""Types whose decoder counts positions in a way that is known: a table, or a bias by distance; or
-takes them from us."""
+"""Types whose decoder looks positions up in a table, weighs distances, or takes positions."""
 
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
@@ -50,7 +49,7 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
 def check_call(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], *, is_checked: bool = False
 ) -> None:
-    """The same without the self test, which takes some forwards.
+    """Do the same without the self test, which takes some forwards.
 
     Args:
         model: The model.
@@ -75,7 +74,7 @@ def check_model(model: Any) -> None:
 
 
 def check_trial(model: Any) -> None:
-    """Raise Unserved where a model that nobody tried before fails in its trial."""
+    """Raise Unserved where a model of an unknown type fails its self test."""
     if compat.decoder_names(model).positions is None:
         return
     found, fix = self_test.refusal(model)
@@ -84,11 +83,11 @@ def check_trial(model: Any) -> None:
 
 
 def check_kind(model: Any) -> None:
-    """Raise Unserved where the model itself says that it cannot be served in any call."""
+    """Raise Unserved where the model's type or config shows that no call can be served."""
     config = compat.text_config(model)
     if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
-    if getattr(config, "use_prompt", False):  # MVP's, keys that no mask of ours knows of
+    if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
         raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
     if compat.is_stateful(model):
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
@@ -111,11 +110,11 @@ def check_room(
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise Unserved where a cache has no room for a call's longest text; plain says so itself.
+    """Raise Unserved where a cache has no room for a call's longest text; plain reports that.
 
     Args:
         model: The target.
-        input_ids: Prompt tokens; with a cache of the caller's perhaps only the new ones.
+        input_ids: Prompt tokens, [rows, columns]; with the caller's cache perhaps only new ones.
         generation_config: As prepared by `generate`.
         model_kwargs: As prepared by `generate`.
     """
@@ -132,10 +131,10 @@ def check_room(
 
 
 def on_device(model: Any, input_ids: torch.Tensor) -> bool:
-    """Whether steps can stay on the device: all of the model is there, and told its positions."""
+    """Return whether steps can stay on the device: the model is there and takes positions."""
     everywhere = all(parameter.device == input_ids.device for parameter in model.parameters())
-    is_told = not compat.counts_positions(model) and not prefix_tuning.of_model(model).count
-    return everywhere and is_told
+    takes_positions = not compat.counts_positions(model) and not prefix_tuning.of_model(model).count
+    return everywhere and takes_positions
 
 
 def check_invariance(model: Any) -> None:
@@ -155,7 +154,7 @@ def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
 
     Args:
         model: The target.
-        given: The cache that its forwards are given, its own or the caller's.
+        given: The cache that its forwards get, its own or the caller's.
         shows_attention: Whether the caller asked for attention weights.
     """
     cache = compat.self_attention(given)
@@ -168,7 +167,7 @@ def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
         fix = "pass a DynamicCache, or leave output_attentions out"
         raise Unserved(FallbackReason.CACHE, detail, fix)
     if compat.counts_positions(model) and given.get_seq_length() > 0:
-        detail = "a decoder that goes on with an earlier text"
+        detail = "a decoder with an earlier text in its cache"
         raise Unserved(FallbackReason.CACHE, detail, "leave past_key_values out")
 
 
@@ -190,7 +189,7 @@ def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
 
 
 def check_setup(model: Any) -> None:
-    """Raise Unserved where the model is set up so, by now, that it cannot be speculated with."""
+    """Raise Unserved where the model's present set-up cannot be speculated with."""
     name = type(model).__name__
     if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
         raise Unserved(FallbackReason.ENCODER_DECODER, name)
@@ -202,7 +201,7 @@ def check_setup(model: Any) -> None:
     prefix_tuning.of_model(model)
     compiled = False
     for module in model.modules():
-        own = vars(module)  # a module's getattr is slow for what it has not
+        own = vars(module)  # a module's getattr is slow for missing attributes
         compiled = compiled or bool(torch_compile.compiled_calls(module))
         if own["training"]:
             _check_training(module)
@@ -212,7 +211,7 @@ def check_setup(model: Any) -> None:
 
 
 def _check_training(module: Any) -> None:
-    """Look at what a module does only in training mode."""
+    """Raise Unserved for what a module does in training mode only."""
     if getattr(module, "gradient_checkpointing", False):
         raise Unserved(FallbackReason.CHECKPOINTING, type(module).__name__)
     for name, value in vars(module).items():
@@ -222,7 +221,7 @@ def _check_training(module: Any) -> None:
 
 
 def _check_adapter(variants: Any) -> None:
-    """PEFT's activated LoRA masks the last tokens of each block that a layer is fed."""
+    """Raise Unserved for PEFT's activated LoRA, which masks the last tokens of each block."""
     for variant in variants.values():
         if type(variant).__name__.startswith("ALora"):
             raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)

@@ -1,4 +1,4 @@
-"""The walk of all rows at once, node by node, where a launch costs more than a row."""
+"""The walk of all rows together, node by node, for devices where a launch costs more than a row."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lookahead_hf.verification.walk import Walk
 
 
 def pays(device: torch.device, num_rows: int) -> bool:
-    """Whether rows are better asked together than one by one."""
+    """Return whether processing rows together is faster than one by one."""
     return device.type != "cpu" and num_rows > 1
 
 
 class BatchedWalk(Walk):
     """Chooses the next token of every row that goes on, then the one after it, and so on.
 
-    What looks at scores alone is called once a wave, with as many rows as plain's batch has: it
-    rounds as there, and a row's token costs what it costs there where all rows get as far.
+    Processors that look at scores alone are called once for all these rows, padded to as many rows
+    as plain's batch has, so that they round as in plain.
     """
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -45,7 +45,7 @@ class BatchedWalk(Walk):
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
 
     def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
-        """The tokens that plain would choose after these logits, [going, vocab]."""
+        """The tokens that plain would choose after these logits, [rows that go on, vocab]."""
         rules = self.rules
         raw = logits.to(copy=True, dtype=torch.float32, device=rules.device)
         scores = rules.processors.of_rows(going, lambda row: self._ids(rows, row), raw)

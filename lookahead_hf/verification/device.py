@@ -1,4 +1,4 @@
-"""Verification on the device: the walk is part of the step, the host reads a few numbers of it."""
+"""Verification on the device: the walk is part of the step, and the host reads its outcome."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ KNOWN = frozenset(
         hf.TopPLogitsWarper,
     }
 )
-"""Processors, by exact type, that look at a row of scores alone and need no word from the host."""
+"""Processors, by exact type, that look at a row of scores alone and need nothing from the host."""
 
 
 def serves(device: torch.device) -> bool:
-    """Whether calls on such a device are verified there: a host that computes gains nothing."""
+    """Return whether calls on a device are verified there; on a CPU that would gain nothing."""
     return device.type == "cuda"
 
 
 def admits(processors: Any) -> bool:
-    """Whether these logits processors can be applied to all nodes at once, on the device."""
+    """Return whether these logits processors can be applied to all nodes at once, on the device."""
     return type(processors) is hf.LogitsProcessorList and all(type(p) in KNOWN for p in processors)
 
 
 class Device(BatchedWalk):
-    """Reads the accepted paths off the device and says where the texts end.
+    """Reads the accepted paths from the device and decides where the texts end.
 
-    The first token, which has no step of its own, is chosen as in a wave.
+    The first token, which has no step, is chosen as in a batched walk.
     """
 
     name = "device"
 
     def __init__(self, rules: Rules, processors: Any) -> None:
-        """`processors`: such as `admits` admits."""
+        """`processors`: the logits processors, which `admits` has admitted."""
         super().__init__(rules)
         self._processors = processors
 
@@ -59,7 +59,7 @@ class Device(BatchedWalk):
         return self.scores if alters else None
 
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
-        """What the tokens of a step are chosen by: logits of all nodes, [rows, width, vocab]."""
+        """Return what the tokens of a step are chosen by, from its logits, [rows, width, vocab]."""
         scores = logits.to(copy=True, dtype=torch.float32).flatten(0, 1)
         ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
         for processor in self._processors:
@@ -109,7 +109,7 @@ class Device(BatchedWalk):
     def _refuse_what_is_not_finite(
         self, finite: np.ndarray, path: np.ndarray, accepted: np.ndarray, live: np.ndarray
     ) -> None:
-        """Raise what torch says about probabilities that are not finite, where plain would."""
+        """Raise torch's error about probabilities that are not finite, where plain would."""
         on_path = (np.arange(path.shape[1]) <= accepted[:, None]) & live[:, None]
         met = np.take_along_axis(finite, np.maximum(path, 0), 1)
         if not met[on_path].all():
@@ -119,7 +119,7 @@ class Device(BatchedWalk):
 def _tokens(
     num_rows: int, draft: DraftTree, path: np.ndarray, accepted: np.ndarray, bonus: np.ndarray
 ) -> np.ndarray:
-    """Accepted tokens and bonus token of every row, [rows, width], anything behind."""
+    """Accepted tokens and bonus token of every row, [rows, width]; the rest is undefined."""
     width = path.shape[1]
     drafted = draft.padded(width)[0]
     after = np.concatenate([path[:, 1:], np.zeros((num_rows, 1), np.int64)], 1)
@@ -129,7 +129,7 @@ def _tokens(
 
 
 def _path(path: np.ndarray, on_path: np.ndarray) -> np.ndarray:
-    """The accepted nodes of all rows, row after row, as the draft numbers them."""
+    """The accepted nodes of all rows, row after row, in the draft's numbering."""
     taken = np.arange(path.shape[1] - 1) < on_path[:, None]
     return (path[:, 1:][taken] - 1).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Lockstep: all rows take every step together, for what may look at the batch as a whole."""
+"""Lockstep: all rows take every decoding step together, as plain's batch does."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lookahead_hf.verification.verifier import HostVerifier
 class Lockstep(HostVerifier):
     """Calls processors and criteria once per decoding step, with plain's own [rows, columns].
 
-    The walk goes on while every row has a child that was drafted. A finished row is fed pads, as in
-    plain, and drafts them, so that it keeps nobody from going on. Without an eos criterion plain
-    writes on in rows that have ended until all have: so long they count as live here.
+    The walk goes on while every row has a child with its token. A finished row is fed pads, as in
+    plain, and its draft is pads, so that it does not hold the others up. Without an eos criterion
+    plain goes on with finished rows until all have finished; here they count as live until then.
     """
 
     name = "lockstep"
@@ -39,61 +39,65 @@ class Lockstep(HostVerifier):
         self._ended = np.zeros(1, bool)  # [rows] from the first step on
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
-        """Draft for finished rows the pads that they will be fed."""
+        """Draft the pads that finished rows will be fed."""
         if self._pad is None or not rows.finished.any() or not draft.num_nodes:
             return draft
         return draft.with_chains(np.full(int(draft.depth.max()), self._pad), rows.finished)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        took_part, before = rows.live, rows.num_text
-        tokens: list[np.ndarray] = []
-        nodes = np.full(rows.num_rows, ROOT)
-        paths: list[np.ndarray] = []
+        live, before = rows.live, rows.num_text
+        tokens: list[list[int]] = []  # [rows] of each decoding step
+        paths: list[list[int]] = []  # [rows] of each decoding step but the last
         every = torch.arange(rows.num_rows, device=logits.device)
+        nodes = [ROOT] * rows.num_rows
         while True:
-            at = torch.from_numpy(nodes + 1).to(logits.device)
+            at = torch.tensor(nodes, device=logits.device) + 1
             tokens.append(self._step(rows, logits[every, at]))
             if not rows.live.any():
                 break
-            reached = zip(nodes.tolist(), tokens[-1].tolist(), strict=True)
+            reached = zip(nodes, tokens[-1], strict=True)
             children = [draft.child_of(row, *at) for row, at in enumerate(reached)]
             if None in children:
                 break
-            nodes = np.array(children)
+            nodes = [child for child in children if child is not None]
             paths.append(nodes)
-        return _verdict(tokens, paths, took_part, rows.finished.copy(), rows.num_text - before)
+        by_row = [[step[row] for step in tokens] for row in range(rows.num_rows)]
+        path_of = [[step[row] for step in paths] for row in range(rows.num_rows)]
+        finished = rows.finished.copy()
+        return Verdict.from_rows(by_row, path_of, live, finished, rows.num_text - before)
 
     def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
         raise AssertionError("in lockstep finished rows are fed their pads in the steps")
 
-    def _step(self, rows: Rows, logits: torch.Tensor) -> np.ndarray:
-        """One decoding step of plain's: the tokens of all rows, [rows]."""
+    def _step(self, rows: Rows, logits: torch.Tensor) -> list[int]:
+        """Take one decoding step as plain does, and return the tokens of all rows."""
         ids = self._ids(rows)
         raw = logits.to(copy=True, dtype=torch.float32, device=self._device)
         scores = self._processors(ids, raw)
         for row in range(rows.num_rows):
             self._outputs.choose(row, scores[row], raw[row])
-        tokens = self._chosen(scores).to("cpu").numpy().astype(np.int64)
+        chosen = self._chosen(scores).to("cpu").numpy().astype(np.int64)
         if self._pad is not None:
-            tokens[rows.finished] = self._pad
-        for row, token in enumerate(tokens.tolist()):
+            chosen[rows.finished] = self._pad
+        tokens: list[int] = chosen.tolist()
+        for row, token in enumerate(tokens):
             rows.emit(row, token)
         self._ended = self._asked(rows)
         if self._pad is not None or self._ended.all():
             for row in np.flatnonzero(self._ended & rows.live).tolist():
                 rows.end(row)
-        for row, token in enumerate(tokens.tolist()):
+        for row, token in enumerate(tokens):
             self._stream.push(row, token)
         return tokens
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        """The tokens after these scores: [rows, vocab] -> [rows]."""
+        """The tokens that follow these scores, [rows, vocab]: [rows]."""
         if self._do_sample:
             return torch.multinomial(scores.softmax(-1), 1)[:, 0]
         return scores.argmax(-1)
 
     def _asked(self, rows: Rows) -> np.ndarray:
-        """Rows that the criteria have ended by now, [rows] bool."""
+        """Rows that the criteria have ended so far, [rows] bool."""
         going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
         unfinished = torch.from_numpy(going).to(self._device)
         unfinished = unfinished & ~self._criteria(self._ids(rows), self._outputs.scores_so_far())
@@ -104,12 +108,3 @@ class Lockstep(HostVerifier):
         """The batch as plain holds it, [rows, columns]."""
         ids = np.stack([rows.ids(row) for row in range(rows.num_rows)])
         return torch.from_numpy(ids).to(self._device)
-
-
-def _verdict(
-    tokens: list[np.ndarray],  # [rows] of each decoding step
-    paths: list[np.ndarray],  # [rows] of each decoding step but the last
-    *state: np.ndarray,  # as `Verdict.from_rows` takes it
-) -> Verdict:
-    by_row = [path.tolist() for path in np.array(paths, np.int32).reshape(-1, len(state[0])).T]
-    return Verdict.from_rows(np.stack(tokens, 1).tolist(), by_row, *state)

@@ -1,13 +1,13 @@
-"""Rejection sampling: the same distribution as plain's, though not the same sample for a seed.
+"""Rejection sampling: plain's distribution, though not plain's sample for a seed.
 
 A draft token that was drawn from `q` is accepted with probability `min(1, p / q)`, where `p` is the
 target's processed distribution; where it is rejected, its next sibling is tried on what `p` has
 beyond `q`, and where none is left the recovered token is drawn from that (Leviathan et al.,
 arXiv:2211.17192; siblings as in SpecInfer, arXiv:2305.09781). The rule is `kernels.reject_tree`.
 
-Where the kernel runs and the processors look at nothing but the scores, it walks down the trees of
-all rows in one launch. Elsewhere the walk asks it node by node: only the nodes that are reached are
-processed then, each with its own prefix, so any processor that the walk serves is served.
+Where the kernel runs and the processors look at the scores alone, one launch walks the trees of
+all rows. Elsewhere the rule is applied node by node: only nodes that the walk reaches are
+processed, each with its own prefix, so that every processor that the walk serves is served.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lookahead_hf.verification.walk import Decide, Walk
 class Rejection(Walk):
     """Verifies sampled texts against `DraftTree.probs`.
 
-    Siblings must stand in the order in which they were drawn. A draft without probabilities counts
-    as certain of its tokens, which is right however they came about. The default generator decides.
+    Siblings must be in the order in which they were drawn. A draft without probabilities counts as
+    certain of its tokens, which is correct for any tokens. The default generator decides.
     """
 
     name = "rejection"
@@ -40,7 +40,7 @@ class Rejection(Walk):
         return super().verify(rows, draft, logits)
 
     def _walk_all(self, draft: DraftTree, logits: torch.Tensor) -> np.ndarray:
-        """`TreeWalk.packed` of all rows, and whether each node's distribution is one."""
+        """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
         width = 1 + draft.max_nodes
         scores = logits[:, :width].to(copy=True, dtype=torch.float32).flatten(0, 1)
         probs = self.rules.processors.at_once(scores).softmax(-1).view(len(logits), width, -1)
@@ -81,7 +81,7 @@ class Rejection(Walk):
 
 
 def _along(walked: np.ndarray, drafted: np.ndarray, width: int) -> Decide:
-    """The walk down the path of a row that was walked on the device."""
+    """Follow the path of a row that was walked on the device."""
     accepted, bonus = int(walked[0]), int(walked[1])
     is_distribution = walked[2 + width :]
     path = (walked[2 : 3 + accepted] - 1).tolist()
@@ -105,7 +105,7 @@ def choose(
     Args:
         probs: The target's distribution.
         drafted: Draft tokens in the order in which they were drawn.
-        drawn_from: Distribution that each was drawn from, the ones before it given.
+        drawn_from: Distribution that each was drawn from, given the tokens before it.
 
     Returns:
         Which of the drafted tokens was accepted, None if none was, and the token.
@@ -116,7 +116,7 @@ def choose(
     tree[0, 0, 1:], tree[1, 0, 0] = drafted, -1
     tokens, parents = torch.from_numpy(tree).to(probs.device)
     count = torch.full((1,), siblings, device=probs.device)
-    # What follows a sibling is not looked at: any distribution stands in.
+    # The distributions behind the siblings are not used, so any will do.
     everywhere = probs.expand(1, 1 + siblings, -1)
     walk = _reject(everywhere, drawn_from[None], tokens, parents, count)
     accepted, token, _, child, *_ = [*walk.packed[0].tolist(), 0]
@@ -137,20 +137,20 @@ def _reject(
 
 
 def _is_distribution(probs: torch.Tensor) -> torch.Tensor:  # [..., vocab] -> [...]
-    """1 where a softmax gave numbers: where one of them is none, none is."""
+    """1 where a softmax gave finite numbers; if one is not finite, none is."""
     return probs[..., 0].isfinite().long()
 
 
 def _refuse_unless(is_distribution: bool) -> None:
-    """Raise what torch says of probabilities that are not finite, where plain would."""
+    """Raise torch's error about probabilities that are not finite, where plain would."""
     if not is_distribution:
         torch.multinomial(torch.tensor([float("nan")]), 1)
 
 
 def _drawn_from(draft: DraftTree, nodes: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """What nodes were drawn from, on the device and over the vocabulary of `like`, [nodes, vocab].
+    """The distributions that nodes were drawn from, as tensors like `like`, [nodes, vocab].
 
-    Where that is not known they count as certain.
+    Nodes without a known distribution count as certain.
     """
     vocab = like.shape[-1]
     found = torch.zeros(len(nodes), vocab, device=like.device)

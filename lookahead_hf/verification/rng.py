@@ -1,4 +1,4 @@
-"""Default random generators: which one torch draws from, and going back over its draws."""
+"""Default random generators: which one torch draws from, and how to go back over its draws."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _LOCK = threading.Lock()
 """Held while a default generator is read and moved."""
 
 _CHECKPOINT = 64
-"""Every so many steps a generator state is kept for good."""
+"""Number of draws between generator states that are kept for the whole call."""
 
 _RECENT = 1024
-"""Generator states kept besides; a CPU state takes 5 KB."""
+"""Number of newest generator states that are kept in addition; a CPU state takes 5 KB."""
 
 
 def default_generator(device: torch.device | str) -> torch.Generator:
-    """The generator that `torch.multinomial` draws from on `device`.
+    """Return the generator that `torch.multinomial` draws from on `device`.
 
     Raises:
         ValueError: The device type keeps no list of default generators.
@@ -37,9 +37,9 @@ def default_generator(device: torch.device | str) -> torch.Generator:
 
 @lru_cache(maxsize=16)
 def same_as_multinomial(device: torch.device) -> bool:
-    """Whether `argmax(probs / noise)` is `torch.multinomial` on this device, generator state too.
+    """Return whether `argmax(probs / noise)` equals `torch.multinomial`, generator state included.
 
-    Tried once per device on a generator of its own, since it rests on how torch is written.
+    This depends on torch's implementation, so it is tested once per device, on a private generator.
     """
     try:
         default_generator(device)
@@ -54,13 +54,13 @@ def same_as_multinomial(device: torch.device) -> bool:
 
 
 class Parked:
-    """A default generator set aside while a call draws from a copy of it.
+    """Sets a default generator aside while a call draws from a copy of it.
 
-    It then stands far away from the states that the copy goes through, so that nothing that draws
-    meanwhile (another call, another thread) repeats the call's numbers.
+    The generator gets a state far from those that the copy goes through, so that whatever draws
+    meanwhile (another call, another thread) does not repeat the call's numbers.
 
     Attributes:
-        begin: The state that the generator was found in.
+        begin: The state in which the generator was found.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,28 +71,28 @@ class Parked:
             self._generator.set_state(self._state)
 
     def put_back(self, state: torch.Tensor) -> None:
-        """Set the generator to a state, unless somebody else has moved it since."""
+        """Set the generator to a state, unless something else has moved it since."""
         with _LOCK:
             if torch.equal(self._generator.get_state(), self._state):
                 self._generator.set_state(state)
 
 
 class Replay:
-    """A generator that finds back to the state before any of its draws.
+    """A generator that can return to the state before any of its draws.
 
-    The newest states are kept, and for good every sixty-fourth.
+    It keeps its newest states, and every sixty-fourth.
     """
 
     def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
         self.generator = generator
         self.generator.set_state(begin)
-        self.at = 0  # draws made up to where the generator stands
+        self.at = 0  # draws made before the generator's present state
         self._front = 0
         self._checkpoints = [begin]
         self._recent: OrderedDict[int, torch.Tensor] = OrderedDict()
 
     def back_to(self, draw: int) -> None:
-        """Go to a known state at most sixty-three draws before `draw`, or else the furthest."""
+        """Go to the newest known state at or before `draw`, or else to the furthest one."""
         known = min(draw, self._front)
         while known != self.at and known not in self._recent and known % _CHECKPOINT:
             known -= 1
@@ -104,7 +104,7 @@ class Replay:
             self.at = known
 
     def drew(self) -> None:
-        """One more draw was made."""
+        """Note that one more draw was made."""
         self.at += 1
         self._front = max(self._front, self.at)
         state = self.generator.get_state()
@@ -117,6 +117,6 @@ class Replay:
 
 
 def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A generator state that follows from `state` but lies on another stretch of random numbers."""
+    """A generator state that is derived from `state` but leads to unrelated random numbers."""
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little")).get_state()

@@ -1,4 +1,4 @@
-"""Stopping criteria asked row by row after every token, answered as plain `generate` answers."""
+"""Stopping criteria, asked row by row after every token, with the answers of plain `generate`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriter
 class RowStopping:
     """One call's stopping criteria, for rows that advance by different counts.
 
-    Lengths, times and eos ids are compared as plain numbers; stop strings are matched only after a
-    token that can end one. Criteria of any other class are called as plain calls them, with the
-    whole list, which is the same thing for a batch of one row only.
+    Lengths, times and eos ids are compared as numbers; stop strings are matched only after a token
+    that can end one. With a criterion of any other class, the whole list is called as plain calls
+    it, which is possible for a single row only.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
@@ -47,16 +47,16 @@ class RowStopping:
         self._max_length = min((c.max_length for c in self._lengths), default=None)
         self._warn_above = [
             c for c in self._lengths if c.max_position_embeddings is not None
-        ]  # emptied as each has had its say
+        ]  # those that have not warned yet
 
     @property
     def has_eos(self) -> bool:
-        """Whether plain gives finished rows pads, rather than going on with real tokens."""
+        """Whether plain feeds finished rows pads, rather than going on with real tokens."""
         return any(hasattr(c, "eos_token_id") for c in self._criteria)
 
     @property
     def all_known(self) -> bool:
-        """Whether every class is known; one that is not may draw random numbers of its own."""
+        """Whether every class is known; an unknown one may draw random numbers."""
         return not self._foreign
 
     @property
@@ -65,10 +65,10 @@ class RowStopping:
         return not (self._foreign or self._times or self._strings)
 
     def unserved(self) -> str | None:
-        """Name of the class that keeps this batch from being asked row by row; None if none does.
+        """Return the class that prevents asking this batch row by row, None if there is none.
 
-        Without an eos criterion plain goes on with a finished row until all have finished, so then
-        only criteria that end all rows at one length are served.
+        Without an eos criterion plain goes on with finished rows until all have finished. Only
+        criteria that end all rows at the same length are served then.
         """
         if self._num_rows == 1:
             return None
@@ -85,14 +85,14 @@ class RowStopping:
         ids: Callable[[], torch.Tensor],
         scores: Callable[[], Any],
     ) -> bool:
-        """Whether the row's text ends with the token it has just emitted.
+        """Return whether the row's text ends with the token that it has just emitted.
 
         Args:
             row: The row.
             token_id: Its newest token.
-            num_columns: Its columns in plain's batch, prompt pads and the newest token included.
-            ids: Makes the row as plain holds it, [1, columns]; called only where it is needed.
-            scores: Makes what plain hands its criteria as `scores`; called only where it is needed.
+            num_columns: Its columns in plain's batch, including prompt pads and the newest token.
+            ids: Returns the row as plain holds it, [1, columns]; called only where it is needed.
+            scores: Returns the `scores` of plain's criteria; called only where they are needed.
         """
         if self._foreign:
             prefix = ids()
@@ -112,15 +112,16 @@ class RowStopping:
         counts: np.ndarray,
         num_columns: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`stops` for all rows at once, where token and length alone decide.
+        """Return `stops` for all rows at once, where token and length alone decide.
 
         Args:
             token_ids: What each row would emit, [rows, most tokens].
-            counts: How many tokens that is, at least one in rows that are asked, [rows].
+            counts: How many tokens each row would emit, at least one in live rows, [rows].
             num_columns: Columns of each row in plain's batch before that, [rows].
 
         Returns:
-            Tokens up to the first that ends the text, [rows], and whether one does, [rows] bool.
+            Tokens up to the first that ends the text, it included, [rows]; and whether one does,
+            [rows] bool.
         """
         assert self.by_token_and_length
         place = np.arange(token_ids.shape[1])
@@ -133,18 +134,17 @@ class RowStopping:
         return kept, ended
 
     def warn_rows(self, num_columns: np.ndarray, ids: Callable[[int], torch.Tensor]) -> None:
-        """Let a length criterion say that a text has outgrown the model, once.
+        """Let a length criterion warn once that a text has outgrown the model.
 
         Args:
             num_columns: Columns of each row in plain's batch, [rows].
-            ids: Makes a row as plain holds it, [1, columns].
+            ids: Returns a row as plain holds it, [1, columns].
         """
         if self._warn_above:
             longest = int(num_columns.argmax())
             self._warn(int(num_columns[longest]), lambda: ids(longest))
 
     def _warn(self, num_columns: int, ids: Callable[[], torch.Tensor]) -> None:
-        """Let a length criterion say that the text has outgrown the model, once."""
         for criterion in self._warn_above:
             if criterion.max_position_embeddings < num_columns < criterion.max_length:
                 criterion(ids(), None)
@@ -152,7 +152,7 @@ class RowStopping:
 
 
 class _StopStrings:
-    """A stop string criterion that is asked only after tokens that overlap a stop string's end."""
+    """A stop string criterion that is asked only after tokens that can end a stop string."""
 
     def __init__(self, criterion: StopStringCriteria) -> None:
         self._criterion = criterion
@@ -162,7 +162,7 @@ class _StopStrings:
         self._always = bool((criterion.target_lens <= 0).any())
 
     def end_with(self, token_id: int, ids: Callable[[], torch.Tensor]) -> bool:
-        """Whether the row's text ends in one of the strings."""
+        """Return whether the row's text ends in one of the strings."""
         token = min(token_id, len(self._can_end) - 1)
         if not self._can_end[token] and not self._always:
             return False

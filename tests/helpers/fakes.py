@@ -39,12 +39,16 @@ class PlainDecoding:
 
 
 class Recorder(BaseStreamer):
-    """A streamer that keeps what it is given."""
+    """A streamer that keeps what it is given, and can raise at a chosen event."""
 
-    def __init__(self) -> None:
+    def __init__(self, fail_at: int = -1) -> None:
         self.events: list[Any] = []
+        self.fail_at = fail_at
 
     def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        if len(self.events) == self.fail_at:
+            raise ConnectionError("the client went away")
         self.events.append(value.tolist())
 
     def end(self) -> None:

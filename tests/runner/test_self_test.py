@@ -1,4 +1,4 @@
-"""A model that nobody tried is tried once, and what came of it is logged."""
+"""A model of an unknown type is tested once, and the outcome is logged."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.helpers.models import prompt, tiny
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of a type that was never tried."""
+    """A model of an unknown type."""
     monkeypatch.setattr(self_test, "TRIED", frozenset())
     return tiny("llama")
 
 
-def test_a_sound_model_is_tried_once(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sound_model_is_tested_once(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lookahead_hf")
     assert self_test.refusal(unknown) == ("", "")
-    assert "in its trial LlamaForCausalLM differed by" in caplog.text
+    assert "in its self test LlamaForCausalLM differed by" in caplog.text
     caplog.clear()
     assert self_test.refusal(unknown) == ("", "")
     assert not caplog.text
@@ -39,7 +39,7 @@ def test_a_model_that_fails_is_not_served_and_says_why(
     caplog.set_level(logging.INFO, "lookahead_hf")
     found, _ = self_test.refusal(unknown)
     assert found == "a block of tokens fails in LlamaForCausalLM: ZeroDivisionError: no such luck"
-    assert "trial of LlamaForCausalLM failed" in caplog.text
+    assert "self test of LlamaForCausalLM failed" in caplog.text
     assert "ZeroDivisionError: no such luck" in caplog.text
 
 

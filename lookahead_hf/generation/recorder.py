@@ -1,0 +1,159 @@
+"""Counts and times the steps of one call."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.stats import PHASES, RowStats, SourceStats, SpeculativeStats
+
+if TYPE_CHECKING:
+    from lookahead_hf.drafting.session import DraftSession
+    from lookahead_hf.rows import Rows
+
+_PHASE_OF = {
+    "begin": "draft",
+    "propose": "draft",
+    "prepare": "draft",
+    "launch": "forward",
+    "first": "verify",
+    "read": "verify",
+    "commit": "commit",
+}
+"""The phase that a method of a call's parts belongs to."""
+
+_Part = TypeVar("_Part")
+
+
+class _Timed:
+    """Passes everything on to a part of a call, and times the methods that belong to a phase."""
+
+    def __init__(self, part: object, recorder: StatsRecorder) -> None:
+        self._part, self._recorder = part, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        found, phase = getattr(self._part, name), _PHASE_OF.get(name)
+        if phase is None:
+            return found
+
+        def timed(*args: Any) -> Any:
+            with self._recorder.phase(phase):
+                return found(*args)
+
+        return timed
+
+
+class StatsRecorder:
+    """Counts and times the steps of one call.
+
+    Attributes:
+        step_seconds: Time of the latest step without the drafting.
+    """
+
+    step_seconds = 0.0
+
+    def __init__(self, num_rows: int) -> None:
+        self._steps = 0
+        self._moved = 0
+        self._max_width = 0
+        self._milliseconds = dict.fromkeys(PHASES, 0.0)
+        self._before = 0.0
+        self._row_steps = np.zeros(num_rows, np.int64)
+        self._drafted = np.zeros(num_rows, np.int64)
+        self._accepted = np.zeros(num_rows, np.int64)
+        self._accepted_histogram: Counter[int] = Counter()
+        self._budgets: Counter[int] = Counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block or function as part of a phase, one of `PHASES`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._milliseconds[name] += (time.perf_counter() - start) * 1e3
+
+    def timed(self, part: _Part) -> _Part:
+        """Return a stand-in for a part of a call whose methods are timed as phases."""
+        return cast(_Part, _Timed(part, self))
+
+    def leave_out_streaming(self, seconds: float) -> None:
+        """Take off the verification what the caller's streamer spent in it."""
+        self._milliseconds["verify"] -= seconds * 1e3
+
+    def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
+        """Count a step.
+
+        Args:
+            draft: What was verified.
+            verdict: What was accepted.
+            num_moved: Accepted tokens that the commit moved in the cache.
+        """
+        drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
+        self._steps += 1
+        total = sum(self._milliseconds[name] for name in ("forward", "verify", "commit"))
+        self.step_seconds = (total - self._before) / 1e3
+        self._before = total
+        self._moved += num_moved
+        self._row_steps += verdict.live
+        self._drafted += np.where(verdict.live, drafted, 0)
+        self._accepted += accepted
+        self._accepted_histogram.update(accepted[verdict.live].tolist())
+        self._budgets[int(drafted.max(initial=0))] += 1
+        self._max_width = max(self._max_width, _width(draft, drafted))
+
+    def finish(
+        self, rows: Rows, engine: str, drafts: DraftSession, execution: str | None = None
+    ) -> SpeculativeStats:
+        """Return the record of the call.
+
+        Args:
+            rows: The texts.
+            engine: How the call was verified.
+            drafts: Counts what each source contributed.
+            execution: How the steps were run.
+        """
+        per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
+        row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
+        deepest = max(self._accepted_histogram, default=-1)
+        spent = self._milliseconds
+        return SpeculativeStats(
+            rows=len(row_stats),
+            num_steps=self._steps,
+            row_steps=sum(row.row_steps for row in row_stats),
+            num_emitted=sum(row.num_emitted for row in row_stats),
+            num_drafted=sum(row.num_drafted for row in row_stats),
+            num_accepted=sum(row.num_accepted for row in row_stats),
+            num_moved=self._moved,
+            accepted_histogram=tuple(self._accepted_histogram[k] for k in range(deepest + 1)),
+            max_width=self._max_width,
+            per_source={
+                name: SourceStats(counts.drafted, counts.accepted, counts.exclusive)
+                for name, counts in drafts.source_counts.items()
+            },
+            budget_histogram=dict(sorted(self._budgets.items())),
+            engine=engine,
+            execution=execution,
+            row_stats=tuple(row_stats),
+            prefill_ms=spent["prefill"],
+            draft_ms=spent["draft"],
+            forward_ms=spent["forward"],
+            verify_ms=spent["verify"],
+            commit_ms=spent["commit"],
+        )
+
+
+def _width(draft: DraftTree, drafted: np.ndarray) -> int:
+    """Most nodes at one depth of one row."""
+    if not draft.num_nodes:
+        return 0
+    level = draft.depth
+    if len(drafted) > 1:
+        level = level + np.repeat(np.arange(len(drafted)) * (level.max() + 1), drafted)
+    return int(np.bincount(level).max())
