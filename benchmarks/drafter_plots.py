@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
 from ours import Ours
 from record import Text
-from replay import Recorded, replay
+from replay import Line, Recorded, replay
 
 from lookahead_hf.drafting.sources.recycling_buckets import NUM_PROBS, PROB_EDGES, SINGLE_START
 from lookahead_hf.ngram_pool.matches import LEVELS, NUM_SHARES, NUM_TOTALS
-
-if TYPE_CHECKING:
-    from drafters import Line
 
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "drafters"  # the same figure is the same file

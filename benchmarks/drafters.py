@@ -21,7 +21,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,9 @@ from on_model import OnModel
 from ours import Ours
 from peers import LogitSpec, PromptLookup, SamDecoding, SuffixDecoding, TokenRecycling
 from record import Text, folder_of, recorded
-from replay import RECORDED, Contender, Outcome, Recorded, replay
+from replay import RECORDED, Contender, Line, Outcome, Recorded, replay
 
 ALL = "all"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the result: a drafter on a family, or on all of them."""
-
-    family: str
-    drafter: str
-    settings: str
-    texts: int
-    tokens_per_step: float
-    nodes_per_step: float
 
 
 def peers() -> list[Contender]:

@@ -36,6 +36,18 @@ class Outcome:
     drafted: int
 
 
+@dataclass(frozen=True)
+class Line:
+    """One line of the result: a drafter on a family, or on all of them."""
+
+    family: str
+    drafter: str
+    settings: str
+    texts: int
+    tokens_per_step: float
+    nodes_per_step: float
+
+
 class Contender(ABC):
     """A drafter as the replay sees it; it lives through all texts, one after the other."""
 

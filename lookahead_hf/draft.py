@@ -168,22 +168,57 @@ class DraftTree:
     @staticmethod
     def from_chains(rows: Iterable[Iterable[Sequence[int]]]) -> DraftTree:
         """Build a tree from any number of continuations per row, which share common prefixes."""
-        built = []
+        drafts = []
         for chains in rows:
-            tokens: list[int] = []
-            parents: list[int] = []
-            known: dict[tuple[int, int], int] = {}
+            drafts.append(draft := RowDraft())
             for continuation in chains:
-                at = ROOT
+                node = ROOT
                 for token in continuation:
-                    key = (at, int(token))
-                    if key not in known:
-                        known[key] = len(tokens)
-                        tokens.append(int(token))
-                        parents.append(at)
-                    at = known[key]
-            built.append((tokens, parents))
-        return DraftTree.from_rows(built)
+                    node = draft.child(node, int(token))
+        return DraftTree.from_rows((draft.tokens, draft.parents) for draft in drafts)
+
+    @staticmethod
+    def from_drafts(rows: Sequence[RowDraft]) -> DraftTree:
+        """Build a tree from the drafts of the rows, with their scores and buckets."""
+        tree = DraftTree.from_rows((row.tokens, row.parents) for row in rows)
+        scores = [score for row in rows for score in row.scores]
+        tree = replace(tree, score=np.array(scores, np.float32))
+        return tree.with_buckets(np.array([b for row in rows for b in row.buckets], np.int32))
+
+
+class RowDraft:
+    """The draft of one row while a drafter writes it; paths that begin alike share nodes.
+
+    Attributes:
+        tokens: Token of each node.
+        parents: Parent of each node.
+        depths: Depth of each node.
+        buckets: Bucket of each node.
+        scores: Estimated probability that the path down to each node is accepted.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.buckets: list[int] = []
+        self.scores: list[float] = []
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    def depth_below(self, parent: int) -> int:
+        """Depth of a node's children."""
+        return 1 if parent == ROOT else self.depths[parent] + 1
+
+    def child(self, parent: int, token: int, bucket: int = 0, score: float = 1.0) -> int:
+        """The child of a node (or of `ROOT`) that holds the token, added if there is none."""
+        node = self._nodes.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.depths.append(self.depth_below(parent))
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.buckets.append(bucket)
+            self.scores.append(score)
+        return node
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,12 +91,12 @@ def _empty_cache(model: Any) -> Any:
 
 def _lasting_drafters() -> tuple[Any, ...]:
     """The default drafters, of which nothing is forgotten between calls."""
-    from lookahead_hf.drafting.sources.lasting import LastingNgramDrafter
+    from lookahead_hf.drafting.sources.ngram import NgramDrafter
     from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
     from lookahead_hf.ngram_pool import NumbaMissingError
 
     try:
-        return LastingNgramDrafter(), RecyclingDrafter(keep=True)
+        return NgramDrafter(keep=True), RecyclingDrafter(keep=True)
     except NumbaMissingError:
         return DEFAULT_DRAFTERS  # whose names are warned of and left out
 

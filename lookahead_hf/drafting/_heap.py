@@ -1,7 +1,7 @@
 """A compiled queue of nodes, likeliest first, equal ones in the order of their numbers.
 
-The heap lies upside down at the end of an array (element `i` at `top - i`), so that its owner can
-fill the same array from the beginning with what it has popped.
+The heap is upside down at the end of an array (element `i` is at `top - i`), so that its owner can
+fill the same array from the beginning with popped nodes.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -12,28 +12,28 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.compiled import functions
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, class_path
 
 PRIOR_WEIGHT = 10.0
-"""Tests that a source's own estimate of an acceptance rate is worth."""
+"""Number of tests that a source's own estimate of an acceptance rate counts for."""
 
-MEMORY = 200.0
-"""Tests after which a bucket forgets as much as it learns."""
+MEMORY = 100.0
+"""Number of tests from which on a bucket forgets as much as it learns."""
 
 KEPT_WEIGHT = 30.0
-"""Most tests that a call inherits per bucket, so that its own text soon outweighs earlier ones."""
+"""Most tests that a call inherits per bucket; its own text soon outweighs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedRate:
-    """What was learned of one class of a source's proposals.
+    """The learned rate of one class of a source's proposals.
 
     Attributes:
         source: The source's name.
-        sampled: Whether it was learned in calls that sample.
-        bucket: The class, as the source counts them.
+        sampled: Whether calls that sample learned it.
+        bucket: The class, as the source numbers them.
         rate: How often such proposals are accepted, the source's own estimate included.
-        tested: How many of them were tested, at most `MEMORY`: older ones count ever less.
+        tested: Number of tests, at most `MEMORY`; older ones count ever less.
     """
 
     source: str
@@ -47,10 +47,10 @@ class Calibration:
     """Acceptance rates of all (source, bucket) pairs during one call.
 
     Each rate has a Beta prior around the source's own estimate. The emitted text updates it, also
-    where nothing was verified: children of the last token and of nodes that were right were tested.
+    in steps that verified nothing: it tests the children of the last token and of right nodes.
 
     Attributes:
-        names: The sources, in the order in which evidence counts them.
+        names: The sources, in the order of the indices in evidence.
         bucket_starts: First flat bucket of each source, [sources + 1] int64.
         rates: Acceptance rate of every flat bucket, [buckets] float32; each drafter's `rates` is a
             live view of its part.
@@ -64,7 +64,7 @@ class Calibration:
         names: Sequence[str] | None = None,
         kept: np.ndarray | None = None,  # [2, buckets] float64
     ) -> None:
-        """Take the sources' priors, and what earlier calls have kept of them."""
+        """Start from the sources' priors and the counts of earlier calls."""
         self.names = tuple(names or unique_names(sources))
         self.bucket_starts = np.cumsum([0] + [s.num_buckets for s in sources], dtype=np.int64)
         priors = [np.asarray(source.prior(), np.float32) for source in sources]
@@ -78,7 +78,7 @@ class Calibration:
             source.rates = self.rates[self.bucket_starts[index] : self.bucket_starts[index + 1]]
 
     def update(self, merged: DraftTree, verdict: Verdict) -> None:
-        """Learn what became of a tree as `merge` returned it, also of nodes left unverified."""
+        """Learn from the verdict on a tree of `merge`, also about nodes that were not verified."""
         evidence = merged.evidence
         if evidence is None or not merged.num_nodes:
             return
@@ -92,17 +92,17 @@ class Calibration:
         )  # fmt: skip
 
     def of_source(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """What this call gained of one source, [2, buckets], and its priors, [buckets]."""
+        """The counts of one source in this call, [2, buckets], and its priors, [buckets]."""
         part = slice(self.bucket_starts[index], self.bucket_starts[index + 1])
         return self.gained[:, part], self._prior[part]
 
 
 class KeptRates:
-    """What calls learned, kept source by source between the calls of one model.
+    """Learned rates of each source, kept between the calls of one model.
 
-    A call works on a copy and hands its increments back at its end, so calls in several threads
-    neither wait for each other nor lose what the other learned. Greedy and sampled texts accept
-    differently and are kept apart; beyond `capacity` sources the longest unused is dropped.
+    A call works on a copy and adds its own counts at its end. So calls in several threads neither
+    wait for each other nor lose counts. Greedy and sampled texts have different rates and are kept
+    apart. Beyond `capacity` sources, the least recently used one is dropped.
     """
 
     def __init__(self, capacity: int = 64) -> None:
@@ -121,7 +121,7 @@ class KeptRates:
         return Calibration(sources, kept=np.hstack([np.empty((2, 0)), *counts]))
 
     def merge(self, calibration: Calibration, sources: Sequence[Drafter], do_sample: bool) -> None:
-        """Add what a call learned; call it once, at the end."""
+        """Add the counts of a call, once, at its end."""
         with self._lock:
             for index, key in enumerate(_keys(sources, do_sample)):
                 gained, prior = calibration.of_source(index)
@@ -132,14 +132,14 @@ class KeptRates:
                 self._kept.popitem(last=False)
 
     def table(self) -> list[LearnedRate]:
-        """Every class of proposals that was ever tested, the latest call's sources last."""
+        """All classes of proposals that were ever tested, the latest call's sources last."""
         with self._lock:
             kept = list(self._kept.items())
         return [row for key, (counts, prior) in kept for row in _learned(key, counts, prior)]
 
 
 class _Key(NamedTuple):
-    """What one source's rates are kept under."""
+    """The key of one source's rates."""
 
     do_sample: bool
     name: str
@@ -152,8 +152,10 @@ _Kept = tuple[np.ndarray, np.ndarray]
 
 
 def _keys(sources: Sequence[Drafter], do_sample: bool) -> list[_Key]:
-    named = zip(unique_names(sources), sources, strict=True)
-    return [_Key(do_sample, name, source.kept_as, source.num_buckets) for name, source in named]
+    return [
+        _Key(do_sample, name, getattr(source, "kept_as", class_path(source)), source.num_buckets)
+        for name, source in zip(unique_names(sources), sources, strict=True)
+    ]
 
 
 def _learned(key: _Key, counts: np.ndarray, prior: np.ndarray) -> list[LearnedRate]:

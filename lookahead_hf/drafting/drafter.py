@@ -1,4 +1,4 @@
-"""The protocol of a drafter: what proposes the next tokens."""
+"""The interface of a drafter, which proposes the next tokens."""
 
 from __future__ import annotations
 
@@ -17,36 +17,33 @@ if TYPE_CHECKING:
 
 
 class Drafter(ABC):
-    """Proposes the next tokens of every live row; the target decides which of them stand.
+    """Proposes the next tokens of every live row; the target decides which of them are right.
 
-    A drafter of your own overrides `propose`, and the others where it has something to remember.
-    One object serves one call at a time. An exception from any of them costs the call its speed,
-    never its text. What they are given are copies, which they may write into; only what is no
-    smaller for that, the logits of `observe`, is the step's own, of which all else was read.
+    A drafter of your own overrides `propose`, and the other methods if it has something to
+    remember. One object serves one call at a time. An exception in any method costs the call its
+    speed, never its text. The arguments are copies that a method may write into, except the logits
+    of `observe`, which are too large to copy and which nobody reads afterwards.
+
+    Attributes:
+        name: What statistics call it.
+        rates: Learned acceptance rate of each bucket, [num_buckets] float32; kept up to date from
+            outside.
     """
 
     name: ClassVar[str] = "custom"
-    sees_all: ClassVar[bool] = True  # whether it needs steps, too, around which it is not asked
-    rates: (
-        np.ndarray
-    )  # [num_buckets] float32: learned acceptance rates, kept up to date from outside
+    rates: np.ndarray
 
     @property
     def num_buckets(self) -> int:
-        """Classes of proposals that this drafter tells apart; `Evidence.bucket` counts below it."""
+        """Number of classes of proposals; `Evidence.bucket` is below it."""
         return 1
-
-    @property
-    def kept_as(self) -> str:
-        """What learned rates are kept under between calls, beside the name: the class."""
-        return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def prior(self) -> np.ndarray:
         """Acceptance rate of each bucket before anything was learned, [num_buckets] float32."""
         return np.full(self.num_buckets, 0.3, np.float32)
 
     def begin(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
-        """A call begins: the prompt stands in `rows`, and each row has emitted its first token."""
+        """A call begins: `rows` holds the prompts and the first token that each row emitted."""
 
     @abstractmethod
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
@@ -54,23 +51,10 @@ class Drafter(ABC):
 
         Args:
             rows: The texts so far.
-            max_nodes: Most nodes that a row may have; what goes beyond is cut off.
+            max_nodes: Most nodes that a row may have; further nodes are cut off.
 
         Returns:
             One tree per row (`DraftTree.from_chains` takes plain lists); finished rows get none.
-        """
-
-    def prepare(self, logits: torch.Tensor) -> None:  # noqa: B027 (an optional hook)
-        """The forward of a step is launched, its verdict not known: device work can start here.
-
-        Args:
-            logits: As `observe` gets them, which follows in any case.
-        """
-
-    def bring(self, copy: HostCopy) -> None:  # noqa: B027 (an optional hook)
-        """Add what `observe` needs on the host to the one copy that brings the step's verdict.
-
-        Called after `prepare`, where steps are verified on the device.
         """
 
     def observe(  # noqa: B027 (an optional hook)
@@ -83,8 +67,41 @@ class Drafter(ABC):
             draft: What was verified.
             verdict: What was accepted and emitted.
             logits: The target's raw logits, [rows, 1 + max nodes, vocab]: index 0 follows the last
-                token, index 1 + i follows node i of the row. Valid during this call only.
+                token, index 1 + i follows node i of the row. They are valid during this call only.
         """
 
     def end(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
-        """The call is over, also when it ended with an exception."""
+        """The call is over, also if it ended with an exception."""
+
+
+class BuiltInDrafter(Drafter):
+    """A drafter of this package, which may read a step's logits while the device still works.
+
+    Attributes:
+        sees_all: Whether it must observe steps before and in which it is not asked, too.
+    """
+
+    sees_all: ClassVar[bool] = True
+
+    @property
+    def kept_as(self) -> str:
+        """The key of its learned rates between calls, together with the name: the class."""
+        return class_path(self)
+
+    def prepare(self, logits: torch.Tensor) -> None:  # noqa: B027 (an optional hook)
+        """A step was launched and its verdict is not known: work on the device can start here.
+
+        Args:
+            logits: The logits that `observe` gets later.
+        """
+
+    def bring(self, copy: HostCopy) -> None:  # noqa: B027 (an optional hook)
+        """Add what `observe` needs on the host to the copy that brings the step's verdict.
+
+        It is called after `prepare` if the device verifies the steps.
+        """
+
+
+def class_path(drafter: object) -> str:
+    """The module and the name of an object's class."""
+    return f"{type(drafter).__module__}.{type(drafter).__qualname__}"

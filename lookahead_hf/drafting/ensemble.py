@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration, unique_names
 from lookahead_hf.drafting.compiled import functions, say_once
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter
 from lookahead_hf.drafting.tree import ANY_TOKEN, merge
 from lookahead_hf.ngram_pool import NumbaMissingError
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from lookahead_hf.rows import Rows
     from lookahead_hf.runner.cuda.transfer import HostCopy
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +42,12 @@ class SourceCounts:
 class Ensemble(Drafter):
     """Merges the trees of its sources by learned acceptance rates.
 
-    A source that raises is dropped for the rest of the call, with one warning; the others go on.
+    A source that raises is left out for the rest of the call, with one warning; the others go on.
 
     Attributes:
-        asked: Which sources `propose` asks, all unless somebody decides otherwise.
-        next_asked: Which of them the next step may ask; what neither step asks needs to see a step
-            only if its class says so.
+        asked: Sources that `propose` asks, by default all.
+        next_asked: Sources that the next step may ask. A source that neither step asks observes a
+            step only if it has `sees_all`.
     """
 
     name = "ensemble"
@@ -62,12 +60,12 @@ class Ensemble(Drafter):
         vocab_size: int = ANY_TOKEN,
         max_new_tokens: int | None = None,
     ) -> None:
-        """Draft with `sources`, in the order in which `calibration` knows them.
+        """Draft with `sources`, in the order of `calibration`.
 
         Args:
             sources: The drafters; their `rates` are views of the calibration.
-            calibration: Learned rates of just these sources.
-            vocab_size: Token ids from here on are never drafted.
+            calibration: Learned rates of these sources.
+            vocab_size: Tokens with this id or a higher one are never drafted.
             max_new_tokens: Length of the texts; nodes beyond it are not drafted.
         """
         self._sources = list(sources)
@@ -94,7 +92,7 @@ class Ensemble(Drafter):
         return any(self._working)
 
     def settle(self) -> tuple[list[float], list[int]]:
-        """Seconds that each source took, and accepted nodes that only it proposed, since then."""
+        """Return and reset each source's seconds and accepted nodes that only it proposed."""
         seconds, self._seconds = self._seconds, [0.0] * len(self._sources)
         exclusive = self._counts[2].tolist()
         before, self._settled = self._settled, exclusive
@@ -103,8 +101,8 @@ class Ensemble(Drafter):
     def begin(self, rows: Rows) -> None:
         self._working = [True] * len(self._sources)
         self.asked = self.next_asked = [True] * len(self._sources)
-        for index, source in enumerate(self._sources):
-            self._guarded(index, lambda source=source: source.begin(rows))  # type: ignore[misc]
+        for index in range(len(self._sources)):
+            self._guarded(index, "begin", rows)
         self.settle()
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
@@ -121,16 +119,18 @@ class Ensemble(Drafter):
         return self._merged
 
     def prepare(self, logits: torch.Tensor, copy: HostCopy | None = None) -> None:
+        """Let the sources begin to read a step's logits; see `BuiltInDrafter`."""
         for index, source in self._seeing():
-            self._guarded(index, lambda source=source: source.prepare(logits))  # type: ignore[misc]
-            if copy is not None:
-                self._guarded(index, lambda source=source: source.bring(copy))  # type: ignore[misc]
+            if isinstance(source, BuiltInDrafter):
+                self._guarded(index, "prepare", logits)
+                if copy is not None:
+                    self._guarded(index, "bring", copy)
         if copy is not None:
             copy.send()
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         if self._merged is not None:
-            # All of it: nodes that were left unverified are learned from as well.
+            # Calibration learns from nodes that were not verified, too.
             self._calibration.update(self._merged, verdict.of_text)
             self._merged = None
         if draft.evidence is not None:
@@ -139,39 +139,36 @@ class Ensemble(Drafter):
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
                 of_text.path_offsets, of_text.path, self._counts,
             )  # fmt: skip
-        for index, source in self._seeing():
-            self._guarded(index, lambda s=source: s.observe(rows, draft, verdict, logits))  # type: ignore[misc]
+        for index, _ in self._seeing():
+            self._guarded(index, "observe", rows, draft, verdict, logits)
 
     def end(self, rows: Rows) -> None:
-        for index, source in enumerate(self._sources):
-            self._guarded(index, lambda source=source: source.end(rows), always=True)  # type: ignore[misc]
+        for index in range(len(self._sources)):
+            self._guarded(index, "end", rows, always=True)
 
     def _seeing(self) -> list[tuple[int, Drafter]]:
-        """The sources that have to see this step."""
+        """The sources that have to observe this step."""
         asked = zip(self._sources, self.asked, self.next_asked, strict=True)
         return [
             (index, source)
             for index, (source, now, soon) in enumerate(asked)
-            if now or soon or source.sees_all
+            if now or soon or getattr(source, "sees_all", True)
         ]
 
     def _proposal(self, index: int, rows: Rows, max_nodes: int) -> DraftTree:
-        source = self._sources[index]
         tree = None
         if self.asked[index]:
-            tree = self._guarded(index, lambda: source.propose(rows, max_nodes))
+            tree = self._guarded(index, "propose", rows, max_nodes)
         return DraftTree.empty(rows.num_rows) if tree is None else tree
 
-    def _guarded(
-        self, index: int, call: Callable[[], _Result], always: bool = False
-    ) -> _Result | None:
-        """Run a source's method; None where the source is out or raises."""
+    def _guarded(self, index: int, method: str, *arguments: Any, always: bool = False) -> Any:
+        """Run a source's method; None if the source was left out or raises."""
         if not (self._working[index] or always):
             return None
         start = perf_counter()
         try:
-            return call()
-        except NumbaMissingError as error:  # it failed to compile while the call waited for it
+            return getattr(self._sources[index], method)(*arguments)
+        except NumbaMissingError as error:  # compiling failed while the call waited
             self._working[index] = False
             say_once(error)
         except Exception as error:
@@ -188,7 +185,7 @@ class Ensemble(Drafter):
         return None
 
     def _max_depth(self, rows: Rows) -> np.ndarray:
-        """Deepest useful node per row: the bonus token comes after it, finished rows need none."""
+        """Greatest useful depth per row: a bonus token follows it, and finished rows need none."""
         if self._max_new_tokens is None:
             depth = np.full(rows.num_rows, np.iinfo(np.int32).max, np.int64)
         else:

@@ -40,19 +40,9 @@ def merge_trees(
         reach = _reach(united_parents, entries, rates, bucket_starts)
         order = _likeliest(united_parents, reach, max_nodes)
         place = {node: index for index, node in enumerate(order)}
-        rows.append(
-            [
-                (
-                    tokens[n],
-                    place.get(united_parents[n], -1),
-                    depth[n],
-                    reach[n],
-                    entries[n],
-                    origin[n],
-                )
-                for n in order
-            ]
-        )
+        above = [place.get(parent, -1) for parent in united_parents]
+        nodes = list(zip(tokens, above, depth, reach, entries, origin, strict=True))
+        rows.append([nodes[node] for node in order])
     return _flatten(rows)
 
 

@@ -1,4 +1,4 @@
-"""Drafters by name, and objects of the user's beside them."""
+"""Makes the drafters of a call, from names and from objects of the user."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.config import BUILT_IN_DRAFTERS, DEFAULT_DRAFTERS, drafter_name
+from lookahead_hf.draft import Verdict
+from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.compiled import say_once
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.ngram_pool import NumbaMissingError
+from lookahead_hf.ngram_pool.compilation import register
+from lookahead_hf.rows import Rows
 
 _CLASSES = {
     "ngram": ("sources.ngram", "NgramDrafter"),
@@ -28,20 +34,20 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What drafters of one call can draw on.
+    """What the drafters of one call can use.
 
     Attributes:
-        predictions: What the caller expects of each row, token ids.
-        assistant: The model that the caller gave to draft with.
-        tokenizers: The target's and the assistant's tokenizer, where the caller gave them.
-        encoder_inputs: What the target's encoder was given in each row, and its attention mask.
+        predictions: Token ids that the caller expects of each row.
+        assistant: The model that the caller passed to draft with.
+        tokenizers: The target's and the assistant's tokenizer, if the caller passed them.
+        encoder_inputs: Inputs of the target's encoder by row, and their attention mask.
         vocab_size: Token ids of the target.
         processors: The call's logits processors.
-        draws: Whether drafts are verified by the probabilities that they were drawn with.
-        pool: The pool of n-grams that "pool" draws from, or its path; None: the model's own.
-        own_pool: The pool that is kept with the model, made when it is first asked for.
+        draws: Whether rejection sampling verifies drafts by the probabilities of their draws.
+        pool: The pool of n-grams that "pool" drafts from, or its path; None: the model's own.
+        own_pool: Returns the pool that is kept with the model.
         learn: Whether generated texts are added to the pool.
-        settings: What the call asks of assistants, by the names of generation configs.
+        settings: Settings of the call for assistants, by their names in generation configs.
     """
 
     predictions: Sequence[np.ndarray] | None = None
@@ -65,14 +71,14 @@ def build(
     """Make the drafters of one call.
 
     Args:
-        drafters: Names and objects; None is the default set. Predictions and an assistant add the
-            drafters of their names; without predictions, "prediction" stands for nothing.
+        drafters: Names and objects; None is the default set. Predictions, an assistant and a pool
+            add the drafters of their names; without predictions, "prediction" is left out.
         options: Options by drafter name, checked by the drafter.
-        resources: What the drafters can draw on.
+        resources: What the drafters can use.
 
     Returns:
-        The drafters in order. Where numba is missing or does not work, those that keep an index are
-        left out, with one warning in a process.
+        The drafters in order. If numba is missing or does not work, drafters with an index are left
+        out, with one warning per process.
 
     Raises:
         ValueError: An unknown name or option, or "assistant" without one.
@@ -80,10 +86,8 @@ def build(
     wanted = list(DEFAULT_DRAFTERS if drafters is None else drafters)
     if resources.predictions is not None and "prediction" not in wanted:
         wanted.insert(0, "prediction")
-    if resources.assistant is not None and "assistant" not in wanted:
-        wanted.append("assistant")
-    if resources.pool is not None and "pool" not in wanted:
-        wanted.append("pool")
+    given = {"assistant": resources.assistant, "pool": resources.pool}
+    wanted += [name for name, what in given.items() if what is not None and name not in wanted]
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
@@ -99,7 +103,7 @@ def build(
 
 
 def _adapted(drafter: Any, resources: Resources) -> list[Drafter]:
-    """An object that the caller gave; nothing of one that cannot say what it is."""
+    """Wrap the caller's object; return nothing if reading its properties fails."""
     if type(drafter).__module__.startswith(__package__ + "."):
         return [drafter]
     try:
@@ -117,11 +121,11 @@ def _adapted(drafter: Any, resources: Resources) -> list[Drafter]:
 def _by_name(
     name: str, options: Mapping[str, Mapping[str, Any]], resources: Resources
 ) -> list[Drafter]:
-    """A drafter that needs no more than its name; nothing of one whose index cannot be built."""
+    """Make a drafter from its name; return nothing if its index cannot be built."""
     if name not in _CLASSES:
         raise ValueError(
-            f"there is no drafter {name!r}; there are {', '.join(BUILT_IN_DRAFTERS)}, and Drafter "
-            "objects of your own"
+            f"there is no drafter {name!r}; use {', '.join(BUILT_IN_DRAFTERS)}, or Drafter objects "
+            "of your own"
         )
     try:
         return [_make_pool(options, resources) if name == "pool" else _make(name, options)]
@@ -176,11 +180,34 @@ def _make(
         raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
     if given.get("keep") is True:
         raise ValueError(
-            f"options of the drafter {name!r} cannot set keep=True: by its name every call makes a "
-            "drafter of its own, which ends with it. Give an object that lives longer, as "
-            "drafters=(RecyclingDrafter(keep=True),)"
+            f"options of the drafter {name!r} cannot set keep=True: given by name, a drafter ends "
+            "with its call. Give an object that lives longer, such as "
+            "drafters=(NgramDrafter(keep=True), RecyclingDrafter(keep=True))"
         )
     try:
         return make(*arguments, **own, **given)
     except TypeError as error:
         raise ValueError(f"options of the drafter {name!r}: {given!r}: {error}") from error
+
+
+def _warm_up() -> None:
+    """Run all compiled functions of drafting once, on logits of both widths."""
+    import torch
+
+    from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
+
+    for dtype in (torch.bfloat16, torch.float32):
+        source = RecyclingDrafter(top_k=2, capacity=4)
+        ensemble = Ensemble([source], Calibration([source]))
+        rows = Rows(np.zeros((1, 2), np.int64))
+        rows.emit(0, 0)
+        ensemble.begin(rows)
+        for _ in range(2):
+            draft = head(ensemble.propose(rows, 2), 1)
+            rows.emit(0, 1)
+            logits = torch.zeros(1, 1 + draft.num_nodes, 3, dtype=dtype)
+            ensemble.observe(rows, draft, Verdict.from_rows([[1]], [[]]), logits)
+        ensemble.end(rows)
+
+
+register(_warm_up)

@@ -2,131 +2,88 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
-from lookahead_hf.drafting.guard import Rest
+import numpy as np
 
 KEPT = 0.98
 """What is left of a source's loss after a step: what costs less than 3 % of one never rests."""
 
-DEBT = 1.5
-"""Steps' worth of time that a source may have lost before it rests."""
+DEBT, CREDIT = 1.5, 4.0
+"""Steps' worth of time that a source may lose before it rests, and that it can save up for that."""
 
-LEEWAY = 0.25
-"""And what it may have lost beyond that, so that a trial which pays ends its rests."""
-
-CREDIT = 4.0
-"""Steps' worth of time that count for a source which brought more than it took."""
-
-SMOOTHED = 0.9
-"""Part of the mean tokens per step that one more step leaves."""
+PRICE = 0.004
+"""Part of the time that a resting source may take by being tried again."""
 
 
-class Roster:
+class Scheduler:
     """Decides for every step which sources are asked.
 
     A source is worth asking where its share of the tokens is no smaller than its share of the time.
-    Counted as its are accepted tokens that no other source proposed: the others would have come
-    without it. What a source loses so is added up in seconds, and one that lost too much rests for
-    some steps, the longer the more often it was tried again in vain and the dearer it is. One at a
-    time begins to rest, since what is left to the others changes with that, and never the last.
+    Only accepted tokens that no other source proposed count for it: the others would have come
+    without it. Its losses are added up, and a source that lost too much rests for some steps, the
+    longer the more often it was tried again in vain and the dearer it is. One source at a time
+    begins to rest, since what is left to the others changes with that.
 
     Attributes:
         asked: The sources that are asked in this step.
     """
 
     def __init__(self, num_sources: int, may_rest: bool) -> None:
-        """Ask so many sources, all of them always where none may rest."""
+        """Schedule so many sources; where none may rest, all are asked in every step."""
         self._may_rest = may_rest
-        self._rests = [Rest() for _ in range(num_sources)]
-        self._lost = [0.0] * num_sources
-        self._spent = [_Typical() for _ in range(num_sources)]
-        self._others, self._step = _Typical(), _Typical()
+        self._lost = [0.0] * num_sources  # in steps' worth of time
+        self._seconds = [float("inf")] * num_sources  # when it was asked last
+        self._left = [0] * num_sources  # steps to rest
+        self._length = [0] * num_sources  # of the latest rest
         self._num_tokens = 0.0
         self.asked = [True] * num_sources
 
-    def begin_step(self, wanted: bool) -> None:
-        """Decide who is asked in the step that begins; nobody where no draft is wanted."""
-        self.asked = [wanted and not rest.is_resting for rest in self._rests]
-        for rest in self._rests:
-            rest.step()
-
     @property
     def next_asked(self) -> list[bool]:
-        """Who would be asked in the step after this one."""
-        return [not rest.is_resting for rest in self._rests]
+        """Sources that would be asked in the next step."""
+        return [left == 0 for left in self._left]
 
-    @property
-    def seconds(self) -> float:
-        """What drafting is expected to take in the next step, in which a draft is wanted."""
-        return self._seconds(self.next_asked)
-
-    def _seconds(self, asked: Sequence[bool]) -> float:
-        spent = (each.value for each, is_asked in zip(self._spent, asked, strict=True) if is_asked)
-        return self._others.value + sum(spent)
+    def begin_step(self) -> None:
+        """Decide which sources are asked in the step that begins."""
+        self.asked = self.next_asked
+        self._left = [max(0, left - 1) for left in self._left]
 
     def observe(
-        self,
-        seconds: Sequence[float],
-        alone: Sequence[int],
-        others: float,
-        num_tokens: int,
-        step_seconds: float,
+        self, seconds: Sequence[float], alone: Sequence[int], num_tokens: int, step_seconds: float
     ) -> None:
         """Learn from a step.
 
         Args:
             seconds: What each source took.
-            alone: Accepted tokens that no source but this one proposed.
-            others: What drafting took beside the sources.
+            alone: Accepted tokens that only this source proposed.
             num_tokens: Tokens that the step emitted.
             step_seconds: Time of the step without drafting.
         """
-        if not any(self.asked):
+        if not (self._may_rest and num_tokens and step_seconds and any(self.asked)):
             return
-        self._others.note(others)
-        self._step.note(step_seconds)
         mean = self._num_tokens or num_tokens
-        self._num_tokens = SMOOTHED * mean + (1.0 - SMOOTHED) * num_tokens
-        for spent, took, asked in zip(self._spent, seconds, self.asked, strict=True):
-            if asked:
-                spent.note(took)
-        if self._may_rest and self._num_tokens:
-            self._settle(alone)
-
-    def _settle(self, alone: Sequence[int]) -> None:
-        """Charge every source that was asked, and let the worst debtor rest."""
-        step = self._step.value
-        of_token = (step + self._seconds(self.asked)) / self._num_tokens
-        asked = [index for index, is_asked in enumerate(self.asked) if is_asked]
+        self._num_tokens = 0.9 * mean + 0.1 * num_tokens
+        worth = (1.0 + sum(seconds) / step_seconds) / self._num_tokens  # of a token, in steps
         debtors = []
-        for index in asked:
-            lost = KEPT * self._lost[index] + self._spent[index].value - alone[index] * of_token
-            self._lost[index] = min(max(lost, -CREDIT * step), (DEBT + LEEWAY) * step)
-            if lost > DEBT * step:
-                debtors.append(index)
+        for index in np.flatnonzero(self.asked).tolist():
+            # What took long only once was disturbed.
+            price = min(seconds[index], self._seconds[index]) / step_seconds
+            self._seconds[index] = seconds[index]
+            lost = KEPT * self._lost[index] + price - worth * alone[index]
+            self._lost[index] = min(max(lost, -CREDIT), DEBT)
+            if lost < DEBT:
+                self._length[index] = 0
             else:
-                self._rests[index].note_offer(True, 0.0)
-        if debtors and len(asked) > 1:
-            self._rest(max(debtors, key=lambda index: self._lost[index]))
+                debtors.append((price, index))
+        if debtors:
+            self._rest(*max(debtors))
 
-    def _rest(self, debtor: int) -> None:
-        rest, price = self._rests[debtor], self._spent[debtor].value / self._step.value
-        rest.note_offer(False, price)
-        if rest.is_resting:
-            others = (index for index in range(len(self._lost)) if index != debtor)
-            for index in others:
-                self._lost[index] = min(self._lost[index], 0.0)
-
-
-class _Typical:
-    """The median of the latest durations, 0 before the first: what disturbs one does not count."""
-
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=9)
-        self.value = 0.0
-
-    def note(self, seconds: float) -> None:
-        self._latest.append(seconds)
-        self.value = sorted(self._latest)[(len(self._latest) - 1) // 2]
+    def _rest(self, price: float, debtor: int) -> None:
+        if not self._length[debtor]:  # what others lost may be what this one took from them
+            self._lost = [
+                min(lost, 0.0) if is_asked and index != debtor else lost
+                for index, (lost, is_asked) in enumerate(zip(self._lost, self.asked, strict=True))
+            ]
+        longest = max(1, round(price / PRICE))
+        self._length[debtor] = self._left[debtor] = min(max(1, 2 * self._length[debtor]), longest)

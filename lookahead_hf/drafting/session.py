@@ -1,4 +1,4 @@
-"""Drafting during one call: the sources, what they have learned, and how much to draft."""
+"""Drafting during one call: the sources, their learned rates, and how much to draft."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting import loans
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.cost_model import CostModel
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
 from lookahead_hf.drafting.registry import Resources, build
-from lookahead_hf.drafting.scheduler import Roster
-from lookahead_hf.drafting.sources.prompt_logits import seed
+from lookahead_hf.drafting.scheduler import Scheduler
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.model_state import state_of
@@ -37,15 +35,18 @@ if TYPE_CHECKING:
 OWN_POOL_TOKENS = 1_000_000
 
 INVARIANT_WIDTH = 16
-"""Tokens per row of every block where the text may not depend on the draft: the same for all
-drafters and budgets. A chain of 15 is seldom accepted further."""
+"""Tokens per row of every block with `draft_invariant`, the same for all drafters and budgets.
+Of a longer chain than 15 seldom more is accepted."""
 
 CHAIN_OF = 64
-"""Nodes of the tree from which such a chain is taken."""
+"""Nodes of the tree that such a chain is taken from."""
 
 
 class ModelMemory:
-    """What drafting keeps of a model between calls: rates and costs, and tokens only in a pool."""
+    """What drafting keeps of a model between calls: rates, costs, and its own pool.
+
+    The pool is the only place that holds tokens; it stays empty unless a call is told to learn.
+    """
 
     def __init__(self) -> None:
         self.rates = KeptRates()
@@ -53,7 +54,7 @@ class ModelMemory:
         self._pool: ngram_pool.NgramPool | None = None
 
     def own_pool(self) -> ngram_pool.NgramPool:
-        """The model's own pool; it stays empty unless a call is told to learn."""
+        """The model's own pool, made when it is first asked for."""
         with _lock:
             self._pool = self._pool or ngram_pool.NgramPool(max_tokens=OWN_POOL_TOKENS)
             return self._pool
@@ -63,7 +64,7 @@ _lock = threading.Lock()
 
 
 def memory_of(model: Any) -> ModelMemory:
-    """The model's memory, made at its first call."""
+    """The model's memory, made when it is first asked for."""
     state = state_of(model)
     with state.lock:
         state.drafting = state.drafting or ModelMemory()
@@ -78,14 +79,14 @@ def _most_nodes(config: SpeculativeConfig) -> int:
 
 
 def cost_setting(model: Any) -> str:
-    """What tells the costs of one model apart, beside rows and lengths."""
+    """Whatever changes the costs of one model's steps beside rows and lengths."""
     return f"{model.device} {model.dtype}"
 
 
 def sources_of(
     model: Any, config: SpeculativeConfig, num_rows: int, resources: Resources
 ) -> list[Drafter]:
-    """The sources that a configuration names, before any work: nothing is run or shown to them.
+    """Make the sources that a configuration names; nothing runs yet, and they see nothing.
 
     Raises:
         ValueError: An option or a pool is wrong, a drafter lacks what it drafts with, or the
@@ -112,13 +113,22 @@ class DraftSession:
         target: Runner,
         chains: bool = False,
     ) -> None:
-        """Draft with what `sources_of` gave, and go on from what earlier calls learned.
+        """Start from what earlier calls learned.
 
-        `chains`: whether a row's draft must be a chain.
+        Args:
+            model: The target.
+            config: The call's configuration.
+            rows: The texts.
+            sources: What `sources_of` returned.
+            do_sample: Whether tokens are drawn.
+            vocab_size: Token ids of the target.
+            max_new_tokens: Length of the texts; nothing beyond it is drafted.
+            target: What runs the target.
+            chains: Whether a row's draft must be a chain.
         """
         self._memory = memory_of(model)
         self._do_sample = do_sample
-        self._sources = sources = loans.take(self, sources)
+        self._sources = sources = _take(self, sources)
         self._calibration = self._memory.rates.lease(sources, do_sample)
         self._ensemble = Ensemble(
             sources,
@@ -134,10 +144,9 @@ class DraftSession:
             cost_setting(model) + (" one shape" if config.draft_invariant else ""),
             lambda: target.mode,
         )
-        self._roster = Roster(len(sources), may_rest=config.budget == "auto")
+        self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
         self._prompt, self._max_new_tokens = target.prompt, max_new_tokens
-        self._seconds = 0.0
         self._failed = False
         self._begun = False
 
@@ -147,7 +156,7 @@ class DraftSession:
         return self._ensemble.source_counts
 
     def begin(self, rows: Rows) -> None:
-        """Show the texts to the sources; until numba has compiled, the call goes on plainly."""
+        """Show the texts to the sources; until numba has compiled, the call decodes plainly."""
         try:
             if not ngram_pool.ready():
                 return
@@ -158,27 +167,27 @@ class DraftSession:
 
     def _begin(self, rows: Rows) -> None:
         self._ensemble.begin(rows)
-        if self._budget.wanted():
+        if self._budget.most_nodes:
             for source in self._sources:
                 if isinstance(source, RecyclingDrafter):
-                    seed(source, rows, self._prompt, self._max_new_tokens)
+                    source.recycle_prompts(rows, self._prompt, self._max_new_tokens)
 
     def propose(self, rows: Rows) -> DraftTree:
-        """The draft that is worth its cost, nothing where none is."""
+        """The draft that is worth its cost, an empty one if none is."""
         if not self._begun:
             self.begin(rows)
-        self._seconds = 0.0
-        draft = self._timed(lambda: self._propose(rows)) if self._begun else None
+        draft = self._guarded(lambda: self._propose(rows)) if self._begun else None
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
     def _propose(self, rows: Rows) -> DraftTree | None:
-        wanted = self._budget.wanted()
-        self._roster.begin_step(wanted > 0)
-        self._ensemble.asked = self._roster.asked
-        draft = self._drafted(rows, wanted) if wanted else None
-        soon = self._budget.asks_next
-        self._ensemble.next_asked = [soon and each for each in self._roster.next_asked]
-        return draft
+        most = self._budget.most_nodes
+        if not most:
+            self._ensemble.asked = self._ensemble.next_asked = [False] * len(self._sources)
+            return None
+        self._scheduler.begin_step()
+        self._ensemble.asked = self._scheduler.asked
+        self._ensemble.next_asked = self._scheduler.next_asked
+        return self._drafted(rows, most) if any(self._scheduler.asked) else None
 
     def _drafted(self, rows: Rows, wanted: int) -> DraftTree:
         if self._chain:
@@ -188,10 +197,10 @@ class DraftSession:
         return head(tree, self._budget.choose(tree))
 
     def prepare(self, outputs: Any) -> None:
-        """A step was launched: index what was learned before, and start to look at its logits."""
+        """A step was launched: index what was learned before, and begin to read its logits."""
         if self._begun:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
-            self._timed(lambda: self._ensemble.prepare(outputs.logits, copy))
+            self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy))
 
     def observe(
         self,
@@ -199,39 +208,41 @@ class DraftSession:
         draft: DraftTree,
         verdict: Verdict,
         logits: torch.Tensor,  # [rows, 1 + most nodes, vocab]
-        step_seconds: float,
+        step_seconds: float | None,
     ) -> None:
-        """Learn from a step that took `step_seconds` beside the drafting."""
+        """Learn from a step.
+
+        Args:
+            rows: The texts, which hold the emitted tokens already.
+            draft: What was verified.
+            verdict: What was accepted and emitted.
+            logits: The target's raw logits.
+            step_seconds: Time of the step without drafting; None if that tells nothing about the
+                cost of such steps, because the step did other work as well.
+        """
         if self._begun:
-            self._timed(lambda: self._ensemble.observe(rows, draft, verdict, logits))
+            self._guarded(lambda: self._ensemble.observe(rows, draft, verdict, logits))
             self._guarded(lambda: self._account(draft, verdict, step_seconds))
 
-    def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float) -> None:
+    def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float | None) -> None:
         """Learn what the step cost and brought."""
         seconds, alone = self._ensemble.settle()
-        others = max(0.0, self._seconds - sum(seconds))
-        num_tokens = len(verdict.of_text.token_ids)
-        self._roster.observe(seconds, alone, others, num_tokens, step_seconds)
-        self._budget.observe(draft, verdict, step_seconds, self._roster.seconds)
+        if step_seconds is not None:
+            num_tokens = len(verdict.of_text.token_ids)
+            self._scheduler.observe(seconds, alone, num_tokens, step_seconds)
+        self._budget.observe(draft, step_seconds)
 
     def end(self, rows: Rows) -> None:
-        """Hand what was learned to the model's later calls."""
+        """Keep what was learned for the model's later calls."""
         try:
             if self._begun:
-                self._ensemble.end(rows)  # also after a failure: sources have things to give back
+                self._ensemble.end(rows)  # also after a failure: sources hold resources
                 self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
         finally:
-            loans.give_back(self._sources)
-
-    def _timed(self, call: Callable[[], Any]) -> Any:
-        """As `_guarded`, counted as time of the step's drafting."""
-        start = perf_counter()
-        result = self._guarded(call)
-        self._seconds += perf_counter() - start
-        return result
+            _release(self._sources)
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """Run a part of drafting; where it raises, the call goes on without drafts."""
+        """Run a part of drafting; if it raises, the call goes on without drafts."""
         if self._failed:
             return None
         try:
@@ -239,7 +250,7 @@ class DraftSession:
         except Exception as error:
             self._failed = True
             warnings.warn(
-                f"drafting failed and is given up for this call, whose text is not affected: "
+                f"drafting failed and stops for this call, whose text is not affected: "
                 f"{type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=3,
@@ -247,8 +258,43 @@ class DraftSession:
             return None
 
 
+def _take(session: DraftSession, sources: Sequence[Drafter]) -> list[Drafter]:
+    """Reserve the sources for a session, and warn of those that another session uses.
+
+    Two calls may name one object at the same time, in two threads or as a call inside a processor
+    of another. But its state is that of one call.
+    """
+    with _lock:
+        users = [_users.get(source) for source in sources]
+        is_free = [user is None or user() is None for user in users]
+        free = [source for source, is_free in zip(sources, is_free, strict=True) if is_free]
+        _users.update((source, ref(session)) for source in free)
+    for source in sources:
+        if source not in free:
+            warnings.warn(
+                f"the drafter object {source.name!r} drafts for another call at this moment and is "
+                "left out of this one: an object serves one call at a time. Give every call an "
+                f"object of its own, or the name {source.name!r} instead, which makes a new one "
+                "for every call",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    return free
+
+
+def _release(sources: Sequence[Drafter]) -> None:
+    """Let other sessions use the sources."""
+    with _lock:
+        for source in sources:
+            _users.pop(source, None)
+
+
+_users: WeakKeyDictionary[Drafter, ref[DraftSession]] = WeakKeyDictionary()
+"""The session that uses each source; a session that is gone uses nothing."""
+
+
 def _check_predictions(predictions: Sequence[np.ndarray] | None, num_rows: int) -> None:
-    """One prediction for all rows, or as many for each prompt."""
+    """Check that there is one prediction for all rows, or one for each prompt or row."""
     if predictions is not None and (not predictions or num_rows % len(predictions)):
         raise ValueError(
             f"prediction holds {len(predictions)} texts, but the batch has {num_rows} rows: give "

@@ -1,7 +1,7 @@
 """The best next tokens at every verified node, with probabilities, from the target's logits.
 
-On a device they are found for all nodes at once, where steps are verified there from what the
-step's own pass over the logits has left.
+On a device they are found for all nodes at once. If the device verifies the steps, the search
+reuses the results of the step's own pass over the logits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class BestTokens:
-    """Finds the k best logits of nodes: by a kernel for all at once, else when asked."""
+    """Finds the k best logits of nodes: with a kernel for all at once, otherwise on demand."""
 
     def __init__(self, logits: torch.Tensor, top_k: int) -> None:
-        """Look for them later.
+        """Take the logits; the search comes later.
 
         Args:
             logits: Logits of all rows, [rows, width, vocab], on any device.
@@ -34,7 +34,7 @@ class BestTokens:
         self._held: np.ndarray | None = None
 
     def bring(self, copy: HostCopy) -> None:
-        """Start to look on the device, and come to the host together with other things."""
+        """Start the search on the device, and add its result to the copy to the host."""
         if self._on_device():
             self._ticket = copy.add(_pack(self._flat, self._top_k, copy.scan))
 
@@ -49,10 +49,10 @@ class BestTokens:
 
         Args:
             rows: Row of each node, [nodes] int64.
-            places: Its place in the row's logits, [nodes] int64.
+            places: Its index in the row's logits, [nodes] int64.
 
         Returns:
-            tokens: Best first, -1: none, [nodes, top_k] int32.
+            tokens: Best first, -1 where there are no more, [nodes, top_k] int32.
             probs: Their probabilities, [nodes, top_k] float32; on the CPU approximate.
         """
         which = rows * self._width + places
@@ -68,9 +68,9 @@ class BestTokens:
 
 
 def _pack(logits: torch.Tensor, top_k: int, scan: RowScan | None = None) -> torch.Tensor:
-    """Tokens and probabilities as one float32 tensor [2, rows, k], so that one copy fetches both.
+    """Tokens and probabilities as one float32 tensor [2, rows, k], which one copy fetches.
 
-    float32 holds whole numbers up to 2**24, more than any vocabulary.
+    float32 holds whole numbers up to 2**24, more than any vocabulary has.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Draft trees of several sources become one: united by prefix, ordered by learned probability."""
+"""Merges the trees of several sources by shared prefixes, likeliest nodes first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.compiled import functions
 
 ANY_TOKEN = 2**62
-"""Vocabulary size where the caller knows none."""
+"""Vocabulary size if the caller knows none."""
 
 
 def merge(
@@ -25,17 +25,17 @@ def merge(
     """Unite the sources' trees and keep the likeliest nodes.
 
     Args:
-        proposals: One tree per source of `calibration`, in its order; the sources' own scores are
-            not looked at. A tree without evidence counts as bucket 0 throughout.
+        proposals: One tree per source of `calibration`, in its order. The sources' own scores are
+            ignored. A tree without evidence belongs to bucket 0 throughout.
         calibration: Learned acceptance rates.
         max_nodes: Most nodes that a row keeps.
-        vocab_size: Nodes with token ids from here on are left out, with all that hangs on them.
+        vocab_size: Nodes with this token id or a higher one are left out, with all nodes below.
         max_depth: Deepest node worth keeping in each row, [rows]; 0 leaves a row without a draft.
 
     Returns:
         Each row's nodes best first, parents before children; `score` is the calibrated probability
         that the path down to the node is accepted, and `evidence` names every source of the node.
-        `probs` survives only where a single source drafts: what several sources agree on was not
+        `probs` is kept only if a single source drafts: a token that several sources propose was not
         drawn from one of them.
     """
     row_offsets = np.array([tree.row_offsets for tree in proposals], np.int64)
@@ -61,8 +61,8 @@ def merge(
 def head(tree: DraftTree, num_nodes: int) -> DraftTree:
     """Cut each row to its best nodes and put the likeliest chain first.
 
-    Nodes come out depth-first, the likeliest child first: an accepted path then mostly lies in
-    consecutive slots behind the last token, and committing it moves no cache data.
+    The result is depth-first, the likeliest child first. So an accepted path is mostly in
+    consecutive slots after the last token, and committing it moves no cache data.
 
     Args:
         tree: As `merge` returns it, each row's nodes best first.
@@ -84,7 +84,7 @@ def likeliest_chain(tree: DraftTree, max_nodes: int) -> DraftTree:
     for row in range(tree.num_rows):
         nodes = tree.row(row)
         at, first = ROOT, len(order)
-        # Children stand behind their parents, so one pass over the nodes is the walk.
+        # Children come after their parents, so one pass over the nodes is the walk.
         for node, parent in enumerate(tree.parents[nodes].tolist()):
             if parent == at and len(order) - first < max_nodes:
                 order.append(nodes.start + node)
@@ -97,7 +97,7 @@ def likeliest_chain(tree: DraftTree, max_nodes: int) -> DraftTree:
 def _taken(
     tree: DraftTree, offsets: np.ndarray, order: np.ndarray, parents: np.ndarray
 ) -> DraftTree:
-    """The tree of the nodes `order`, [kept], which number their parents anew."""
+    """The tree of the nodes `order`, [kept], with new parents."""
     return DraftTree(
         offsets,
         tree.token_ids[order],

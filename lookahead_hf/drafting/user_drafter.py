@@ -1,9 +1,9 @@
-"""A drafter of the user's among ours: what it says of itself and proposes is looked at before use.
+"""Wraps a user's drafter: checks what it returns, and shows it copies.
 
-The compiled functions and the engines read what stands in a tree without looking back. So nothing
-that a user's object returns goes further unchecked; what is wrong raises here, which costs the call
-this drafter and nothing else. And what it is shown it is shown in copies: it may write into all of
-them, and the text, the verdict and the other drafters stay what they are.
+The compiled functions and the verifiers do not check the trees that they read. So every tree of a
+user's object is checked here. An error raises here, which costs the call this drafter and nothing
+else. The object may write into all of its arguments; the text, the verdict and the other drafters
+do not change.
 """
 
 from __future__ import annotations
@@ -15,40 +15,38 @@ import numpy as np
 
 from lookahead_hf.config import drafter_name
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict, place_in_row
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, class_path
 
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
-    from lookahead_hf.runner.cuda.transfer import HostCopy
 
 _Record = TypeVar("_Record", DraftTree, Verdict)
 
 ROUNDING = 0.01
-"""How far from 1 probabilities may sum up; half precision is off by up to 0.004."""
+"""Greatest error of the sum of probabilities; half precision is off by up to 0.004."""
 
 
-class Adapted(Drafter):
-    """A user's object that has `propose`, and perhaps more of what a `Drafter` has."""
+class Adapted(BuiltInDrafter):
+    """A user's object that has `propose`, and perhaps other methods of a `Drafter`."""
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
-        """Ask the object once for what it says of itself.
+        """Read the object's name, buckets and prior once.
 
         Args:
             drafter: The object.
             vocab_size: Token ids of the target.
-            draws: Whether the call verifies what was drawn by the probabilities that it was drawn
-                with; what is said of these is looked at only then.
+            draws: Whether rejection sampling verifies the drafts; only then are the probabilities
+                checked that their tokens were drawn from.
 
         Raises:
-            ValueError: It has no right number of buckets, or no prior for each of them.
+            ValueError: The number of buckets is wrong, or the prior does not fit it.
             Exception: Whatever the object raises.
         """
         self._drafter = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
-        self.sees_all = bool(getattr(drafter, "sees_all", True))  # type: ignore[misc]
         self._num_buckets = _num_buckets(getattr(drafter, "num_buckets", 1))
         prior = getattr(drafter, "prior", None)
         self._prior = super().prior() if prior is None else _prior(prior(), self._num_buckets)
@@ -60,14 +58,14 @@ class Adapted(Drafter):
 
     @property
     def kept_as(self) -> str:
-        return f"{type(self._drafter).__module__}.{type(self._drafter).__qualname__}"
+        return class_path(self._drafter)
 
     def prior(self) -> np.ndarray:
         return self._prior
 
     @property
     def rates(self) -> np.ndarray:
-        """The object's own, where it is a `Drafter`."""
+        """Learned rates, which the object sees as well if it is a `Drafter`."""
         return self._rates
 
     @rates.setter
@@ -85,18 +83,10 @@ class Adapted(Drafter):
         tree = checked(tree, rows.num_rows, self._num_buckets)
         if tree.probs is None:
             return tree
-        # By its buckets what was drawn would decide whether it is verified: all nodes are of one.
+        # A drawn token must not decide whether it is verified, so all nodes share one bucket.
         probs = _distributions(tree, self._vocab_size) if self._draws else None
         evidence = None if self._draws else tree.evidence
         return replace(tree, evidence=evidence, probs=probs)
-
-    def prepare(self, logits: torch.Tensor) -> None:
-        if prepare := self._own("prepare"):
-            prepare(logits.clone())  # the verdict is still to be read from them
-
-    def bring(self, copy: HostCopy) -> None:
-        if bring := self._own("bring"):
-            bring(copy)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         if observe := self._own("observe"):
@@ -107,14 +97,14 @@ class Adapted(Drafter):
             end(rows.copied())
 
     def _own(self, name: str) -> Any:
-        """A method that the object has beyond what every `Drafter` inherits; None without one."""
+        """A method of the object that is not just inherited from `Drafter`; None without one."""
         method = getattr(self._drafter, name, None)
         inherited = getattr(method, "__func__", None) is getattr(Drafter, name)
         return None if inherited else method
 
 
 def _copied(record: _Record) -> _Record:
-    """The same with arrays of its own."""
+    """The same with copies of the arrays."""
     own: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -138,17 +128,17 @@ def _prior(given: Any, num_buckets: int) -> np.ndarray:
 
 
 def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
-    """A user's tree with arrays as ours have them.
+    """Return a user's tree with arrays of the right types.
 
-    Token ids that the target does not have are no error: they are left out when trees are merged.
+    Token ids that the target does not have are no error: merging leaves them out.
 
     Args:
-        tree: What `propose` returned; sequences stand for arrays, `depth` and `score` are not read.
+        tree: What `propose` returned; sequences may replace arrays, `depth` and `score` are unread.
         num_rows: Rows of the batch.
         num_buckets: Buckets of the drafter.
 
     Raises:
-        ValueError: Its parts do not fit together, or a parent does not stand before its child.
+        ValueError: Its parts do not fit together, or a parent does not come before its child.
     """
     if not isinstance(tree, DraftTree):
         raise ValueError(f"propose() must return a DraftTree, not {type(tree).__name__}")
@@ -162,7 +152,7 @@ def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
     wrong = np.flatnonzero((parents < ROOT) | (parents >= node))
     if len(wrong):
         raise ValueError(
-            f"node {node[wrong[0]]} names parent {parents[wrong[0]]}: a parent must stand before "
+            f"node {node[wrong[0]]} has the parent {parents[wrong[0]]}: a parent must come before "
             f"its child in the row (or be {ROOT}, the row's last emitted token)"
         )
     return DraftTree(
@@ -195,7 +185,7 @@ def _offsets(name: str, given: Any, last: int) -> np.ndarray:
 
 
 def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | None:
-    """A user's evidence; which source it is from is known here better than there."""
+    """Check a user's evidence; the source index in it is ignored."""
     if evidence is None:
         return None
     buckets = _integers("evidence.bucket", evidence.bucket)
@@ -211,10 +201,10 @@ def _evidence(evidence: Any, num_nodes: int, num_buckets: int) -> Evidence | Non
 
 
 def _probs(probs: Any, tokens: np.ndarray) -> Any:
-    """What the nodes were drawn from; each node's token must be one that could be drawn."""
+    """Check the type and shape of what the nodes were drawn from."""
     if probs is None:
         return None
-    import torch  # not before a drafter draws: listing drafters takes no torch
+    import torch  # only where a drafter draws: a list of drafters does not need torch
 
     if not isinstance(probs, torch.Tensor) or not probs.is_floating_point():
         raise ValueError(f"probs must be a float tensor [nodes, vocab], not {type(probs).__name__}")
@@ -227,10 +217,11 @@ def _probs(probs: Any, tokens: np.ndarray) -> Any:
 
 
 def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
-    """What each node was drawn from, as distributions of the target's tokens, [nodes, vocab].
+    """What each node was drawn from, as distributions over the target's tokens, [nodes, vocab].
 
     Raises:
-        ValueError: They are none, or a node cannot be what was drawn from its one.
+        ValueError: They are not distributions, or a node's token cannot have been drawn from its
+            distribution.
     """
     probs: torch.Tensor = tree.probs[:, :vocab_size].detach().float()  # type: ignore[index]
     totals = probs.sum(1)
@@ -238,7 +229,7 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
     if not proper.all():
         node = int(proper.logical_not().nonzero()[0])
         raise ValueError(
-            f"probs[{node}] is no distribution of the target's {probs.shape[1]} tokens: its "
+            f"probs[{node}] is not a distribution over the target's {probs.shape[1]} tokens: its "
             f"entries must not be negative and must sum up to 1, not {float(totals[node]):.4g}"
         )
     known = (tree.token_ids >= 0) & (tree.token_ids < probs.shape[1])
@@ -247,8 +238,8 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
     if not (chances > 0).all():
         node = int((chances <= 0).nonzero()[0])
         raise ValueError(
-            f"node {node} holds the token {tree.token_ids[node]}, which probs[{node}] gives no "
-            "probability, so that it was not drawn from it"
+            f"node {node} holds the token {tree.token_ids[node]}, which has no probability in "
+            f"probs[{node}]: each token must be drawn from its distribution"
         )
     later, earlier = _siblings(tree)
     if len(later) and bool((again := probs[later, tree.token_ids[earlier]] > 0).any()):
@@ -261,7 +252,7 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
 
 
 def _siblings(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-    """Every pair of siblings, as flat nodes: the later and the earlier one of each, [pairs]."""
+    """All pairs of siblings, as flat nodes: the later and the earlier one of each pair, [pairs]."""
     pairs: list[tuple[int, int]] = []
     for row in range(tree.num_rows):
         nodes = tree.row(row)

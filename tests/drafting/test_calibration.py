@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,9 +54,7 @@ def draft(
         np.array([source for source, _ in flat], np.int32),
         np.array([bucket for _, bucket in flat], np.int32),
     )
-    return DraftTree(
-        tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
-    )
+    return replace(tree, evidence=evidence)
 
 
 def verdict(*rows: tuple[list[int], list[int]]) -> Verdict:
@@ -107,7 +106,7 @@ def test_rates_follow_a_text_that_changes() -> None:
     tree = draft([([1], [-1])], [[(0, 0)]])
     for _ in range(3000):
         calibration.update(tree, verdict(([0], [1, 2])))
-    assert source.rates[0] > 0.97
+    assert source.rates[0] > 0.94
     assert calibration.counts[1, 0] <= MEMORY
     for _ in range(int(2 * MEMORY)):
         calibration.update(tree, verdict(([], [9])))

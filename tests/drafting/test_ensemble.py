@@ -5,15 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 
-from lookahead_hf.draft import DraftTree, Evidence, Verdict
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
-from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.rows import Rows
+from tests.helpers.drafts import rows_of
 
 
 class Chains(Drafter):
@@ -63,13 +62,6 @@ class Returns(Drafter):
         return self.value
 
 
-def rows_of(num_rows: int = 1) -> Rows:
-    rows = Rows(np.arange(4 * num_rows).reshape(num_rows, 4))
-    for row in range(num_rows):
-        rows.emit(row, 4)
-    return rows
-
-
 def ensemble_of(*sources: Drafter, **options: Any) -> Ensemble:
     return Ensemble(sources, Calibration(sources), **options)
 
@@ -81,14 +73,14 @@ def step(tree: DraftTree, path: list[int], bonus: int) -> Verdict:
 
 def test_sources_share_one_tree() -> None:
     ensemble = ensemble_of(Chains("a", [1, 2]), Chains("b", [1, 3]))
-    tree = ensemble.propose(rows_of(), 8)
+    tree = ensemble.propose(rows_of([[0, 1, 2, 3, 4]]), 8)
     assert tree.token_ids.tolist() == [1, 2, 3]
     assert tree.parents.tolist() == [-1, 0, 0]
 
 
 def test_counts_say_what_only_one_source_knew() -> None:
     ensemble = ensemble_of(Chains("a", [1, 2], [5]), Chains("b", [1, 3]))
-    rows = rows_of()
+    rows = rows_of([[0, 1, 2, 3, 4]])
     tree = ensemble.propose(rows, 8)
     path = [tree.token_ids.tolist().index(1), tree.token_ids.tolist().index(3)]
     ensemble.observe(rows, tree, step(tree, path, 7), None)  # type: ignore[arg-type]
@@ -106,7 +98,7 @@ def test_sources_of_one_name_are_told_apart() -> None:
 @pytest.mark.parametrize("method", ["begin", "propose", "observe"])
 def test_a_source_that_raises_is_dropped_with_one_warning(method: str) -> None:
     broken, sound = Broken("broken", method), Chains("sound", [1, 2])
-    ensemble, rows = ensemble_of(broken, sound), rows_of()
+    ensemble, rows = ensemble_of(broken, sound), rows_of([[0, 1, 2, 3, 4]])
     with pytest.warns(RuntimeWarning, match="'broken'.*ZeroDivisionError: no such luck") as caught:
         ensemble.begin(rows)
         tree = ensemble.propose(rows, 8)
@@ -121,7 +113,7 @@ def test_a_source_that_raises_is_dropped_with_one_warning(method: str) -> None:
 
 def test_a_dropped_source_is_asked_for_nothing_but_its_end() -> None:
     broken = Broken("broken", "propose")
-    ensemble, rows = ensemble_of(broken), rows_of()
+    ensemble, rows = ensemble_of(broken), rows_of([[0, 1, 2, 3, 4]])
     ensemble.begin(rows)
     with pytest.warns(RuntimeWarning):
         tree = ensemble.propose(rows, 8)
@@ -134,7 +126,7 @@ def test_a_dropped_source_is_asked_for_nothing_but_its_end() -> None:
 
 def test_each_call_gives_a_dropped_source_another_chance() -> None:
     broken = Broken("broken", "propose")
-    ensemble, rows = ensemble_of(broken), rows_of()
+    ensemble, rows = ensemble_of(broken), rows_of([[0, 1, 2, 3, 4]])
     ensemble.begin(rows)
     with pytest.warns(RuntimeWarning):
         ensemble.propose(rows, 8)
@@ -143,38 +135,11 @@ def test_each_call_gives_a_dropped_source_another_chance() -> None:
     assert ensemble.propose(rows, 8).token_ids.tolist() == [9]
 
 
-GOOD = DraftTree.from_chains([[[1, 2]]])
-BAD_RETURNS = {
-    "none": None,
-    "list": [[1, 2]],
-    "rows": DraftTree.from_chains([[[1]], [[2]]]),
-    "offsets": DraftTree(np.array([0, 5]), GOOD.token_ids, GOOD.parents, GOOD.depth, GOOD.score),
-    "parents": DraftTree(
-        GOOD.row_offsets, GOOD.token_ids, GOOD.parents[:1], GOOD.depth, GOOD.score
-    ),
-    "evidence": DraftTree(
-        GOOD.row_offsets, GOOD.token_ids, GOOD.parents, GOOD.depth, GOOD.score,
-        Evidence(np.array([0, 1]), np.zeros(1, np.int32), np.zeros(1, np.int32)),
-    ),
-    "floats": DraftTree(
-        GOOD.row_offsets, np.array([0.5, 1.5]), GOOD.parents, GOOD.depth, GOOD.score
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("value", BAD_RETURNS.values(), ids=BAD_RETURNS.keys())
-def test_a_source_that_returns_no_fitting_tree_is_dropped(value: Any) -> None:
-    ensemble = ensemble_of(Adapted(Returns(value)), Chains("sound", [1, 2]))
-    with pytest.warns(RuntimeWarning, match="'returns'"):
-        tree = ensemble.propose(rows_of(), 8)
-    assert tree.token_ids.tolist() == [1, 2]
-
-
 def test_over_long_trees_duplicates_and_unknown_tokens_do_no_harm() -> None:
     wild = DraftTree.from_rows([([1, 1, 50_000, -1, *range(2, 40)], [-1, -1, -1, 0, *range(38)])])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tree = ensemble_of(Returns(wild), vocab_size=50_000).propose(rows_of(), 4)
+        tree = ensemble_of(Returns(wild), vocab_size=50_000).propose(rows_of([[0, 1, 2, 3, 4]]), 4)
     assert tree.num_nodes == 4
     assert len(set(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))) == 4
     assert set(tree.token_ids.tolist()) <= set(range(50_000))
@@ -182,7 +147,7 @@ def test_over_long_trees_duplicates_and_unknown_tokens_do_no_harm() -> None:
 
 def test_finished_rows_and_tokens_beyond_the_end_are_not_drafted() -> None:
     ensemble = ensemble_of(Chains("a", [1, 2, 3]), max_new_tokens=3)
-    rows = rows_of(2)
+    rows = rows_of([[0, 1, 2, 3, 4]] * 2)
     rows.finished[0] = True
     tree = ensemble.propose(rows, 8)
     # One token is emitted and the bonus token is the third: a single draft token is of use.

@@ -20,6 +20,7 @@ from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.ngram_pool import NgramPool, compilation
 from lookahead_hf.rows import Rows
+from tests.helpers.models import tiny
 
 GUESS = [np.array([1, 2, 3])]
 
@@ -83,10 +84,23 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 def test_options_reach_the_drafter_of_their_name() -> None:
     pytest.importorskip("numba")
-    with pytest.raises(ValueError, match="top_k is 0"):
-        build(["ngram", "recycling"], {"recycling": {"top_k": 0}})
     with pytest.raises(ValueError, match="'recycling'.*'size'"):
         build(["recycling"], {"recycling": {"size": 3}})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [("ngram", "min_ngram", 0), ("ngram", "max_ngram", 33), ("ngram", "max_ngram", "8")]
+    + [("ngram", "keep", 1), ("recycling", "keep", 1), ("recycling", "top_k", 65)]
+    + [("recycling", "num_next", 0), ("recycling", "capacity", 0), ("lookahead", "window", 0)]
+    + [("lookahead", "ngram_size", 1), ("lookahead", "num_ngrams", 65)]
+    + [("assistant", "num_draft", 0), ("assistant", "top_k", 65), ("assistant", "beam", -1)]
+    + [("assistant", "min_reach", 1.0)],
+)
+def test_options_out_of_range_are_named(name: str, option: str, value: Any) -> None:
+    resources = Resources(assistant=tiny("llama") if name == "assistant" else None)
+    with pytest.raises(ValueError, match=f"{option}.*{value}"):
+        build([name], {name: {option: value}}, resources)
 
 
 def test_without_numba_what_needs_no_index_still_drafts(

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.drafting import ensemble, session
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting import ensemble
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
+from tests.helpers.drafts import decided
 
 VOCAB = 1000
 
@@ -35,7 +36,6 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(ensemble, "perf_counter", clock)
-    monkeypatch.setattr(session, "perf_counter", clock)
     yield clock
 
 
@@ -112,17 +112,6 @@ def decode(text: list[int], clock: Clock, *sources: Drafter, budget: str | int =
         drafts.observe(rows, draft, verdict, None, seconds)  # type: ignore[arg-type]
     drafts.end(rows)
     return clock.now - start
-
-
-def decided(draft: DraftTree, rest: list[int]) -> Verdict:
-    """The verdict on a draft of a text that goes on like this."""
-    path: list[int] = []
-    for token in rest[:-1]:
-        child = draft.child_of(0, path[-1] if path else ROOT, token)
-        if child is None:
-            break
-        path.append(child)
-    return Verdict.from_rows([rest[: len(path) + 1]], [path])
 
 
 def cheap(text: list[int], clock: Clock) -> Foreseeing:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_hf.draft import ROOT, DraftTree, Evidence
+from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting import compiled, reference
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
@@ -34,20 +37,10 @@ class Fixed(Drafter):
         raise NotImplementedError
 
 
-def with_buckets(tree: DraftTree, buckets: list[int]) -> DraftTree:
-    count = tree.num_nodes
-    evidence = Evidence(
-        np.arange(count + 1), np.zeros(count, np.int32), np.array(buckets, np.int32)
-    )
-    return DraftTree(
-        tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
-    )
-
-
 def test_shared_prefixes_become_shared_nodes_with_all_their_evidence() -> None:
     calibration = Calibration([Fixed(0.5), Fixed(0.4, 0.1)])
     first = DraftTree.from_chains([[[7, 8]]])
-    second = with_buckets(DraftTree.from_chains([[[7, 9]]]), [0, 1])
+    second = DraftTree.from_chains([[[7, 9]]]).with_buckets(np.array([0, 1]))
     tree = merge([first, second], calibration, 8)
     assert tree.token_ids.tolist() == [7, 8, 9]
     assert tree.parents.tolist() == [ROOT, 0, 0]
@@ -61,13 +54,16 @@ def test_shared_prefixes_become_shared_nodes_with_all_their_evidence() -> None:
 
 def test_siblings_share_one_where_their_chances_exceed_it() -> None:
     calibration = Calibration([Fixed(0.9, 0.6)])
-    tree = merge([with_buckets(DraftTree.from_rows([([1, 2], [-1, -1])]), [0, 1])], calibration, 8)
+    tree = merge(
+        [DraftTree.from_rows([([1, 2], [-1, -1])]).with_buckets(np.array([0, 1]))], calibration, 8
+    )
     np.testing.assert_allclose(tree.score, [0.6, 0.4], rtol=1e-6)
 
 
 def test_best_nodes_come_first_and_the_rest_is_cut() -> None:
     calibration = Calibration([Fixed(0.5, 0.45, 0.05)])
-    proposal = with_buckets(DraftTree.from_rows([([1, 2, 3, 4], [-1, -1, -1, 0])]), [2, 0, 1, 1])
+    proposal = DraftTree.from_rows([([1, 2, 3, 4], [-1, -1, -1, 0])])
+    proposal = proposal.with_buckets(np.array([2, 0, 1, 1]))
     tree = merge([proposal], calibration, 3)
     assert tree.token_ids.tolist() == [2, 3, 1]
     assert merge([proposal], calibration, 0).num_nodes == 0
@@ -77,7 +73,7 @@ def test_what_no_model_could_emit_is_left_out_with_its_children() -> None:
     calibration = Calibration([Fixed(0.5)])
     proposal = DraftTree.from_rows([([5, 100, 6, -3, 7], [-1, -1, 1, 0, 0])])
     assert merge([proposal], calibration, 8, vocab_size=100).token_ids.tolist() == [5, 7]
-    unknown_bucket = with_buckets(DraftTree.from_chains([[[5, 7]]]), [9, 0])
+    unknown_bucket = DraftTree.from_chains([[[5, 7]]]).with_buckets(np.array([9, 0]))
     assert merge([unknown_bucket], calibration, 8).num_nodes == 0
 
 
@@ -90,12 +86,8 @@ def test_depth_ends_where_the_row_does() -> None:
 
 
 def test_probs_follow_a_single_source_only() -> None:
-    torch = pytest.importorskip("torch")
-    base = with_buckets(DraftTree.from_rows([([1, 2], [-1, -1])]), [0, 1])
-    drawn = DraftTree(
-        base.row_offsets, base.token_ids, base.parents, base.depth, base.score, base.evidence,
-        torch.tensor([[0.1, 0.9], [0.8, 0.2]]),
-    )  # fmt: skip
+    base = DraftTree.from_rows([([1, 2], [-1, -1])]).with_buckets(np.array([0, 1]))
+    drawn = replace(base, probs=torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
     tree = merge([drawn], Calibration([Fixed(0.1, 0.5)]), 8)
     assert tree.token_ids.tolist() == [2, 1]
     assert torch.equal(tree.probs, drawn.probs[[1, 0]])  # type: ignore[index]
@@ -105,10 +97,7 @@ def test_probs_follow_a_single_source_only() -> None:
 
 def test_likeliest_chain_takes_the_first_child_at_every_node() -> None:
     tree = DraftTree.from_rows([([5, 6, 7, 8, 9], [-1, -1, 1, 0, 3]), ([], []), ([4, 3], [-1, -1])])
-    evidence = Evidence(np.arange(8), np.zeros(7, np.int32), np.arange(7, dtype=np.int32))
-    tree = DraftTree(
-        tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
-    )
+    tree = tree.with_buckets(np.arange(7))
     chain = likeliest_chain(tree, 2)
     assert chain.row_offsets.tolist() == [0, 2, 2, 3]
     assert chain.token_ids.tolist() == [5, 8, 4]
@@ -121,9 +110,8 @@ def test_likeliest_chain_takes_the_first_child_at_every_node() -> None:
 
 def test_head_puts_the_likeliest_chain_first() -> None:
     calibration = Calibration([Fixed(0.6, 0.3)])
-    proposal = with_buckets(
-        DraftTree.from_rows([([1, 2, 3, 4, 5], [-1, -1, 0, 2, 1])]), [0, 1, 0, 0, 0]
-    )
+    proposal = DraftTree.from_rows([([1, 2, 3, 4, 5], [-1, -1, 0, 2, 1])])
+    proposal = proposal.with_buckets(np.array([0, 1, 0, 0, 0]))
     merged = merge([proposal], calibration, 8)
     assert merged.token_ids.tolist() == [1, 3, 2, 4, 5]
     cut = head(merged, 4)
@@ -150,12 +138,7 @@ def proposals(draw: st.DrawFn) -> list[DraftTree]:
         sizes = [draw(st.integers(0, 2)) for _ in range(tree.num_nodes)]
         offsets = np.cumsum([0, *sizes])
         buckets = [draw(st.integers(-1, NUM_BUCKETS)) for _ in range(offsets[-1])]
-        evidence = Evidence(offsets, np.zeros(offsets[-1], np.int32), np.array(buckets, np.int32))
-        trees.append(
-            DraftTree(
-                tree.row_offsets, tree.token_ids, tree.parents, tree.depth, tree.score, evidence
-            )
-        )
+        trees.append(tree.with_buckets(np.array(buckets), offsets))
     return trees
 
 
@@ -202,9 +185,8 @@ def test_a_merged_tree_is_ordered_and_without_duplicates(
         assert len(score) <= max_nodes
         assert (np.diff(score) <= 0).all()
         assert (parents < np.arange(len(parents))).all()
-        assert len(set(zip(parents.tolist(), tree.token_ids[nodes].tolist(), strict=True))) == len(
-            parents
-        )
+        pairs = zip(parents.tolist(), tree.token_ids[nodes].tolist(), strict=True)
+        assert len(set(pairs)) == len(parents)
         for parent in set(parents.tolist()):
             above = 1.0 if parent == ROOT else score[parent]
             assert score[parents == parent].sum() <= above * 1.0001

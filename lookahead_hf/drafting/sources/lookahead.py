@@ -1,10 +1,10 @@
 """Drafts from a Jacobi window: the target writes n-grams ahead of its text and uses them later.
 
 Lookahead decoding (Fu et al., arXiv:2402.02057) keeps a window of guessed tokens ahead of the text.
-What the target makes of them, step after step, are n-grams that often turn up when the text gets
-there. Here the window is part of an ordinary draft tree: its first level is a chain, and what the
-target made of each token hangs on that token as a branch. So it needs no mask of its own, the walk
-verifies it like any draft, with processors and sampling, and where it is right it is accepted.
+In every step the target continues these guesses. That makes n-grams, which often turn up when the
+text gets there. Here the window is part of an ordinary draft tree: its first level is a chain, and
+the target's continuation of each token is a branch below that token. So it needs no mask of its
+own, and it is verified like any draft, with processors and sampling.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from lookahead_hf.config import check_int
-from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.draft import ROOT, DraftTree, RowDraft, Verdict
+from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.rows import Rows
 
 if TYPE_CHECKING:
@@ -30,18 +30,15 @@ NEWEST_NGRAM, OLDER_NGRAM, WINDOW = range(3)
 _PRIOR = [0.35, 0.15, 0.08]
 """Kinds of proposals and how often they are accepted before anything was learned."""
 
-_CUT = -2
-"""Stands for a node that was not verified; no node has it for a parent."""
-
 
 class WindowNgrams:
     """The newest n-grams of a row by their first token, each n-gram once.
 
-    A full list drops the n-gram that was seen longest ago.
+    A full list drops the n-gram that was seen least recently.
     """
 
     def __init__(self, num_kept: int) -> None:
-        """Keep so many n-grams per first token."""
+        """Keep at most `num_kept` n-grams per first token."""
         self._num_kept = num_kept
         self._ngrams: dict[int, list[tuple[int, ...]]] = {}
 
@@ -62,8 +59,8 @@ class WindowNgrams:
 class _RowWindow:
     """A row's window and its n-grams.
 
-    Column i of level j stands 1 + i + j places behind the last token, and comes after the columns
-    up to i of level 0 and those above it. From the logits at the last level comes the next one.
+    Column i of level j is 1 + i + j places after the last token. It follows the columns up to i of
+    level 0 and the earlier levels of its column. The logits at the last level give the next level.
     """
 
     def __init__(
@@ -76,19 +73,19 @@ class _RowWindow:
         self.collect(context, len(context))
 
     def collect(self, context: np.ndarray, num_new: int) -> None:
-        """Collect the n-grams that the newest tokens of the text end."""
+        """Collect the n-grams that end with one of the newest tokens of the text."""
         first = max(0, len(context) - num_new - self._ngram_size + 1)
         tokens = context[first:].tolist()
         for start in range(len(tokens) - self._ngram_size + 1):
             self.pool.add(tokens[start : start + self._ngram_size])
 
     def advance(self, context: np.ndarray, num_new: int, written: np.ndarray) -> None:
-        """Move on behind the text.
+        """Move the window behind the text.
 
         Args:
             context: The text so far, [tokens].
-            num_new: Tokens that it gained.
-            written: What the target wrote behind each column, -1 where it was not asked, [columns].
+            num_new: Number of new tokens in it.
+            written: Token that the target wrote after each column, -1 without one, [columns].
         """
         num_columns = len(written)
         was_asked = written >= 0
@@ -98,7 +95,7 @@ class _RowWindow:
         if was_asked.any():
             self.levels = np.vstack([self.levels[1:], written])
             self.levels[:, ~was_asked] = self._pieces(context, int((~was_asked).sum()))
-            shift -= 1  # every level now stands one place further on
+            shift -= 1  # every level is now one place further on
         kept = self.levels[:, min(shift, num_columns) :]
         filled = self._pieces(context, num_columns - kept.shape[1])
         self.levels = np.hstack([kept, filled])
@@ -112,51 +109,37 @@ class _RowWindow:
         return context[starts[None] + np.arange(size)[:, None]]
 
 
-class _Comb:
-    """One row's draft: every path shares its beginning with those that were there before."""
+class _WindowDraft(RowDraft):
+    """The draft of one row: n-grams of the pool, and the window."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.buckets: list[int] = []
-        self._depths: list[int] = []
-        self._known: dict[tuple[int, int], int] = {}
-
-    def child(self, parent: int, token: int, kind: int) -> int:
-        """The node of a token behind `parent`, a new one if need be."""
-        node = self._known.setdefault((parent, token), len(self.tokens))
-        if node == len(self.tokens):
-            depth = 1 if parent == ROOT else self._depths[parent] + 1
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self._depths.append(depth)
-            self.buckets.append(kind * DEPTH_CLASSES + min(depth, DEPTH_CLASSES) - 1)
-        return node
+    def _follow(self, parent: int, token: int, kind: int) -> int:
+        depth = min(self.depth_below(parent), DEPTH_CLASSES)
+        return self.child(parent, token, kind * DEPTH_CLASSES + depth - 1)
 
     def add_ngrams(self, ngrams: Sequence[Sequence[int]], max_nodes: int) -> None:
-        """Hang the n-grams of a pool on the last token, as long as they fit."""
+        """Add the n-grams of a pool after the last token, as long as they fit."""
         for rank, ngram in enumerate(ngrams):
             if len(self.tokens) + len(ngram) > max_nodes:
                 return
             node = ROOT
             for token in ngram:
-                node = self.child(node, token, OLDER_NGRAM if rank else NEWEST_NGRAM)
+                node = self._follow(node, token, OLDER_NGRAM if rank else NEWEST_NGRAM)
 
     def add_window(self, levels: list[list[int]]) -> None:
-        """Hang a window on the last token: level 0 as a chain, each column's others behind it."""
+        """Add a window after the last token: level 0 as a chain, the other levels as branches."""
         stem = ROOT
         for first, *others in zip(*levels, strict=True):
-            stem = node = self.child(stem, first, WINDOW)
+            stem = node = self._follow(stem, first, WINDOW)
             for token in others:
-                node = self.child(node, token, WINDOW)
+                node = self._follow(node, token, WINDOW)
 
 
-class LookaheadDrafter(Drafter):
+class LookaheadDrafter(BuiltInDrafter):
     """Writes n-grams ahead of the text by Jacobi iteration, in a window of every row's draft.
 
-    A draft has up to `(ngram_size - 1) * (window + num_ngrams)` nodes per row, and the window only
-    advances in columns that are verified to their end: with a budget below that it starves, so this
-    source is meant to be the only one, with a fixed budget.
+    A draft has up to `(ngram_size - 1) * (window + num_ngrams)` nodes per row. The window advances
+    only in columns that are verified to their end, so a smaller budget starves it. Use this source
+    alone and with a fixed budget.
     """
 
     name: ClassVar[str] = "lookahead"
@@ -203,14 +186,13 @@ class LookaheadDrafter(Drafter):
         ]
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        combs = [_Comb() for _ in self._rows]
+        drafts = [_WindowDraft() for _ in self._rows]
         for row in np.flatnonzero(rows.live).tolist():
-            # They are likelier than the window, which needs room to bring forth new ones.
+            # N-grams are likelier than the window, but the window needs room to make new ones.
             ngrams = self._rows[row].pool.after(rows.last_token(row))
-            combs[row].add_ngrams(ngrams, max_nodes // 2)
-            combs[row].add_window(self._rows[row].levels.tolist())
-        tree = DraftTree.from_rows((comb.tokens, comb.parents) for comb in combs)
-        return tree.with_buckets(np.array([b for comb in combs for b in comb.buckets], np.int32))
+            drafts[row].add_ngrams(ngrams, max_nodes // 2)
+            drafts[row].add_window(self._rows[row].levels.tolist())
+        return DraftTree.from_drafts(drafts)
 
     def prepare(self, logits: torch.Tensor) -> None:
         self._logits, self._likeliest = logits, None
@@ -243,22 +225,19 @@ class LookaheadDrafter(Drafter):
 
 
 def _last_level(draft: DraftTree, row: int, levels: list[list[int]]) -> list[int]:
-    """Place in the row's logits of each column's last node, 0 where it was not verified."""
-    nodes = draft.row(row)
-    parents, tokens = draft.parents[nodes].tolist(), draft.token_ids[nodes].tolist()
-    known = {(p, t): node for node, (p, t) in enumerate(zip(parents, tokens, strict=True))}
+    """Index in the row's logits of each column's last node, 0 if it was not verified."""
     places = []
-    stem = ROOT
+    stem: int | None = ROOT
     for first, *others in zip(*levels, strict=True):
-        stem = node = known.get((stem, first), _CUT)
+        stem = node = None if stem is None else draft.child_of(row, stem, first)
         for token in others:
-            node = known.get((node, token), _CUT)
-        places.append(node + 1 if node != _CUT else 0)
+            node = None if node is None else draft.child_of(row, node, token)
+        places.append(0 if node is None else node + 1)
     return places
 
 
 def _likeliest(logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The likeliest token after each of some places, of logits [rows, width, vocab]."""
+    """The likeliest token after each of the places, from logits [rows, width, vocab]."""
     if logits.device.type == "cpu":  # numpy takes 5 us for 49,152 entries, torch 60
         at = zip(rows.tolist(), places.tolist(), strict=True)
         return np.array([logits[r, p].float().numpy().argmax() for r, p in at], np.int64)

@@ -1,7 +1,7 @@
 """Drafts from the text itself: what followed the same tokens earlier in prompt and output.
 
-Prompt lookup follows one earlier occurrence. Here all recent ones are merged into a tree, and what
-a match of this length, so often confirmed, was worth so far decides how far each path is followed.
+Prompt lookup follows one earlier occurrence. This drafter merges all recent ones into a tree. How
+far it follows a path depends on how often matches of that length and number were right so far.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.ngram_pool import Continuations, SuffixIndex, check_available
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
@@ -23,33 +23,49 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
 
 # Measured on texts of a 135M model, on source code and on prose: the acceptance rate of the only
-# known continuation per class of match lengths, what is left of its misses when it was seen once,
-# twice or more often, and what is left of the rate when it is one of several, per quarter.
+# known continuation per class of match lengths; the factor of its misses if it was seen once, twice
+# or more often; and the factor of the rate if it is one of several continuations, per quarter.
 ONLY_CONTINUATION = (0.28, 0.40, 0.52, 0.60, 0.63, 0.71, 0.72, 0.76, 0.82, 0.92, 0.97)
 MISSES_LEFT = (1.0, 0.65, 0.5)
 SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
 
 
-class NgramDrafter(Drafter):
-    """Grows one tree per row from an index of the row's text and, if there is one, encoder text."""
+BORDER = -1
+"""Separates texts in an index that do not follow each other."""
+
+
+class NgramDrafter(BuiltInDrafter):
+    """Grows one tree per row from an index of the row's text and of its encoder's text, if any.
+
+    With `keep` the index of a text outlives the call, for texts that several calls write one after
+    the other, such as a conversation. A call of one row then adds to the index what its prompt adds
+    to the text before. If the prompt differs from some token on, the earlier text stays known.
+    """
 
     name: ClassVar[str] = "ngram"
 
-    def __init__(self, *, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
+    def __init__(
+        self, *, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH, keep: bool = False
+    ) -> None:
         """Validate the options.
 
         Args:
             min_ngram: Shortest match that is drafted from.
             max_ngram: Longest match that is told from shorter ones.
+            keep: Whether the index of a single row outlives a call of this object.
 
         Raises:
             NumbaMissingError: numba is missing or does not work.
-            ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
+            ValueError: An option is of the wrong type, or not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
+        if not isinstance(keep, bool):
+            raise ValueError(f"ngram: keep must be True or False, not {keep!r}")
         check_available()
-        self._limits = min_ngram, max_ngram
+        self._limits, self._keep = (min_ngram, max_ngram), keep
         self._indexes: list[SuffixIndex] = []
+        self._known = np.empty(0, np.int64)  # with `keep`, the index's text after its last border
+        self._num_known = 0
         self.rates = self.prior()
 
     @property
@@ -61,11 +77,24 @@ class NgramDrafter(Drafter):
 
     def begin(self, rows: Rows) -> None:
         check_available()
-        self._indexes = [SuffixIndex(*self._limits) for _ in range(rows.num_rows)]
-        for row, index in enumerate(self._indexes):
-            if rows.encoder_ids is not None:
-                index.add_reference(rows.encoder_ids[row])
-            index.extend(rows.context(row))
+        if rows.num_rows == 1 and self._indexes:
+            self._go_on(rows.context(0))
+        else:
+            self._indexes = [SuffixIndex(*self._limits) for _ in range(rows.num_rows)]
+            for row, index in enumerate(self._indexes):
+                if rows.encoder_ids is not None:
+                    index.add_reference(rows.encoder_ids[row])
+                index.extend(rows.context(row))
+        self._num_known = len(rows.context(0))
+
+    def _go_on(self, context: np.ndarray) -> None:  # [tokens]
+        """Add to a kept index what the context has beyond the known text."""
+        shorter = min(len(self._known), len(context))
+        differs = np.flatnonzero(self._known[:shorter] != context[:shorter])
+        num_same = int(differs[0]) if len(differs) else shorter
+        if num_same < len(self._known):
+            self._indexes[0].extend([BORDER])
+        self._indexes[0].extend(context[num_same:])
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return joined(
@@ -78,13 +107,17 @@ class NgramDrafter(Drafter):
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         for row in np.flatnonzero(verdict.num_emitted).tolist():
             self._indexes[row].extend(verdict.emitted(row))
+        self._num_known = len(rows.context(0))
 
     def end(self, rows: Rows) -> None:
-        self._indexes = []
+        if self._keep and rows.num_rows == 1:
+            self._known = rows.context(0)[: self._num_known].copy()
+        else:
+            self._indexes = []
 
 
 def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
-    """A rate for every bucket, [NUM_BUCKETS], from those of only continuations by match length."""
+    """A rate for every bucket, [NUM_BUCKETS], from the rates of only continuations."""
     misses = np.multiply.outer(1 - np.array(only_continuation), MISSES_LEFT)
     # [match lengths, shares, totals]
     rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
@@ -92,7 +125,7 @@ def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
 
 
 def joined(grown: Sequence[Continuations | None]) -> DraftTree:
-    """The trees of all rows, None for those without, every node with its bucket as its evidence."""
+    """One draft from the trees of all rows, None for rows without; buckets become evidence."""
     sizes = [0 if tree is None else len(tree.score) for tree in grown]
     parts = [tree for tree in grown if tree is not None]
     if not parts:
@@ -108,7 +141,7 @@ def joined(grown: Sequence[Continuations | None]) -> DraftTree:
 
 
 def _flat(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    """One array of all parts; joining a single one would cost more than converting it."""
+    """Join arrays; a single one is only converted, which is cheaper."""
     if len(parts) == 1:
         return parts[0].astype(dtype, copy=False)
     return np.concatenate(parts, dtype=dtype)

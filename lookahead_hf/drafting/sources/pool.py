@@ -1,9 +1,9 @@
 """Drafts from other requests: what followed the same tokens in a pool of n-grams.
 
 In replays with 64 nodes on texts of a 135M model, a pool of 3 million tokens of source code raised
-the tokens per step of n-grams and recycling from 2.84 to 3.07, though the texts were chat; to 26 or
-more where the same had been asked before. That calibration learns how much to believe the pool,
-apart from the request's own text, makes the difference to plain pools of n-grams.
+the tokens per step of n-grams and recycling from 2.84 to 3.07, although the texts were chat, and to
+26 or more for repeated requests. Unlike a plain pool of n-grams, this one has acceptance rates of
+its own: calibration learns how much to trust it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.ngram import joined, rates_of
 from lookahead_hf.ngram_pool import Continuations, NgramPool, check_available
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 ONLY_CONTINUATION = (0.08, 0.10, 0.20, 0.33, 0.35, 0.42, 0.48, 0.52, 0.65, 0.80, 0.85)
 """Acceptance rate of the only known continuation per class of match lengths, as `ngram` has them.
 
-Measured for source code drafted from other source code, and for chat drafted from source code. Less
-than the request's own text is believed, throughout.
+Measured for source code drafted from other source code, and for chat drafted from source code. All
+of them are below the rates of the request's own text.
 """
 
 CONTEXT = 8
-"""Prompt tokens that are learned before a generated text, so that its beginning can be found."""
+"""Prompt tokens that are learned before a generated text, so that its beginning is found."""
 
 LEAST_SHARE = 0.9
-"""A vocabulary is often padded, to a multiple of 64 or for tokens to come, but seldom by more."""
+"""Least expected ratio of two sizes of one vocabulary. Models pad it to a multiple of 64 or for
+future tokens, but seldom by more."""
 
 
-class PoolDrafter(Drafter):
+class PoolDrafter(BuiltInDrafter):
     """Grows one tree per row from a pool that outlives the call."""
 
     name: ClassVar[str] = "pool"
@@ -60,12 +61,12 @@ class PoolDrafter(Drafter):
         """Validate the options.
 
         Args:
-            pool: What to draft from.
+            pool: The pool to draft from.
             learn: Whether the texts that the rows generate are added to the pool when the call
-                ends, each with the last tokens of its prompt before it. Without it nothing of one
-                request reaches another.
+                ends, each after the last tokens of its prompt. Without it nothing of one request
+                reaches another.
             vocab_size: Token ids of the target.
-            tokenizer: The target's, where the caller gave it; a processor's is its tokenizer.
+            tokenizer: The target's tokenizer or processor, if the caller passed it.
             min_ngram: Shortest match that is drafted from.
             max_ngram: Longest match that is told from shorter ones.
 
@@ -116,12 +117,12 @@ class PoolDrafter(Drafter):
 
 
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:
-    """The pool itself, or the one in a file, which is opened once as long as it does not change.
+    """Return the pool itself, or the pool of a file, which is opened again only after a change.
 
-    What is learned by a pool from a file stays in this process.
+    Texts that are added to a pool from a file stay in this process.
 
     Raises:
-        ValueError: The file is not there or cannot be read, or it is no pool, or is damaged.
+        ValueError: The file is missing, cannot be read, is not a pool, or is damaged.
     """
     if isinstance(pool, NgramPool):
         return pool
@@ -147,7 +148,7 @@ def _opened(path: str, *state: int) -> NgramPool:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Tell a tokenizer from others: a hash of its vocabulary, in hexadecimal.
+    """Identify a tokenizer by a hash of its vocabulary, in hexadecimal.
 
     Args:
         tokenizer: Anything with `get_vocab()`, a dict of tokens and ids.
@@ -157,7 +158,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def _check_tokenizer(pool: NgramPool, vocab_size: int | None, tokenizer: Any) -> None:
-    """Refuse a pool of another tokenizer as far as can be told, and say so where it cannot."""
+    """Refuse a pool of another tokenizer; warn if that is likely but cannot be checked."""
     if vocab_size is not None and (pool.vocab_size or 0) > vocab_size:
         raise ValueError(
             f"the pool has token ids below {pool.vocab_size}, the model below {vocab_size}: "
@@ -169,7 +170,7 @@ def _check_tokenizer(pool: NgramPool, vocab_size: int | None, tokenizer: Any) ->
         return
     if known is None:
         return
-    # The hash takes as long as a step or two, and a vocabulary only ever grows.
+    # The hash takes as long as a step or two, and vocabularies only grow.
     size, found = _fingerprints.get(tokenizer, (0, ""))
     if size != len(tokenizer):
         found = fingerprint(tokenizer)
@@ -182,7 +183,7 @@ def _check_tokenizer(pool: NgramPool, vocab_size: int | None, tokenizer: Any) ->
 
 
 def _warn_of_sizes(pool: NgramPool, vocab_size: int | None) -> None:
-    """Warn once of a pool whose vocabulary is smaller than the model's by more than padding."""
+    """Warn once if a pool's vocabulary is smaller than the model's by more than padding."""
     if vocab_size is None or pool.vocab_size is None or pool in _warned:
         return
     if pool.vocab_size < LEAST_SHARE * vocab_size:

@@ -1,4 +1,4 @@
-"""Follows a text through the caller's guess of it, finds it again after edits, learns renamings."""
+"""Aligns a text with the caller's guess of it, also after edits, and learns renamings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# How a place in the prediction was come by. FOUND counts on: two for each class of match lengths,
-# the first of them near the place where the text left the prediction (one token that matches far
-# from it says nothing and is passed over).
+# How a place in the prediction was found. There are two origins from FOUND on for each class of
+# match lengths: matches near the place where the text left the prediction, and far from it (a
+# single matching token far from it means nothing and is left out).
 HEAD, INSERTED, REPLACED, FOUND = 0, 1, 2, 3
 FOUND_LENGTHS = np.array([1, 2, 4, 8])
 NUM_ORIGINS = FOUND + 2 * len(FOUND_LENGTHS)
-# Classes of the number of tokens in a row that were right since then.
+# Classes of the number of consecutive tokens that were right since then.
 RIGHT_LENGTHS = np.array([0, 1, 2, 4, 8, 16])
 NUM_RIGHT = len(RIGHT_LENGTHS)
 NUM_BUCKETS = NUM_ORIGINS * NUM_RIGHT
@@ -21,17 +21,17 @@ NEAR = (-8, 64)
 """Tokens before and after the place where the text left the prediction."""
 
 TRUSTED = 8
-"""Tokens in a row after which no other place is looked for."""
+"""Consecutive right tokens after which no other place is searched."""
 
 MAX_PLACES = 4
 MAX_MATCH = 16
-"""Last tokens of the text that are compared to find the place again."""
+"""Number of the text's last tokens that are compared to find the place again."""
 
 MAX_GUESSES = 4
-"""Tokens after leaving the prediction for which the place is guessed."""
+"""Number of tokens after leaving the prediction for which the place is guessed."""
 
 SURE = 2
-"""Tokens in a row after which the text counts as back in the prediction."""
+"""Consecutive right tokens after which the text counts as back in the prediction."""
 
 MAX_RENAMED = 8
 """Most tokens of a name."""
@@ -46,25 +46,25 @@ _RIGHT_CLASS = np.searchsorted(RIGHT_LENGTHS, np.arange(RIGHT_LENGTHS[-1] + 1), 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the prediction the text may be: its next token is predicted at `pointer`."""
+    """A place in the prediction where the text may be: `pointer` is its next token."""
 
     pointer: int
     origin: int
     right: int = 0
 
 
-class Follower:
-    """Follows one row through its prediction.
+class Alignment:
+    """Aligns one row with its prediction.
 
     Attributes:
-        places: Where the text may be, the likeliest first.
+        places: Places where the text may be, the likeliest first.
     """
 
     def __init__(self, prediction: np.ndarray) -> None:  # [length]
         self._prediction = prediction
-        self._left_at = 0  # where the text left the prediction,
-        self._since = 0  # and tokens that it has emitted since
-        self._gap: tuple[int, int] | None = None  # the same, kept until the text is surely back
+        self._left_at = 0  # where the text left the prediction
+        self._since = 0  # tokens emitted since then
+        self._gap: tuple[int, int] | None = None  # both, kept until the text is surely back
         self._replaced: set[tuple[tuple[int, ...], ...]] = set()
         self.places = [Place(0, HEAD)]
 
@@ -94,7 +94,7 @@ class Follower:
         self.places = places[:MAX_PLACES]
 
     def _alive(self, new: np.ndarray) -> list[Place]:
-        """The places at which all of the new tokens were predicted, after them."""
+        """The places that predicted all of the new tokens, moved behind them."""
         return [
             Place(place.pointer + len(new), place.origin, place.right + len(new))
             for place in self.places
@@ -108,7 +108,7 @@ class Follower:
         return int(wrong[0]) if len(wrong) else len(expected)
 
     def _leave(self, new: np.ndarray) -> Place | None:
-        """Note where the text left the prediction: the likeliest place that held, at its end."""
+        """Note where the text left the prediction: at the end of the likeliest right place."""
         for place in self.places:
             count = self._num_right(place.pointer, new)
             if place.right + count > 0:
@@ -119,10 +119,10 @@ class Follower:
         return None
 
     def _is_renaming(self, place: Place, text: np.ndarray) -> bool:
-        """Learn what the text has instead of the prediction, where it is surely back at `place`.
+        """Learn what replaced a part of the prediction, once the text is surely back at `place`.
 
-        What was replaced twice by the same is taken for a name, and replaced in all that follows.
-        `text` ends at the place.
+        A part that the same tokens replaced twice is taken for a name, and replaced in the rest of
+        the prediction. `text` ends at the place.
         """
         if self._gap is None or place.right < SURE:
             return False
@@ -147,13 +147,13 @@ class Follower:
         return -float(rate), abs(place.pointer - self._left_at)
 
     def _guesses(self) -> list[Place]:
-        """Where the prediction goes on if tokens were put in, or put in for its next one."""
+        """Places if the text inserted tokens into the prediction, or replaced its next token."""
         if not 0 < self._since <= MAX_GUESSES:
             return []
         return [Place(self._left_at, INSERTED), Place(self._left_at + 1, REPLACED)]
 
     def _found(self, text: np.ndarray) -> list[Place]:
-        """Places that the text's last tokens speak for, long matches and near ones first."""
+        """Places after matches of the text's last tokens, long and near ones first."""
         pointers, match_len = self._matches(text)
         ahead = pointers - self._left_at
         far = (ahead < NEAR[0]) | (ahead > NEAR[1])
@@ -166,7 +166,7 @@ class Follower:
         return [Place(pointer, origin) for pointer, origin in chosen]
 
     def _matches(self, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places after the text's last token, and how many of its last tokens stand before each."""
+        """Places after the text's last token, and how many of its last tokens match before each."""
         pointers = np.flatnonzero(self._prediction[:-1] == text[-1]) + 1
         match_len = np.ones(len(pointers), np.int64)
         equal = np.arange(len(pointers))

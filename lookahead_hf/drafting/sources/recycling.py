@@ -1,9 +1,9 @@
 """Drafts from the target's own logits: what it expected after the same tokens before.
 
-Token recycling (arXiv 2408.08696) keeps the best logits of every verified token; keyed by the last
-two tokens instead of one, and with the probability of each, they say a good deal more (STAND, arXiv
-2506.04708). The last logits' other candidates as guesses for the token after next are LogitSpec's
-(arXiv 2507.01449).
+Token recycling (arXiv 2408.08696) keeps the best logits of every verified token. Keyed by the last
+two tokens instead of one, and with their probabilities, they predict much better (STAND, arXiv
+2506.04708). The other candidates of the last logits are guesses for the token after next
+(LogitSpec, arXiv 2507.01449).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
 from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.ngram_pool import check_available
@@ -25,11 +25,19 @@ if TYPE_CHECKING:
     from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
     from lookahead_hf.rows import Rows
     from lookahead_hf.runner.cuda.transfer import HostCopy
+    from lookahead_hf.runner.prompt_states import PromptStates
 
 MAX_TOP_K = 64
 
-# Measured on texts of a 135M model: acceptance rates by class of rank and, within, of probability.
-# A first rank is never improbable and a late one never probable, so the rows' far ends are guesses.
+MOST_PROMPT_TOKENS = 512
+"""Newest prompt tokens per row that are recycled. On a 135M model they cost as much as two plain
+steps and save 4 % of the later ones; half as many save nothing beside an index of the text."""
+
+LEAST_NEW_TOKENS = 192
+"""Shorter answers do not pay for recycling the prompt."""
+
+# Measured on texts of a 135M model: acceptance rates by classes of rank (rows) and of probability.
+# A first rank is never improbable and a late one never probable: the ends of the rows are guesses.
 PAIR_RATES = (
     (0.25, 0.27, 0.30, 0.38, 0.39, 0.43, 0.50, 0.58, 0.75, 0.87),
     (0.02, 0.04, 0.07, 0.09, 0.12, 0.20, 0.25, 0.25, 0.25, 0.25),
@@ -56,14 +64,14 @@ NEXT_RATES = (
 )
 
 
-class RecyclingDrafter(Drafter):
+class RecyclingDrafter(BuiltInDrafter):
     """Grows its tree from the best logits of every node that was verified, accepted or not.
 
     The rows of a call share one memory; it is empty when the call begins, unless `keep` is set.
     """
 
     name: ClassVar[str] = "recycling"
-    sees_all: ClassVar[bool] = False  # to look for the best logits would be dear
+    sees_all: ClassVar[bool] = False  # searching the best logits is expensive
 
     def __init__(
         self, *, top_k: int = 12, num_next: int = 48, capacity: int = 16_384, keep: bool = False
@@ -73,9 +81,9 @@ class RecyclingDrafter(Drafter):
         Args:
             top_k: Next tokens to remember per context.
             num_next: Candidates of the last logits to try as the token after next. Each is
-                unlikely, but a large tree has room for them: with 12, trees of 64 nodes gave 3.5 %
+                unlikely, but a large tree has room for them: with 12, trees of 64 nodes had 3.5 %
                 fewer tokens per step.
-            capacity: Contexts to remember; beyond that, old ones give way.
+            capacity: Contexts to remember; beyond that, new ones replace old ones.
             keep: Whether the memory outlives a call of this object.
 
         Raises:
@@ -126,7 +134,7 @@ class RecyclingDrafter(Drafter):
         Args:
             rows: The texts; each row has emitted its first token.
             row: Row that the logits belong to.
-            start: Place in `rows.context(row)` of the token that the first logits follow.
+            start: Index in `rows.context(row)` of the token that the first logits follow.
             top_ids: Likeliest next tokens after each token from there on, best first,
                 [tokens, at least top_k].
             top_probs: Their probabilities, of the same shape.
@@ -139,6 +147,28 @@ class RecyclingDrafter(Drafter):
         self._remember(before, last, tokens, probs)
         if end == rows.prompt_length(row):
             self._note_rejected(row, int(context[end]), tokens[-1], probs[-1])
+
+    def recycle_prompts(self, rows: Rows, states: PromptStates, max_new_tokens: int) -> None:
+        """Remember what the target expected inside the prompts, if that is worth its cost.
+
+        Args:
+            rows: The texts; each row has emitted its first token.
+            states: What the prefill left.
+            max_new_tokens: Tokens that may be generated.
+        """
+        if max_new_tokens < LEAST_NEW_TOKENS:
+            return
+        for row in range(rows.num_rows):
+            columns = rows.prompt_columns_of(row) - (rows.prompt_columns - states.num_columns)
+            columns = columns[columns >= 0][-MOST_PROMPT_TOKENS:]
+            best = [
+                BestTokens(logits, self._top_k).take(np.zeros(count, np.int64), np.arange(count))
+                for logits in (states.logits(row, columns) if len(columns) else ())
+                for count in [logits.shape[1]]
+            ]
+            if best:
+                tokens, probs = (np.concatenate(parts) for parts in zip(*best, strict=True))
+                self.seed(rows, row, rows.prompt_length(row) - len(columns), tokens, probs)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees
@@ -178,11 +208,11 @@ class RecyclingDrafter(Drafter):
         tokens, probs = best.take(np.array(live), place[np.cumsum(sizes) - 1])
         learned = before, last, tokens, probs
         if draft.num_nodes:  # not only the ends
-            # On the CPU each row of logits is searched when asked for: few tokens for most of them.
+            # On the CPU every row of logits is searched on demand: most need only a few tokens.
             fewer = BestTokens(logits, self._top_k) if logits.device.type == "cpu" else best
             learned = before, last, *fewer.take(np.repeat(live, sizes), place)
         if self._defers:
-            # The next forward gives time for that; the drafts until then hardly miss it.
+            # There is time for it during the next forward; the draft before that hardly needs it.
             self._waiting = learned
         else:
             self._remember(*learned)
@@ -214,7 +244,7 @@ class RecyclingDrafter(Drafter):
         tokens: np.ndarray,  # [tokens] int32
         probs: np.ndarray,  # [tokens] float32
     ) -> None:
-        """Keep what the target considered for the place of the last token but did not say."""
+        """Keep the other tokens that the target considered in place of the last one."""
         others = np.flatnonzero((tokens != emitted) & (tokens >= 0))
         others = others[: self._num_next]
         self._next_tokens[row] = -1
@@ -229,10 +259,9 @@ def _last_two(context: np.ndarray) -> tuple[int, int]:
 def _contexts(
     rows: Rows, row: int, draft: DraftTree, verdict: Verdict
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last two tokens at each verified node of a row, and the node's place in the logits.
+    """The last two tokens at each verified node of a row, and the node's index in the logits.
 
-    The accepted path comes last, its end at the very end, so that what was emitted overwrites what
-    was only considered.
+    The accepted path comes last, so that emitted tokens overwrite those that were only considered.
     """
     context = rows.context(row)
     length = len(context) - len(verdict.emitted(row))

@@ -12,6 +12,7 @@ from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.sources.lookahead import LookaheadDrafter, WindowNgrams
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import HostCopy
+from tests.helpers.drafts import paths, rows_of
 
 VOCAB = 23
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
@@ -22,11 +23,9 @@ def writes(text: Sequence[int]) -> int:
     return (5 * text[-1] + 3 * (text[-2] % 3) + 1) % 11
 
 
-def rows_of(prompts: Sequence[Sequence[int]]) -> Rows:
-    rows = Rows(np.array(prompts))
-    for row, text in enumerate(prompts):
-        rows.emit(row, writes(text))
-    return rows
+def begun_rows(prompts: Sequence[Sequence[int]]) -> Rows:
+    """Rows that have emitted one token each."""
+    return rows_of([[*text, writes(text)] for text in prompts])
 
 
 def begun(rows: Rows, **options: int) -> LookaheadDrafter:
@@ -44,11 +43,7 @@ def logits_of(rows: Rows, tree: DraftTree) -> torch.Tensor:
     logits = torch.zeros(rows.num_rows, 1 + tree.max_nodes, VOCAB)
     for row in range(rows.num_rows):
         text = rows.context(row).tolist()
-        paths: list[list[int]] = []
-        nodes = tree.row(row)
-        for token, parent in zip(tree.token_ids[nodes], tree.parents[nodes], strict=True):
-            paths.append([*(paths[parent] if parent != ROOT else []), int(token)])
-        for place, path in enumerate([[], *paths]):
+        for place, path in enumerate([[], *paths(tree, row)]):
             logits[row, place, writes([*text, *path])] = 1.0
     return logits
 
@@ -87,7 +82,7 @@ def is_piece(piece: list[int], text: list[int]) -> bool:
 
 
 def test_a_draft_is_the_ngrams_and_the_window_with_shared_beginnings() -> None:
-    rows = rows_of(PROMPTS[:1])
+    rows = begun_rows(PROMPTS[:1])
     drafter = begun(rows)
     window = drafter._rows[0]
     window.levels = np.array([[11, 12, 13, 14], [15, 15, 15, 15], [16, 17, 18, 19]])
@@ -107,7 +102,7 @@ def test_a_draft_is_the_ngrams_and_the_window_with_shared_beginnings() -> None:
 
 
 def test_a_small_draft_leaves_room_for_the_window() -> None:
-    rows = rows_of(PROMPTS[:1])
+    rows = begun_rows(PROMPTS[:1])
     drafter = begun(rows, num_ngrams=9)
     for token in range(12, 20):
         drafter._rows[0].pool.add([rows.last_token(0), token, token, token])
@@ -120,7 +115,7 @@ def test_a_small_draft_leaves_room_for_the_window() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 99])
 def test_the_window_moves_on_by_what_was_emitted(most: int) -> None:
-    rows = rows_of(PROMPTS)
+    rows = begun_rows(PROMPTS)
     drafter = begun(rows)
     counts = set()
     for _ in range(12):
@@ -141,7 +136,7 @@ def test_the_window_moves_on_by_what_was_emitted(most: int) -> None:
 def test_what_it_learns_comes_with_the_verdict() -> None:
     learned = []
     for copied in (False, True):
-        rows = rows_of(PROMPTS)
+        rows = begun_rows(PROMPTS)
         drafter = begun(rows)
         for _ in range(12):
             step(rows, drafter, copy=HostCopy() if copied else None)
@@ -150,7 +145,7 @@ def test_what_it_learns_comes_with_the_verdict() -> None:
 
 
 def test_columns_that_were_not_verified_begin_anew() -> None:
-    rows = rows_of(PROMPTS[:1])
+    rows = begun_rows(PROMPTS[:1])
     drafter = begun(rows)
     tree = drafter.propose(rows, 64)
     old = windows(drafter)[0]
@@ -174,7 +169,7 @@ def test_columns_that_were_not_verified_begin_anew() -> None:
 
 
 def test_a_step_without_a_draft_moves_the_window_alone() -> None:
-    rows = rows_of(PROMPTS[:1])
+    rows = begun_rows(PROMPTS[:1])
     drafter = begun(rows)
     old = windows(drafter)[0]
     rows.emit(0, 7)
@@ -184,7 +179,7 @@ def test_a_step_without_a_draft_moves_the_window_alone() -> None:
 
 
 def test_ngrams_come_from_the_text_and_from_the_window() -> None:
-    rows = rows_of(PROMPTS[:1])
+    rows = begun_rows(PROMPTS[:1])
     drafter = begun(rows, num_ngrams=9)
     pool = drafter._rows[0].pool
     assert pool.after(1) == [(5, 9, 2), (4, 1, 5)]
@@ -207,37 +202,23 @@ def test_a_pool_keeps_what_was_seen_last() -> None:
 
 
 def test_a_repeating_text_is_foreseen() -> None:
-    rows = rows_of(PROMPTS)
+    rows = begun_rows(PROMPTS)
     drafter = begun(rows)
     emitted = [step(rows, drafter)[1] for _ in range(60)]
     assert np.mean(emitted[30:]) > 3
 
 
-def test_finished_rows_get_no_draft_and_short_prompts_do() -> None:
-    rows = Rows(np.array([[5], [6]]))
-    for row in range(2):
-        rows.emit(row, 7)
-    drafter = begun(rows)
-    rows.end(0)
-    tree, _ = step(rows, drafter)
-    assert tree.num_nodes == tree.max_nodes > 0
-    drafter.end(rows)
+def test_short_prompts_are_drafted_from() -> None:
+    rows = rows_of([[5, 7]])
+    assert step(rows, begun(rows))[0].num_nodes > 0
 
 
 def test_no_random_number_of_torch_is_drawn_and_calls_are_alike() -> None:
     before = torch.get_rng_state()
     trees = []
     for _ in range(2):
-        rows = rows_of(PROMPTS)
+        rows = begun_rows(PROMPTS)
         drafter = begun(rows)
         trees.append([step(rows, drafter)[0].token_ids.tolist() for _ in range(5)])
     assert trees[0] == trees[1]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("window", 0), ("ngram_size", 1), ("num_ngrams", 65)]
-)
-def test_options_out_of_range_are_named(option: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"lookahead: {option} is {value}"):
-        LookaheadDrafter(**{option: value})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ import torch
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
-from lookahead_hf.ngram_pool import NumbaMissingError, compilation
+from lookahead_hf.ngram_pool import NumbaMissingError, SuffixIndex, compilation
 from lookahead_hf.rows import Rows
+from tests.helpers.drafts import emit, paths, rows_of
 
 NO_LOGITS = torch.empty(0)
 
@@ -19,57 +22,35 @@ def begun(prompt: list[list[int]], first: list[int], **options: int) -> tuple[Ng
     """A drafter that has seen the prompts (0 is padding) and one emitted token per row."""
     ids = np.array(prompt)
     rows = Rows(ids, ids != 0)
-    for row, token in enumerate(first):
-        rows.emit(row, token)
+    emit(rows, [[token] for token in first])
     drafter = NgramDrafter(**options)
     drafter.begin(rows)
     return drafter, rows
 
 
-def emit(drafter: NgramDrafter, rows: Rows, draft: DraftTree, tokens: list[list[int]]) -> None:
+def observe(drafter: NgramDrafter, rows: Rows, draft: DraftTree, tokens: list[list[int]]) -> None:
     """Let each row emit tokens, none of them accepted from the draft."""
-    for row, row_tokens in enumerate(tokens):
-        for token in row_tokens:
-            rows.emit(row, token)
+    emit(rows, tokens)
     verdict = Verdict.from_rows(tokens, [[]] * len(tokens), finished=rows.finished.copy())
     drafter.observe(rows, draft, verdict, NO_LOGITS)
-
-
-def chains(draft: DraftTree, row: int) -> list[list[int]]:
-    """Path of every node of a row."""
-    found: list[list[int]] = []
-    nodes = draft.row(row)
-    for token, parent in zip(draft.token_ids[nodes], draft.parents[nodes], strict=True):
-        found.append([*(found[parent] if parent >= 0 else []), int(token)])
-    return found
 
 
 def test_each_row_drafts_from_its_own_text() -> None:
     drafter, rows = begun([[0, 0, 5, 6, 7], [8, 9, 4, 3, 8]], [5, 9])
     draft = drafter.propose(rows, 2)
-    assert chains(draft, 0)[0] == [6]
-    assert chains(draft, 1)[0] == [4]
-    assert draft.depth.tolist() == [len(path) for row in (0, 1) for path in chains(draft, row)]
+    assert paths(draft, 0)[0] == [6]
+    assert paths(draft, 1)[0] == [4]
+    assert draft.depth.tolist() == [len(path) for row in (0, 1) for path in paths(draft, row)]
 
 
 def test_what_was_emitted_is_drafted_later() -> None:
     drafter, rows = begun([[1, 2, 3], [4, 5, 6]], [9, 9])
     draft = drafter.propose(rows, 8)
     assert draft.num_nodes == 0
-    emit(drafter, rows, draft, [[7, 8, 9], [2]])
+    observe(drafter, rows, draft, [[7, 8, 9], [2]])
     draft = drafter.propose(rows, 8)
-    assert chains(draft, 0) == [[7], [7, 8], [7, 8, 9], *chains(draft, 0)[3:]]
-    assert chains(draft, 1) == []
-
-
-def test_a_finished_row_gets_no_draft() -> None:
-    drafter, rows = begun([[1, 2], [1, 2]], [1, 1])
-    rows.finished[0] = True
-    draft = drafter.propose(rows, 8)
-    assert draft.row_offsets.tolist() == [0, 0, draft.num_nodes]
-    assert chains(draft, 1)[0] == [2]
-    rows.finished[1] = True
-    assert drafter.propose(rows, 8).row_offsets.tolist() == [0, 0, 0]
+    assert paths(draft, 0) == [[7], [7, 8], [7, 8, 9], *paths(draft, 0)[3:]]
+    assert paths(draft, 1) == []
 
 
 def test_the_encoder_text_is_searched_too() -> None:
@@ -79,8 +60,8 @@ def test_the_encoder_text_is_searched_too() -> None:
     drafter = NgramDrafter()
     drafter.begin(rows)
     draft = drafter.propose(rows, 8)
-    assert chains(draft, 0) == [[6], [6, 7]]
-    assert chains(draft, 1) == [[8]]
+    assert paths(draft, 0) == [[6], [6, 7]]
+    assert paths(draft, 1) == [[8]]
 
 
 def test_every_node_has_one_piece_of_evidence_and_the_score_of_its_path() -> None:
@@ -104,14 +85,14 @@ def test_a_long_copy_is_drafted_as_one_long_chain() -> None:
     page = list(range(10, 110))
     drafter, rows = begun([[*page, *page[:20]]], [page[20]])
     draft = drafter.propose(rows, 48)
-    assert chains(draft, 0)[-1] == page[21:69]
+    assert paths(draft, 0)[-1] == page[21:69]
 
 
 def test_learned_rates_decide_what_is_drafted() -> None:
     drafter, rows = begun([[1, 2, 3, 1, 2]], [3])
     calibration = Calibration([drafter])
     draft = drafter.propose(rows, 3)
-    assert chains(draft, 0) == [[1], [1, 2], [1, 2, 3]]
+    assert paths(draft, 0) == [[1], [1, 2], [1, 2, 3]]
     calibration.rates[:] = 0.0
     assert drafter.propose(rows, 3).num_nodes == 0
 
@@ -120,7 +101,7 @@ def test_a_draft_outlives_the_next_one() -> None:
     drafter, rows = begun([[1, 2, 3, 1, 2]], [3])
     draft = drafter.propose(rows, 3)
     before = [draft.token_ids.copy(), draft.parents.copy(), draft.score.copy()]
-    emit(drafter, rows, draft, [[2]])
+    observe(drafter, rows, draft, [[2]])
     drafter.propose(rows, 3)
     for array, copy in zip((draft.token_ids, draft.parents, draft.score), before, strict=True):
         np.testing.assert_array_equal(array, copy)
@@ -135,16 +116,10 @@ def test_the_prior_rises_with_length_share_and_count() -> None:
         assert (np.diff(table, axis=axis) > 0).all()
 
 
-@pytest.mark.parametrize("options", [{"min_ngram": 0}, {"max_ngram": 33}, {"max_ngram": "8"}])
-def test_options_are_checked(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"were given: choose integers with 1 <= min_ngram"):
-        NgramDrafter(**options)
-
-
 def test_options_reach_the_index() -> None:
     prompt = [[1, 2, 3, 9, 2]]
     drafter, rows = begun(prompt, [3], min_ngram=2)
-    assert chains(drafter.propose(rows, 1), 0) == [[9]]
+    assert paths(drafter.propose(rows, 1), 0) == [[9]]
     drafter, rows = begun(prompt, [3], min_ngram=3)
     assert drafter.propose(rows, 8).num_nodes == 0
 
@@ -156,3 +131,57 @@ def test_without_numba_there_is_no_such_drafter(monkeypatch: pytest.MonkeyPatch)
         NgramDrafter()
     with pytest.raises(NumbaMissingError, match="pip install numba"):
         drafter.begin(rows)
+
+
+def turn(drafter: NgramDrafter, prompt: list[int], text: list[int]) -> list[list[int]]:
+    """A call that emits a text; returns what is drafted after it."""
+    rows = rows_of([[*prompt, text[0]]])
+    drafter.begin(rows)
+    for token in text[1:]:
+        observe(drafter, rows, drafter.propose(rows, 4), [[token]])
+    draft = drafter.propose(rows, 4)
+    drafter.end(rows)
+    return paths(draft, 0)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that are added to indexes."""
+    tokens: list[int] = []
+    extend = SuffixIndex.extend
+
+    def noting(self: SuffixIndex, token_ids: Any) -> None:
+        tokens.extend(np.asarray(token_ids).tolist())
+        extend(self, token_ids)
+
+    monkeypatch.setattr(SuffixIndex, "extend", noting)
+    return tokens
+
+
+def test_a_kept_index_takes_what_is_new_and_drafts_as_a_fresh_index_does(added: list[int]) -> None:
+    keeping = NgramDrafter(keep=True)
+    turn(keeping, [5, 6, 7, 8], [9, 5])
+    added.clear()
+    prompt = [5, 6, 7, 8, 9, 5, 11, 12]
+    drafted = turn(keeping, prompt, [6, 7])
+    assert added == [11, 12, 6, 7]
+    assert drafted == turn(NgramDrafter(), prompt, [6, 7])
+    assert drafted[0] == [8]
+
+
+def test_a_text_that_goes_another_way_stays_known(added: list[int]) -> None:
+    keeping = NgramDrafter(keep=True)
+    turn(keeping, [5, 6, 7, 8], [9, 10])
+    added.clear()
+    assert turn(keeping, [5, 6, 7, 20], [7, 8])[0] == [9]
+    assert added == [-1, 20, 7, 8]
+
+
+def test_a_batch_begins_anew() -> None:
+    keeping = NgramDrafter(keep=True)
+    turn(keeping, [5, 6, 7, 8], [9, 10])
+    rows = rows_of([[1, 2, 5], [3, 4, 5]])
+    keeping.begin(rows)
+    assert len(keeping.propose(rows, 4).token_ids) == 0
+    keeping.end(rows)
+    assert turn(keeping, [7, 8], [7])[0] == [8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lookahead_hf.draft import DraftTree
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.pool import PoolDrafter, fingerprint, open_pool
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.rows import Rows
+from lookahead_hf.stats import SpeculativeStats
+from tests.helpers.drafts import emit, paths, rows_of
+from tests.helpers.models import prompt, tiny
 from tests.helpers.tiny_chat import byte_tokenizer
 
 
@@ -27,32 +31,13 @@ def pool_of(*texts: Any, **options: Any) -> NgramPool:
     return pool
 
 
-def rows_of(prompts: list[list[int]], emitted: list[list[int]]) -> Rows:
-    """Rows (0 is padding) that have emitted some tokens."""
-    ids = np.array(prompts)
-    rows = Rows(ids, ids != 0)
-    for row, tokens in enumerate(emitted):
-        for token in tokens:
-            rows.emit(row, token)
-    return rows
-
-
-def chains(draft: DraftTree, row: int) -> list[list[int]]:
-    """Path of every node of a row."""
-    found: list[list[int]] = []
-    nodes = draft.row(row)
-    for token, parent in zip(draft.token_ids[nodes], draft.parents[nodes], strict=True):
-        found.append([*(found[parent] if parent >= 0 else []), int(token)])
-    return found
-
-
 def test_each_row_drafts_what_followed_its_tokens_elsewhere() -> None:
     drafter = PoolDrafter(pool_of([5, 6, 7, 8], [9, 4, 3, 2]))
-    rows = rows_of([[0, 1, 5], [1, 1, 9]], [[6], [4]])
+    rows = rows_of([[1, 5, 6], [1, 1, 9, 4]])
     drafter.begin(rows)
     draft = drafter.propose(rows, 8)
-    assert chains(draft, 0) == [[7], [7, 8]]
-    assert chains(draft, 1) == [[3], [3, 2]]
+    assert paths(draft, 0) == [[7], [7, 8]]
+    assert paths(draft, 1) == [[3], [3, 2]]
     assert draft.depth.tolist() == [1, 2, 1, 2]
     assert draft.evidence is not None
     np.testing.assert_allclose(
@@ -60,20 +45,10 @@ def test_each_row_drafts_what_followed_its_tokens_elsewhere() -> None:
     )
 
 
-def test_a_finished_row_gets_no_draft() -> None:
-    drafter = PoolDrafter(pool_of([1, 2, 3]))
-    rows = rows_of([[5, 1], [5, 1]], [[2], [2]])
-    rows.finished[0] = True
-    draft = drafter.propose(rows, 8)
-    assert draft.row_offsets.tolist() == [0, 0, 1]
-    rows.finished[1] = True
-    assert drafter.propose(rows, 8).num_nodes == 0
-
-
 def test_limits_are_kept() -> None:
-    rows = rows_of([[5, 1]], [[2]])
+    rows = rows_of([[5, 1, 2]])
     pool = pool_of([1, 2, 3, 4], [2, 9])
-    assert chains(PoolDrafter(pool, min_ngram=2).propose(rows, 8), 0) == [[3], [3, 4]]
+    assert paths(PoolDrafter(pool, min_ngram=2).propose(rows, 8), 0) == [[3], [3, 4]]
     assert PoolDrafter(pool, min_ngram=3).propose(rows, 8).num_nodes == 0
     assert PoolDrafter(pool).propose(rows, 1).num_nodes == 1
 
@@ -81,41 +56,40 @@ def test_limits_are_kept() -> None:
 def test_without_learning_nothing_of_a_request_reaches_another() -> None:
     pool = pool_of([1, 2, 3])
     drafter = PoolDrafter(pool)
-    first = rows_of([[5, 6]], [[7, 8, 9]])
+    first = rows_of([[5, 6, 7, 8, 9]], 3)
     drafter.begin(first)
     drafter.propose(first, 8)
     drafter.end(first)
     assert len(pool) == 3
-    assert PoolDrafter(pool).propose(rows_of([[5, 6]], [[7]]), 8).num_nodes == 0
+    assert PoolDrafter(pool).propose(rows_of([[5, 6, 7]]), 8).num_nodes == 0
 
 
 def test_what_was_generated_is_learned_with_the_end_of_its_prompt() -> None:
     pool = NgramPool()
     drafter = PoolDrafter(pool, learn=True)
-    prompts = [list(range(100, 120)), [0] * 17 + [50, 51, 52]]
-    rows = rows_of(prompts, [[7, 8, 9], [60]])
+    rows = rows_of([[*range(100, 120), 7], [50, 51, 52, 60]])
+    emit(rows, [[8, 9]])
     drafter.begin(rows)
     assert drafter.propose(rows, 8).num_nodes == 0
     assert len(pool) == 0
     drafter.end(rows)
     assert pool._texts().tolist() == [*range(112, 120), 7, 8, 9, -1, 50, 51, 52, 60, -1]
     later = PoolDrafter(pool)
-    assert chains(later.propose(rows_of([[118, 119]], [[7]]), 8), 0) == [[8], [8, 9]]
+    assert paths(later.propose(rows_of([[118, 119, 7]]), 8), 0) == [[8], [8, 9]]
 
 
 def test_pads_after_a_text_are_not_learned() -> None:
     pool = NgramPool()
-    rows = rows_of([[1, 2, 3], [0, 4, 5]], [[7, 8], [9]])
+    rows = rows_of([[1, 2, 3, 7], [4, 5, 9]])
     rows.end(1)
-    for row, token in ((0, 6), (1, 0), (1, 0)):
-        rows.emit(row, token)
+    emit(rows, [[8, 6], [0, 0]])
     PoolDrafter(pool, learn=True).end(rows)
     assert pool._texts().tolist() == [1, 2, 3, 7, 8, 6, -1, 4, 5, 9, -1]
 
 
 def test_a_row_that_emitted_nothing_teaches_nothing() -> None:
     pool = NgramPool()
-    PoolDrafter(pool, learn=True).end(rows_of([[1, 2, 3]], [[]]))
+    PoolDrafter(pool, learn=True).end(rows_of([[1, 2, 3]], 0))
     assert pool.info.num_texts == 0
 
 
@@ -125,26 +99,11 @@ def test_the_requests_own_text_is_believed_more_until_the_pool_has_earned_it() -
     pool, own = PoolDrafter(pool_of([1, 2, 3])), NgramDrafter()
     calibration = Calibration([own, pool])
     ensemble = Ensemble([own, pool], calibration)
-    rows = rows_of([[1, 2, 4, 9, 1]], [[2]])
+    rows = rows_of([[1, 2, 4, 9, 1, 2]])
     ensemble.begin(rows)
     assert ensemble.propose(rows, 1).token_ids.tolist() == [4]
     calibration.rates[own.num_buckets :] = 0.95
     assert ensemble.propose(rows, 1).token_ids.tolist() == [3]
-
-
-def test_a_pool_that_fails_in_a_call_costs_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, own = PoolDrafter(pool_of([1, 2, 3])), NgramDrafter()
-    ensemble = Ensemble([pool, own], Calibration([pool, own]))
-    rows = rows_of([[1, 2, 4, 9, 1]], [[2]])
-    ensemble.begin(rows)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(NgramPool, "grow", fail)
-    with pytest.warns(RuntimeWarning, match="'pool'.*the disk is gone"):
-        draft = ensemble.propose(rows, 1)
-    assert draft.token_ids.tolist() == [4]
 
 
 WRONG = [
@@ -223,3 +182,71 @@ def test_a_fingerprint_tells_vocabularies_apart() -> None:
     assert len(known) == 32
     tokenizer.add_tokens(["<new>"])
     assert fingerprint(tokenizer) != known
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+
+
+def generated(pool: Any) -> tuple[list[list[int]], SpeculativeStats]:
+    """A text drafted from a pool and from itself, and how it went."""
+    model = tiny("llama")
+    config = SpeculativeConfig(drafters=("ngram", "pool"), pool=pool, budget=24)
+    with lookahead_hf.enabled(model):
+        ids = model.generate(prompt(), **GREEDY, speculative=config).tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    return ids, stats
+
+
+@pytest.fixture
+def plain() -> list[list[int]]:
+    return tiny("llama").generate(prompt(), **GREEDY).tolist()
+
+
+@pytest.fixture
+def path(tmp_path: Path, plain: list[list[int]]) -> Path:
+    """A file of a pool that knows the text."""
+    pool = NgramPool()
+    pool.add(plain[0])
+    pool.save(tmp_path / "pool")
+    return tmp_path / "pool"
+
+
+@pytest.mark.parametrize("fault", ["the disk is gone", "was written into while it was open"])
+def test_a_pool_that_fails_after_the_first_tokens_costs_a_warning(
+    path: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    grow, content, calls = NgramPool.grow, path.read_bytes(), 0
+
+    def fail_later(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and "disk" in fault:
+            raise OSError(fault)
+        if calls == 2:
+            path.write_bytes(content)
+            os.utime(path, ns=(0, 0))
+        return grow(*arguments, **options)
+
+    monkeypatch.setattr(NgramPool, "grow", fail_later)
+    with pytest.warns(RuntimeWarning, match=f"'pool'.*{fault}"):
+        ids, stats = generated(path)
+    assert ids == plain
+    assert calls == 2 and stats.per_source["pool"].accepted > 0
+    ids, stats = generated(path)  # the file is opened anew
+    assert ids == plain and stats.per_source["pool"].accepted > 20
+
+
+def test_damage_that_is_not_looked_for_costs_drafts_only(
+    path: Path, plain: list[list[int]]
+) -> None:
+    _, whole = generated(path)
+    assert whole.per_source["pool"].accepted > 20
+    content = bytearray(path.read_bytes())
+    rng = np.random.default_rng(0)
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start:] = rng.integers(0, 256, len(content) - start, np.uint8).tobytes()
+    path.write_bytes(content)
+    ids, stats = generated(path)
+    assert ids == plain
+    assert stats.per_source["pool"].accepted < whole.per_source["pool"].accepted

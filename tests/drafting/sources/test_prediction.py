@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.drafting.sources.prediction_alignment import HEAD, NUM_RIGHT
 from lookahead_hf.rows import Rows
+from tests.helpers.drafts import decided, emit, paths
 
 NO_LOGITS = torch.empty(0)
 
@@ -20,34 +21,18 @@ NO_LOGITS = torch.empty(0)
 def begun(predictions: list[list[int]], first: list[int]) -> tuple[PredictionDrafter, Rows]:
     """A drafter whose rows have emitted one token each."""
     rows = Rows(np.full((len(first), 2), 999))
-    for row, token in enumerate(first):
-        rows.emit(row, token)
+    emit(rows, [[token] for token in first])
     drafter = PredictionDrafter([np.array(prediction, np.int64) for prediction in predictions])
     drafter.begin(rows)
     return drafter, rows
 
 
-def paths(draft: DraftTree, row: int = 0) -> list[list[int]]:
-    """Path of every node of a row."""
-    found: list[list[int]] = []
-    nodes = draft.row(row)
-    for token, parent in zip(draft.token_ids[nodes], draft.parents[nodes], strict=True):
-        found.append([*(found[parent] if parent >= 0 else []), int(token)])
-    return found
-
-
 def step(drafter: PredictionDrafter, rows: Rows, draft: DraftTree, truth: list[int]) -> int:
     """Let the only row emit what the target would: the accepted tokens of `truth` and one more."""
-    nodes = {tuple(path): node for node, path in enumerate(paths(draft))}
-    accepted = 0
-    while accepted + 1 < len(truth) and tuple(truth[: accepted + 1]) in nodes:
-        accepted += 1
-    emitted = truth[: accepted + 1]
-    path = [nodes[tuple(truth[: depth + 1])] for depth in range(accepted)]
-    for token in emitted:
-        rows.emit(0, token)
-    drafter.observe(rows, draft, Verdict.from_rows([emitted], [path]), NO_LOGITS)
-    return len(emitted)
+    verdict = decided(draft, truth)
+    emit(rows, [verdict.token_ids.tolist()])
+    drafter.observe(rows, draft, verdict, NO_LOGITS)
+    return len(verdict.token_ids)
 
 
 def steps_for(prediction: list[int], text: list[int], max_nodes: int = 32) -> int:

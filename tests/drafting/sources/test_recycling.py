@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 pytest.importorskip("numba")
-torch = pytest.importorskip("torch")
 
+import lookahead_hf  # noqa: E402
 from lookahead_hf.draft import ROOT, DraftTree, Verdict  # noqa: E402
 from lookahead_hf.drafting.calibration import Calibration  # noqa: E402
 from lookahead_hf.drafting.sources import _recycling_numba as compiled  # noqa: E402
-from lookahead_hf.drafting.sources.recycling import RecyclingDrafter  # noqa: E402
+from lookahead_hf.drafting.sources.recycling import LEAST_NEW_TOKENS, RecyclingDrafter  # noqa: E402
 from lookahead_hf.drafting.sources.recycling_buckets import (  # noqa: E402
     NEXT_START,
     NUM_BUCKETS,
 )
 from lookahead_hf.ngram_pool.logits_memory import LogitsMemory  # noqa: E402
 from lookahead_hf.rows import Rows  # noqa: E402
+from lookahead_hf.runner.prompt_states import PromptStates  # noqa: E402
+from tests.helpers.drafts import emit, rows_of  # noqa: E402
+from tests.helpers.models import prompt, tiny  # noqa: E402
 from tests.oracles import recycling as reference  # noqa: E402
 
 VOCAB = 40
@@ -31,14 +36,6 @@ def drafter_for(rows: Rows, **options: object) -> RecyclingDrafter:
     Calibration([drafter])
     drafter.begin(rows)
     return drafter
-
-
-def rows_of(*texts: list[int]) -> Rows:
-    """Rows whose last token is the one that was emitted first."""
-    rows = Rows(np.array([text[:-1] for text in texts]))
-    for row, text in enumerate(texts):
-        rows.emit(row, text[-1])
-    return rows
 
 
 def logits_of(*rows: list[dict[int, float]]) -> torch.Tensor:
@@ -53,11 +50,9 @@ def logits_of(*rows: list[dict[int, float]]) -> torch.Tensor:
 
 def take(rows: Rows, *outcomes: tuple[list[int], list[int]]) -> Verdict:
     """Emit what each row's (path, tokens) says and return it as the verdict."""
-    for row, (_, tokens) in enumerate(outcomes):
-        for token in tokens:
-            rows.emit(row, token)
-    paths, emitted = zip(*outcomes, strict=True)
-    return Verdict.from_rows(emitted, paths, finished=rows.finished.copy())
+    accepted, emitted = zip(*outcomes, strict=True)
+    emit(rows, emitted)
+    return Verdict.from_rows(emitted, accepted, finished=rows.finished.copy())
 
 
 def chain(tree: DraftTree, row: int = 0) -> list[int]:
@@ -72,12 +67,12 @@ def chain(tree: DraftTree, row: int = 0) -> list[int]:
 
 
 def test_a_fresh_drafter_has_nothing_to_propose() -> None:
-    rows = rows_of([1, 2, 3])
+    rows = rows_of([[1, 2, 3]])
     assert drafter_for(rows).propose(rows, 8).num_nodes == 0
 
 
 def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
-    rows = rows_of([1, 2, 3])
+    rows = rows_of([[1, 2, 3]])
     drafter = drafter_for(rows)
     # After 3 the target expects 4, after 4 it expects 3.
     for emitted, expected in ((4, {4: LIKELY}), (3, {3: LIKELY})):
@@ -87,7 +82,7 @@ def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
 
 
 def test_two_tokens_say_more_than_one() -> None:
-    rows = rows_of([1, 5, 9])
+    rows = rows_of([[1, 5, 9]])
     drafter = drafter_for(rows, top_k=2, num_next=2)
     # 7 may follow (5, 9), 8 may follow (6, 9), which came last.
     for emitted, possible in ((6, 7), (9, 20), (5, 8), (9, 20)):
@@ -101,7 +96,7 @@ def test_two_tokens_say_more_than_one() -> None:
 
 
 def test_rejected_nodes_are_learned_from_too() -> None:
-    rows = rows_of([1, 2])
+    rows = rows_of([[1, 2]])
     drafter = drafter_for(rows)
     draft = DraftTree.from_rows([([10, 11], [ROOT, ROOT])])
     verdict = take(rows, ([0], [10, 12]))
@@ -115,7 +110,7 @@ def test_rejected_nodes_are_learned_from_too() -> None:
 
 
 def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> None:
-    rows = rows_of([1, 2])
+    rows = rows_of([[1, 2]])
     drafter = drafter_for(rows, top_k=2, num_next=2)
     verdict = take(rows, ([], [20]))
     drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([{20: LIKELY, 21: POSSIBLE}]))
@@ -129,7 +124,7 @@ def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> No
 
 
 def test_more_candidates_are_tried_than_are_remembered() -> None:
-    rows = rows_of([1, 2])
+    rows = rows_of([[1, 2]])
     drafter = drafter_for(rows, top_k=1, num_next=4)
     logits = logits_of([{20: LIKELY, 21: 6.0, 22: 5.0, 23: 4.0, 24: 3.0}])
     drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [20])), logits)
@@ -140,7 +135,7 @@ def test_more_candidates_are_tried_than_are_remembered() -> None:
 
 
 def test_rows_share_what_they_learn_but_not_their_last_logits() -> None:
-    rows = rows_of([1, 2], [3, 4])
+    rows = rows_of([[1, 2], [3, 4]])
     drafter = drafter_for(rows, top_k=2, num_next=2)
     verdict = take(rows, ([], [30]), ([], [2]))
     logits = logits_of([{30: LIKELY, 31: POSSIBLE}], [{2: LIKELY, 32: POSSIBLE}])
@@ -151,21 +146,10 @@ def test_rows_share_what_they_learn_but_not_their_last_logits() -> None:
     assert 32 not in tree.token_ids[tree.row(0)]
 
 
-def test_finished_rows_get_no_tree() -> None:
-    rows = rows_of([1, 2], [1, 2])
-    drafter = drafter_for(rows)
-    verdict = take(rows, ([], [1]), ([], [1]))
-    drafter.observe(rows, DraftTree.empty(2), verdict, logits_of([{1: LIKELY}], [{1: LIKELY}]))
-    rows.finished[0] = True
-    tree = drafter.propose(rows, 4)
-    assert tree.row_offsets[1] == 0
-    assert tree.row_offsets[2] > 0
-
-
 def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:
     learned = []
     for ahead in (False, True):
-        rows = rows_of([1, 2])
+        rows = rows_of([[1, 2]])
         drafter = drafter_for(rows)
         logits = logits_of([{3: LIKELY, 4: POSSIBLE}]).bfloat16()
         if ahead:
@@ -176,7 +160,7 @@ def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:
 
 
 def test_a_prompt_can_be_remembered_before_the_first_step() -> None:
-    rows = rows_of([1, 2, 1, 2])
+    rows = rows_of([[1, 2, 1, 2]])
     drafter = drafter_for(rows, top_k=2, num_next=2)
     top_ids = np.array([[2, 8, 7], [1, 9, 7], [2, 6, 7]])
     drafter.seed(rows, 0, 0, top_ids, np.full((3, 3), 0.3))
@@ -191,20 +175,14 @@ def test_a_prompt_can_be_remembered_before_the_first_step() -> None:
 
 def test_nothing_is_kept_from_call_to_call_unless_asked_for() -> None:
     for keep in (False, True):
-        rows = rows_of([1, 2])
+        rows = rows_of([[1, 2]])
         drafter = drafter_for(rows, keep=keep)
         verdict = take(rows, ([], [1]))
         drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([{1: LIKELY}]))
         drafter.end(rows)
-        rows = rows_of([1, 2])
+        rows = rows_of([[1, 2]])
         drafter.begin(rows)
         assert (drafter.propose(rows, 4).num_nodes > 0) == keep
-
-
-@pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 65}, {"num_next": 0}, {"capacity": 0}])
-def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"recycling: {next(iter(options))} is"):
-        RecyclingDrafter(**options)  # type: ignore[arg-type]
 
 
 @settings(max_examples=100, deadline=None)
@@ -240,3 +218,52 @@ def test_compiled_and_plain_growth_agree(
         compiled.grow_trees(*arguments), reference.grow_trees(*arguments), strict=True
     ):
         np.testing.assert_array_equal(one, other)
+
+
+class Listening(RecyclingDrafter):
+    """Keeps what it is shown of prompts."""
+
+    shown: list[tuple[int, int, np.ndarray]]
+
+    def seed(self, rows, row, start, top_ids, top_probs):  # type: ignore[no-untyped-def]
+        self.shown.append((row, start, top_ids))
+
+
+@pytest.mark.parametrize("length", [5, 150])
+@torch.no_grad()
+def test_every_attended_prompt_token_is_recycled(length: int) -> None:
+    model, ids = tiny("llama"), prompt(2, length)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    states = PromptStates(model)
+    with states.captured():
+        inputs = {"attention_mask": mask, "position_ids": position_ids, "logits_to_keep": 1}
+        model(ids, **inputs, past_key_values=DynamicCache(config=model.config))
+    expected = model(ids, attention_mask=mask, position_ids=position_ids).logits
+    rows = Rows(ids.numpy(), mask.numpy().astype(bool))
+    for row in range(2):
+        rows.emit(row, 5)
+    drafter = Listening(top_k=4)
+    drafter.shown = []
+    drafter.begin(rows)
+    drafter.recycle_prompts(rows, states, LEAST_NEW_TOKENS - 1)
+    assert not drafter.shown
+    drafter.recycle_prompts(rows, states, LEAST_NEW_TOKENS)
+    assert [(row, start) for row, start, _ in drafter.shown] == [(0, 0), (1, 0)]
+    for row, _, top_ids in drafter.shown:
+        best = expected[row, mask[row] == 1].topk(4).indices
+        assert top_ids.tolist() == best.tolist()
+
+
+def test_a_long_answer_recycles_its_prompt_and_stays_plains() -> None:
+    model, ids = tiny("llama"), prompt(1, 40)
+    call = {"max_new_tokens": LEAST_NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **call)
+    config = lookahead_hf.SpeculativeConfig(drafters=("recycling",), budget=16)
+    with lookahead_hf.enabled(model):
+        ours = model.generate(ids, **call, speculative=config)
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert not model.model._forward_hooks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -12,9 +13,13 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.config import BUILT_IN_DRAFTERS
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.ngram_pool import NgramPool
-from tests.helpers.models import characters, prompt, tiny
+from tests.helpers.drafts import rows_of
+from tests.helpers.models import VOCAB, characters, prompt, tiny
 from tests.helpers.unsure import unsure
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
@@ -82,6 +87,27 @@ def test_alone_and_together(names: tuple[str, ...], rows: int, do_sample: bool) 
     if len(names) == 1:
         assert stats.per_source[names[0]].accepted == stats.num_accepted
         assert stats.per_source[names[0]].exclusive == stats.num_accepted
+
+
+@pytest.mark.parametrize("name", BUILT_IN_DRAFTERS)
+def test_a_finished_row_gets_no_draft(name: str) -> None:
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    pool = NgramPool()
+    pool.add(text)
+    given = Resources([np.array([2, 3, 1, 2])], tiny("llama"), pool=pool)
+    drafter, *_ = [each for each in build([name], {}, given) if each.name == name]
+    Calibration([drafter])
+    rows = rows_of([text, text])
+    drafter.begin(rows)
+    for row in range(2):
+        rows.emit(row, 3)
+    logits = torch.nn.functional.one_hot(torch.full((2, 1), 3), VOCAB).float()
+    drafter.observe(rows, DraftTree.empty(2), Verdict.from_rows([[3], [3]], [[], []]), logits)
+    for finished in ([], [0], [1]):
+        for row in finished:
+            rows.end(row)
+        assert ((np.diff(drafter.propose(rows, 8).row_offsets) > 0) == rows.live).all()
+    drafter.end(rows)
 
 
 def test_what_was_learned_of_sources_can_be_looked_at() -> None:
@@ -256,7 +282,7 @@ def test_a_memory_that_is_to_outlive_a_call_needs_an_object() -> None:
     model, accepted = tiny("llama"), []
     options = {"recycling": {"keep": True}}
     with lookahead_hf.enabled(model):
-        with pytest.raises(ValueError, match="keep=True.*drafters=.RecyclingDrafter.keep=True"):
+        with pytest.raises(ValueError, match="keep=True.*drafters=.*RecyclingDrafter.keep=True"):
             model.generate(
                 prompt(), **GREEDY, speculative=config_of(("recycling",), options=options)
             )

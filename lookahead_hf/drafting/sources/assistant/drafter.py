@@ -1,8 +1,8 @@
 """Drafts from an assistant: a smaller model that reads along and writes a few tokens ahead.
 
-Leviathan et al. (arXiv:2211.17192) draft a chain; the further likely tokens at each of its places
-cost the assistant nothing, and going on from several of them makes the tree of SpecInfer
-(arXiv:2305.09781). How far to write is decided by how often such drafts were accepted.
+Leviathan et al. (arXiv:2211.17192) draft a chain. Further likely tokens at each of its places cost
+the assistant nothing, and going on from several of them makes the tree of SpecInfer
+(arXiv:2305.09781). Learned acceptance rates decide how far to write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lookahead_hf import compat
 from lookahead_hf.config import check_int
 from lookahead_hf.distributed import sharding
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.assistant.growth import DEPTH_CLASSES, Branches, Growth, tree_of
 from lookahead_hf.drafting.sources.assistant.model import AssistantModel, EncoderInputs
 from lookahead_hf.drafting.sources.assistant.picks import TENTHS, Drawn, Likeliest
@@ -35,14 +35,14 @@ NUM_DRAFT, TOP_K = 8, 3
 MOST_DRAFTED = 64
 
 NOT_SERVED = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
-"""Settings of generation configs that decide what is decided here by learned acceptance."""
+"""Settings of generation configs that learned acceptance rates replace."""
 
 
-class AssistantDrafter(Drafter):
+class AssistantDrafter(BuiltInDrafter):
     """Lets a smaller model write ahead, in ragged batches, from a cache of its own.
 
-    What it wrote and the target accepted stays in that cache, all else is rolled back. An assistant
-    of another vocabulary reads and writes text, and then drafts chains only.
+    That cache keeps what the target accepted and is rolled back to it. An assistant with another
+    vocabulary reads and writes text, and drafts chains only.
     """
 
     name: ClassVar[str] = "assistant"
@@ -67,26 +67,26 @@ class AssistantDrafter(Drafter):
 
         Args:
             model: Any causal language model of transformers, in eval mode; for a target with an
-                encoder also one that has an encoder, which is given the same.
-            target_tokenizer: The target's tokenizer, where the assistant's vocabulary is another.
-            assistant_tokenizer: The assistant's tokenizer then.
-            encoder_inputs: What the target's encoder was given in each row, and its mask.
-            num_draft: Most tokens to write ahead; None is `num_assistant_tokens` of the call or of
-                the assistant's generation config, up to 64, and else 8.
+                encoder also a model with an encoder, which gets the same inputs.
+            target_tokenizer: The target's tokenizer, if the assistant has another vocabulary.
+            assistant_tokenizer: The assistant's tokenizer in that case.
+            encoder_inputs: Inputs of the target's encoder by row, and their mask.
+            num_draft: Most tokens to write ahead. None is `num_assistant_tokens` of the call or of
+                the assistant's generation config, up to 64, or else 8.
             top_k: Tokens to propose at each place, the likeliest first; None is 3, or 1 for an
                 assistant of another vocabulary.
             beam: Places to go on from at each depth; 1 goes on from the likeliest alone.
-            min_reach: Stop where a path is accepted less often than that.
-            probs: Draw the drafts from the assistant's distribution and hand that over with them,
-                for rejection sampling. Without it no random number is drawn.
-            processors: Logits processors of the call; those that look at the scores alone shape the
+            min_reach: Stop where a path is accepted less often than this.
+            probs: Draw the drafts from the assistant's distribution and add it to them, for
+                rejection sampling. Without it no random number is drawn.
+            processors: Logits processors of the call; those that only read the scores shape the
                 distribution that `probs` draws from.
-            vocab_size: Token ids of the target; the assistant's further ones are never drafted.
-            settings: What the call asks of assistants, by the names of generation configs.
+            vocab_size: Token ids of the target; higher ids of the assistant are never drafted.
+            settings: Settings of the call for assistants, by their names in generation configs.
 
         Raises:
-            ValueError: An option is out of its range, the model is none, or its vocabulary cannot
-                be the target's and the tokenizers are missing.
+            ValueError: An option is out of its range, `model` is not a model, or its vocabulary
+                cannot be the target's and the tokenizers are missing.
         """
         _check_model(model)
         num_draft = _num_draft(model, settings or {}) if num_draft is None else num_draft
@@ -128,7 +128,7 @@ class AssistantDrafter(Drafter):
 
     @property
     def kept_as(self) -> str:
-        """An assistant's rates are its own: by its path, or for want of one as this object."""
+        """Every assistant has rates of its own, by its path or, without one, by its object."""
         model = self._assistant
         return f"{type(model).__name__} {getattr(model, 'name_or_path', '') or id(model)}"
 
@@ -150,7 +150,7 @@ class AssistantDrafter(Drafter):
         return Bridge(*self._tokenizers) if self._tokenizers else SameTokens(vocab_size)
 
     def _first_read(self, rows: Rows, row: int) -> np.ndarray:
-        """Tokens that the assistant can read once for all; none of a text that is too long."""
+        """Tokens that the assistant reads once and for all; none of a text that is too long."""
         text = self._texts[row]
         text.extend(rows.context(row))
         fits = len(text.ids) + self._num_draft <= self._limit
@@ -176,7 +176,7 @@ class AssistantDrafter(Drafter):
         return tree_of([self._translated(rows, row, g) for row, g in enumerate(growths)])
 
     def _unread(self, model: AssistantModel, rows: Rows, row: int) -> list[int]:
-        """Roll the row back to where it agrees with the text; return the text from there on."""
+        """Roll the row back to where it agrees with the text; return the text after that."""
         if rows.finished[row] or not self._is_served[row]:
             return []
         text = self._texts[row]
@@ -191,7 +191,7 @@ class AssistantDrafter(Drafter):
         return text.ids[agreed:] if self._is_served[row] else []
 
     def _write(self, growths: list[Growth], logits: torch.Tensor) -> None:
-        """Pick tokens after every frontier and move on: logits [rows, width, vocab]."""
+        """Pick tokens after every frontier and move on; logits are [rows, width, vocab]."""
         sizes = [len(growth.frontier) for growth in growths]
         places = [place for growth in growths for _, place in growth.frontier]
         rows = np.repeat(np.arange(len(growths)), sizes)
@@ -220,11 +220,11 @@ def _check_model(model: Any) -> None:
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         raise ValueError(f"assistant_model must be a model of transformers, not {model!r}")
     if sharding.is_spread(model):
-        raise ValueError("an assistant must be whole in the process that drafts, not spread")
+        raise ValueError("an assistant must be whole in the process that drafts, not sharded")
 
 
 def _num_draft(model: Any, settings: Mapping[str, Any]) -> int:
-    """Tokens to write ahead, as generation configs say, with a word on what they say in vain."""
+    """Tokens to write ahead according to generation configs; warn of settings that are unused."""
     stored = vars(getattr(model, "generation_config", None) or SimpleNamespace())
 
     def setting(name: str) -> Any:

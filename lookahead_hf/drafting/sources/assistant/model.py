@@ -1,4 +1,4 @@
-"""The assistant during a call: ragged rows in a cache of its own, fed and rolled back."""
+"""An assistant during a call: ragged rows in a cache of its own, fed and rolled back."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Branches = tuple[list[int], list[int]]
 """Token ids and parents of nodes; parent -1 is the end of the chain before them."""
 
 EncoderInputs = tuple[torch.Tensor, torch.Tensor | None]
-"""What an encoder is given, [rows, ...], and what of it is attended, if not all."""
+"""Inputs of an encoder, [rows, ...], and its attention mask, if not all is attended."""
 
 
 class AssistantModel:
-    """A model that has read every row up to a point of its own, and can forget the newest tokens.
+    """A model that has read every row up to some token, and can forget the newest ones.
 
-    The rows are texts in the assistant's tokens; how they come about is not its concern.
+    The rows are texts in the assistant's tokens.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class AssistantModel:
 
         Args:
             model: The assistant.
-            contexts: Tokens of every row, [tokens] int64 each; one row at least has some.
-            encoder_inputs: What its encoder is given, if it has one.
+            contexts: Tokens of every row, [tokens] int64 each; at least one row has some.
+            encoder_inputs: Inputs of its encoder, if it has one.
 
         Raises:
-            Unserved: The model cannot be fed so.
-            ValueError: Its encoder has nothing to read.
+            Unserved: The model cannot run such rows.
+            ValueError: It has an encoder, but there is no input for it.
         """
         support.check_setup(model)
         ids, attended = _left_padded(contexts)
@@ -53,10 +53,10 @@ class AssistantModel:
             kwargs = _prefill_arguments(model, mask)
         support.check(model, model.generation_config, kwargs)
         self._rows = Rows(ids, attended)
-        self._target = Runner(model, len(contexts))
+        self._runner = Runner(model, len(contexts))
         with torch.no_grad():
             prompt = torch.from_numpy(ids).to(model.device)
-            self._target.prefill(prompt, model.generation_config, kwargs)
+            self._runner.prefill(prompt, model.generation_config, kwargs)
         self._chains: Sequence[Sequence[int]] = []
 
     def read(self, row: int) -> np.ndarray:
@@ -69,16 +69,16 @@ class AssistantModel:
         counts[row] = num_tokens
         assert num_tokens <= self._rows.num_emitted[row]
         self._rows.num_emitted -= counts
-        self._target.keep(-counts)
+        self._runner.keep(-counts)
 
     def feed(
         self, chains: Sequence[Sequence[int]], branches: Sequence[Branches] | None = None
     ) -> torch.Tensor:
-        """Run further tokens in one forward; nothing of them is kept until `keep`.
+        """Run further tokens in one forward; none is kept until `keep`.
 
         Args:
-            chains: What follows in each row; rows may have none.
-            branches: Nodes that hang on each chain's end.
+            chains: Next tokens of each row; rows may have none.
+            branches: Nodes below the end of each chain.
 
         Returns:
             Logits, [rows, width, vocab]: place i follows a row's i-th token, chain before branches.
@@ -91,7 +91,7 @@ class AssistantModel:
         nodes = branches or [([], [])] * len(chains)
         draft = DraftTree.from_rows(map(_hung, chains, nodes))
         with torch.no_grad():
-            outputs = self._target.forward(self._target.layout(self._rows, draft))
+            outputs = self._runner.forward(self._runner.layout(self._rows, draft))
         self._rows.num_emitted[:] = kept
         return outputs.logits
 
@@ -100,18 +100,18 @@ class AssistantModel:
         for row, count in enumerate(counts.tolist()):
             for token in self._chains[row][:count]:
                 self._rows.emit(row, token)
-        self._target.keep(counts)
+        self._runner.keep(counts)
 
 
 def _hung(chain: Sequence[int], branches: Branches) -> Branches:
-    """A row's block without its first token: the rest of the chain, and the nodes at its end."""
+    """A row's block without its first token: the rest of the chain and the nodes below its end."""
     tokens, parents = branches
     rest = max(len(chain) - 1, 0)
     return [*chain[1:], *tokens], [*range(-1, rest - 1), *(parent + rest for parent in parents)]
 
 
 def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and which of them are attended, [rows, longest] each."""
+    """Token ids and whether they are attended, [rows, longest] each."""
     width = max(map(len, contexts))
     ids = np.zeros((len(contexts), width), np.int64)
     attended = np.zeros((len(contexts), width), bool)
@@ -122,7 +122,7 @@ def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 
 def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
-    """What `generate` would prepare beside the prompt."""
+    """The arguments that `generate` would prepare beside the prompt."""
     position_ids = (attended.long().cumsum(-1) - 1).clamp_(min=0)
     kwargs: dict[str, Any] = {
         "attention_mask": attended.long(),
@@ -131,16 +131,16 @@ def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
         "use_cache": True,
     }
     if "logits_to_keep" in compat.forward_arguments(model):
-        kwargs["logits_to_keep"] = 1  # none is needed: what follows the prompt is known
+        kwargs["logits_to_keep"] = 1  # none is needed: the text after the prompt is known
     return kwargs
 
 
 def _decoder_arguments(
     model: Any, attended: torch.Tensor, encoder_inputs: EncoderInputs | None
 ) -> dict[str, Any]:
-    """What `generate` would prepare beside the prompt of a decoder, with its encoder's outputs."""
+    """The same for a decoder, with the outputs of its encoder."""
     if encoder_inputs is None:
-        raise ValueError("an encoder-decoder model can assist none that has no encoder")
+        raise ValueError("an encoder-decoder model cannot assist a decoder-only model")
     inputs, mask = encoder_inputs
     inputs = inputs.to(model.device, model.dtype if inputs.is_floating_point() else None)
     kwargs: dict[str, Any] = {"past_key_values": compat.empty_cache(model), "use_cache": True}

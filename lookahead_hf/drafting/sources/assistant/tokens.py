@@ -1,4 +1,4 @@
-"""A row's text in another vocabulary: there for the assistant to read, back for the target."""
+"""Translates a row's text into the assistant's vocabulary, and its drafts back."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Any
 import numpy as np
 
 KEPT = 12
-"""Newest tokens that are encoded anew in every step, so that a word can still change its tokens."""
+"""Newest tokens that every step encodes again, so that a word can still change its tokens."""
 
 REACH = 4
-"""Places within which two encodings of the same text are expected to meet."""
+"""Distance within which two encodings of the same text are expected to agree again."""
 
 HELD_BACK = 8
-"""Tokens after which a text that does not end in a whole character is taken as it is."""
+"""Tokens after which a text is read although it ends inside a character."""
 
 PADDED = 0.02
-"""Part of a vocabulary by which two models of one tokenizer may differ; it is under 0.5 % where
-they pad it differently, and more than that between two versions of a tokenizer."""
+"""Part of a vocabulary by which two models of one tokenizer may differ. Different padding makes
+less than 0.5 %, different versions of a tokenizer more."""
 
 BROKEN = "\ufffd"
 """What the bytes of an unfinished character decode to."""
 
 
 class SameTokens:
-    """A row whose tokens are the assistant's as they are.
+    """A row whose tokens are also the assistant's tokens.
 
     Attributes:
         ids: The row in the assistant's tokens.
-        num_settled: How many of them will not change any more.
+        num_settled: Number of them that cannot change any more.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        """`vocab_size`: ids from here on (images, a larger padding) are unknown and become 0."""
+        """`vocab_size`: this id and higher ones (images, a larger padding) become 0."""
         self._vocab_size = vocab_size
         self.ids: list[int] = []
         self.num_settled = 0
 
     def extend(self, context: np.ndarray) -> int:
-        """Read on in the context, [tokens]; returns how many ids are what they were before."""
+        """Read on in the context, [tokens]; return the number of unchanged ids."""
         unchanged = len(self.ids)
         new = context[unchanged:]
         self.ids += np.where(new < self._vocab_size, new, 0).tolist()
@@ -50,13 +50,13 @@ class SameTokens:
 class Bridge:
     """A row in the tokens of an assistant with another vocabulary, while the target's text grows.
 
-    Only the newest tokens are ever decoded and encoded again, so a step costs the same in any text.
-    Where two encodings disagree, they are joined at the first tokens that both have; a join that
-    fails costs drafts, never text.
+    Only the newest tokens are decoded and encoded again, so a step costs the same in any text. If
+    two encodings disagree, they are joined at the first tokens that both have. A join that fails
+    costs drafts, never text.
 
     Attributes:
         ids: The row in the assistant's tokens.
-        num_settled: How many of them will not change any more.
+        num_settled: Number of them that cannot change any more.
     """
 
     def __init__(self, target_tokenizer: Any, assistant_tokenizer: Any) -> None:
@@ -69,7 +69,7 @@ class Bridge:
         self._num_read = 0  # target tokens whose text has been encoded
 
     def extend(self, context: np.ndarray) -> int:
-        """Read on in the context, [tokens]; returns how many ids are what they were before.
+        """Read on in the context, [tokens]; return the number of unchanged ids.
 
         Special tokens are not text and are left out.
         """
@@ -88,7 +88,7 @@ class Bridge:
         return unchanged
 
     def _settle(self, count: int) -> None:
-        """Let go of all ids but those from `count` on, where the text can be cut there too."""
+        """Settle the ids before `count`, if the text can be cut there too."""
         text = _decode(self._assistant, self.ids[self.num_settled : count])
         for head in (text, " " + text):  # some decoders drop the space before the first word
             if self._open.startswith(head):
@@ -101,14 +101,14 @@ class Bridge:
         self.num_settled = count
 
     def translate(self, drafted: Sequence[int], context: np.ndarray) -> list[int]:
-        """The target's tokens for a draft behind `ids`.
+        """Translate a draft that follows `ids` into the target's tokens.
 
         Args:
             drafted: Draft tokens of the assistant.
             context: The row in the target's tokens, [tokens].
 
         Returns:
-            Tokens that follow the context; none where the two texts do not meet.
+            Tokens that follow the context; none if the two texts do not agree.
         """
         before = self.ids[self.num_settled :]
         known = _decode(self._assistant, before)
@@ -120,7 +120,7 @@ class Bridge:
         known = _decode(self._target, context[start : self._num_read].tolist())
         found = _following(tail, self._encode(known + text))
         if found is None and self._num_read == len(context):
-            # The target ended a token where its tokenizer would not.
+            # The target ended a token at a place where its tokenizer would not.
             found = self._encode(text)
             if _decode(self._target, [*tail, *found]) != known + text:
                 return []
@@ -131,15 +131,15 @@ class Bridge:
 
 
 def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
-    """Whether two tokenizers, if both are given, mean different tokens by the same ids.
+    """Whether two tokenizers, if both are given, have different tokens for the same ids.
 
     Raises:
-        ValueError: Only the assistant's is given, which says nothing by itself.
+        ValueError: Only the assistant's is given, which is useless alone.
     """
     if assistant_tokenizer is not None and target_tokenizer is None:
         raise ValueError(
-            "assistant_tokenizer= needs tokenizer= beside it, the target's: drafts are carried "
-            "from the one vocabulary to the other as text (leave both out where they are the same)"
+            "assistant_tokenizer= needs tokenizer= beside it, the target's: drafts are translated "
+            "from one vocabulary to the other as text (leave both out if they are the same)"
         )
     if target_tokenizer is None or assistant_tokenizer is None:
         return False
@@ -153,7 +153,7 @@ def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
 def check_sizes(target_size: int, assistant_size: int) -> None:
     """Refuse an assistant without tokenizers whose vocabulary cannot be the target's.
 
-    Sizes of one vocabulary differ by what the models pad it to, and by tokens for images.
+    Sizes of one vocabulary differ by the models' padding and by tokens for images.
 
     Raises:
         ValueError: They differ by more.
@@ -162,7 +162,7 @@ def check_sizes(target_size: int, assistant_size: int) -> None:
         raise ValueError(
             f"the assistant has {assistant_size} token ids, the model {target_size}: they have "
             "different tokenizers. Pass both in the call, tokenizer= of the model and "
-            "assistant_tokenizer=, and drafts are carried over as text"
+            "assistant_tokenizer=, and drafts are translated as text"
         )
 
 
@@ -171,9 +171,9 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _joined(old: list[int], new: list[int]) -> list[int]:
-    """A new encoding of a text and more, behind what the old one has before they meet.
+    """Join a new encoding of a longer text to the part of the old one before they agree.
 
-    The first token of `new` may differ merely because nothing stands before it.
+    The first token of `new` may differ only because nothing precedes it.
     """
     meetings = sorted(
         ((i, j) for i in range(min(len(old), REACH)) for j in range(min(len(new), REACH))),
@@ -187,7 +187,7 @@ def _joined(old: list[int], new: list[int]) -> list[int]:
 
 
 def _following(tail: list[int], encoded: list[int]) -> list[int] | None:
-    """What stands in `encoded` behind the tokens of `tail`; None where it has other ones."""
+    """The tokens of `encoded` after those of `tail`; None if it does not have them."""
     for shift in sorted(range(-REACH, REACH + 1), key=abs):
         end = len(tail) + shift
         shared = min(2, len(tail), end)

@@ -15,6 +15,7 @@ from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
 from lookahead_hf.drafting.sources.assistant.model import AssistantModel
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
+from tests.helpers.drafts import paths, rows_of
 from tests.helpers.models import VOCAB, characters, prompt, tiny
 
 TEXTS = [prompt(length=30, seed=row)[0].tolist() for row in range(3)]
@@ -31,33 +32,10 @@ def reading(model: Any) -> AssistantModel:
     return AssistantModel(model, [np.array(t[:n]) for t, n in zip(TEXTS, LENGTHS, strict=True)])
 
 
-def rows_of(texts: Sequence[Sequence[int]]) -> Rows:
-    """Rows with these texts, the last token of each emitted."""
-    width = max(map(len, texts)) - 1
-    ids, attended = np.zeros((len(texts), width), np.int64), np.zeros((len(texts), width), bool)
-    for row, text in enumerate(texts):
-        ids[row, width - len(text) + 1 :] = text[:-1]
-        attended[row, width - len(text) + 1 :] = True
-    rows = Rows(ids, attended)
-    for row, text in enumerate(texts):
-        rows.emit(row, text[-1])
-    return rows
-
-
 def begun(model: Any, rows: Rows, **options: Any) -> AssistantDrafter:
     drafter = AssistantDrafter(model, **{"min_reach": 0.0, "num_draft": 4, **options})
     drafter.begin(rows)
     return drafter
-
-
-def path_to(tree: DraftTree, row: int, node: int) -> list[int]:
-    """Tokens from the root to a node of a row."""
-    nodes = tree.row(row)
-    tokens: list[int] = []
-    while node != ROOT:
-        tokens.insert(0, int(tree.token_ids[nodes][node]))
-        node = int(tree.parents[nodes][node])
-    return tokens
 
 
 def check_tree(model: Any, rows: Rows, tree: DraftTree, top_k: int, beam: int, depth: int) -> None:
@@ -67,7 +45,7 @@ def check_tree(model: Any, rows: Rows, tree: DraftTree, top_k: int, beam: int, d
         depths = tree.depth[tree.row(row)]
         gone_on = sorted(set(parents.tolist()))
         for node in gone_on:
-            path = path_to(tree, row, node)
+            path = [] if node == ROOT else paths(tree, row)[node]
             best = logits_after(model, [*rows.context(row).tolist(), *path]).topk(top_k).indices
             children = tree.token_ids[tree.row(row)][parents == node]
             assert sorted(children.tolist()) == sorted(best.tolist())
@@ -123,7 +101,7 @@ def test_drafts_are_what_the_model_would_write_in_every_step(name: str, beam: in
         tree = drafter.propose(rows, 64)
         check_tree(model, rows, tree, top_k=3, beam=beam, depth=4)
         for row in range(3):  # row 0 accepts it all, row 1 a part, row 2 nothing
-            drafted = path_to(tree, row, int(tree.parents[tree.row(row)][-1]))
+            drafted = paths(tree, row)[-1][:-1]
             for token in [*drafted[: 2 * (2 - row)], 3 + step]:
                 rows.emit(row, token)
     drafter.end(rows)
@@ -233,14 +211,6 @@ def test_the_assistant_is_left_as_it_was() -> None:
     assert attention_name(model.config) == "lookahead:sdpa"
     drafter.end(rows)
     assert attention_name(model.config) == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("num_draft", 0), ("top_k", 65), ("beam", -1), ("min_reach", 1.0)]
-)
-def test_options_out_of_range_are_named(option: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"assistant: {option} "):
-        AssistantDrafter(tiny("llama"), **{option: value})
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB - 2, VOCAB, VOCAB + 2])

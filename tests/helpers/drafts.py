@@ -1,0 +1,49 @@
+"""Rows, paths and verdicts for tests of drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lookahead_hf.draft import ROOT, DraftTree, Verdict
+from lookahead_hf.rows import Rows
+
+
+def rows_of(texts: Sequence[Sequence[int]], num_emitted: int = 1) -> Rows:
+    """Rows with these texts, left-padded, whose last tokens were emitted."""
+    width = max(map(len, texts)) - num_emitted
+    ids, attended = np.zeros((2, len(texts), width), np.int64)
+    for row, text in enumerate(texts):
+        length = len(text) - num_emitted
+        ids[row, width - length :], attended[row, width - length :] = text[:length], 1
+    rows = Rows(ids, attended.astype(bool))
+    emit(rows, [text[len(text) - num_emitted :] for text in texts])
+    return rows
+
+
+def emit(rows: Rows, tokens: Sequence[Sequence[int]]) -> None:
+    """Let each row emit its tokens."""
+    for row, of_row in enumerate(tokens):
+        for token in of_row:
+            rows.emit(row, token)
+
+
+def paths(draft: DraftTree, row: int = 0) -> list[list[int]]:
+    """Tokens from the root to every node of a row."""
+    found: list[list[int]] = []
+    nodes = draft.row(row)
+    for token, parent in zip(draft.token_ids[nodes], draft.parents[nodes], strict=True):
+        found.append([*(found[parent] if parent != ROOT else []), int(token)])
+    return found
+
+
+def decided(draft: DraftTree, truth: Sequence[int]) -> Verdict:
+    """The verdict on a draft of one row whose text goes on like this."""
+    path: list[int] = []
+    for token in truth[:-1]:
+        child = draft.child_of(0, path[-1] if path else ROOT, token)
+        if child is None:
+            break
+        path.append(child)
+    return Verdict.from_rows([truth[: len(path) + 1]], [path])
