@@ -6,9 +6,8 @@ import numpy as np
 from replay import Contender, Seen
 
 from lookahead_hf.draft import DraftTree
-
-from .suffix_automaton import SuffixAutomaton
-from .token_recycling import RecyclingTree
+from peers.suffix_automaton import SuffixAutomaton
+from peers.token_recycling import RecyclingTree
 
 TEMPLATE_60 = ((7,), (6, 5, 3, 2, 2, 1, 1)) + (
     (3, 2, 2, 1, 1, 0, 3, 2, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0),
