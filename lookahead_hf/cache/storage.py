@@ -1,7 +1,7 @@
-"""What the parts of our cache have in common: how far the rows are, and a layer's K and V.
+"""What the parts of our cache share: the lengths of the rows, and a layer's K and V.
 
-A cache knows its layers and groups, and both know these; nothing knows the cache. So K and V are
-freed with the last who uses them, without waiting for Python to look for circles.
+A cache refers to its layers and groups, and both refer to these; nothing refers to the cache. So K
+and V are freed with their last user, without waiting for Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Extent:
     Attributes:
         lengths: Tokens of each row that are kept, [rows] int64.
         shown: Slots that the attention sees in every forward, None for those that are in use.
-        starts: Lengths after the prompt, [rows], where a row must not drop what the slowest one
-            still sees, because all of them may be handed back as they were there; None else.
+        starts: Lengths after the prompt, [rows], if a row must keep what the slowest row still
+            sees, because all rows may be handed back at that point; else None.
     """
 
     lengths: np.ndarray
@@ -49,13 +49,13 @@ class Stores:
     v_store: torch.Tensor
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` slots; one after the other, so that one copy is held twice."""
+        """Make room for `capacity` slots, first in K, then in V, to hold only one extra copy."""
         self.k_store = _grown(self.k_store, capacity)
         self.v_store = _grown(self.v_store, capacity)
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The same slots with room for `capacity`; the rest is zero, since masked NaN would spread."""
+    """Copy the slots to room for `capacity`; the rest is zero, since masked NaN would spread."""
     if store.shape[1] >= capacity:
         return store
     grown = store.new_zeros(store.shape[0], capacity, *store.shape[2:])
