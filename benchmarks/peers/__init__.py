@@ -1,4 +1,4 @@
-"""Training-free drafters of other projects, written anew from their descriptions."""
+"""Training-free drafters of other projects, rewritten from their descriptions."""
 
 from __future__ import annotations
 
