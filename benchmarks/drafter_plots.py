@@ -15,18 +15,18 @@ from lookahead_hf.drafting.sources.recycling_buckets import NUM_PROBS, PROB_EDGE
 from lookahead_hf.ngram_pool.matches import LEVELS, NUM_SHARES, NUM_TOTALS
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "drafters"  # the same figure is the same file
+matplotlib.rcParams["svg.hashsalt"] = "drafters"  # so that equal figures are equal files
 matplotlib.rcParams["svg.fonttype"] = "none"
 
 from matplotlib import pyplot  # noqa: E402 (the backend is chosen first)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 LEAST_TESTS = 100
-"""Rates of fewer tests are not drawn."""
+"""Rates from fewer tests are not drawn."""
 
 
 def by_family(lines: list[Line], path: Path) -> None:
-    """Tokens per step of every drafter, a group of bars per family."""
+    """Plot tokens per step of every drafter, a group of bars per family."""
     families = list(dict.fromkeys(line.family for line in lines))
     drafters = list(dict.fromkeys(line.drafter for line in lines))
     colors = iter(("tab:orange", "tab:blue", "tab:green", "tab:red"))
@@ -49,7 +49,7 @@ def by_family(lines: list[Line], path: Path) -> None:
 def for_docs(
     lines: list[Line], texts: list[Text], target: Recorded, new_tokens: int, folder: Path
 ) -> None:
-    """Bars by family, tokens per step by the number of nodes, and acceptance by bucket."""
+    """Plot tokens per step by family and by number of nodes, and acceptance by bucket."""
     folder.mkdir(parents=True, exist_ok=True)
     by_family(lines, folder / "drafters.svg")
     contenders = [Ours(size, new_tokens) for size in SIZES]
@@ -65,7 +65,7 @@ def for_docs(
 
 
 def by_size(means: list[float], lines: list[Line], path: Path) -> None:
-    """Ours as a curve over the number of nodes, every other drafter as a point."""
+    """Plot ours as a curve over the number of nodes, every other drafter as a point."""
     figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     axis.plot(SIZES, means, "o-", label="ours")
     for line in lines:
@@ -84,7 +84,7 @@ def by_size(means: list[float], lines: list[Line], path: Path) -> None:
 
 
 def by_bucket(tested: np.ndarray, path: Path) -> None:  # [2, buckets]
-    """Acceptance rate of n-gram buckets by match length and of recycled ones by probability."""
+    """Plot acceptance rates of n-gram buckets by match length, of recycled ones by probability."""
     num_ngram = len(LEVELS) * NUM_SHARES * NUM_TOTALS
     ngram = tested[:, :num_ngram].reshape(2, len(LEVELS), NUM_SHARES, NUM_TOTALS)
     recycled = tested[:, num_ngram:].reshape(2, 3, SINGLE_START // NUM_PROBS, NUM_PROBS)

@@ -1,12 +1,12 @@
-"""Compare drafters by tokens per step, on the same texts: the default ones and other projects'.
+"""Compare this project's default drafters with others by tokens per step, on the same texts.
 
 The texts are greedy fp32 outputs, recorded once with the target's likeliest tokens at every
-position; every drafter is then replayed on them, so no clock is involved and no drafter changes the
-text. The first eight prompts of each family are left out: rates that drafting starts from were
-measured on them. The peers are written anew from their papers and code, with published settings.
+position. Every drafter is then replayed on them, so no clock is involved and no drafter changes the
+text. The first eight prompts of each family are left out, since the initial acceptance rates were
+measured on them. The peers are rewritten from their papers and code, with published settings.
 Only the logits of the text itself were recorded. Drafters that also recycle those of rejected nodes
 (Token Recycling, SAM-Decoding, this project's) get them with --on-model, which runs the model on
-every draft and takes hours on a CPU. Without it they do worse than they would.
+every draft and takes hours on a CPU. Without it they score lower than they would.
 
     python benchmarks/drafters.py
     python benchmarks/drafters.py --json drafters.json --plot drafters.svg
@@ -37,7 +37,7 @@ ALL = "all"
 
 
 def peers() -> list[Contender]:
-    """The other projects' drafters, with the settings that they were published with."""
+    """Return the other projects' drafters with their published settings."""
     return [
         PromptLookup(),
         PromptLookup(ngram_size=3),
@@ -52,7 +52,7 @@ def peers() -> list[Contender]:
 def lines_of(
     contender: Contender, texts: Iterable[Text], target: Recorded = RECORDED
 ) -> list[Line]:
-    """Replay all texts and add up each family, then all of them."""
+    """Replay all texts; return a line per family, then one for all of them."""
     outcomes = replay(texts, contender, target)
     families = [*sorted({outcome.family for outcome in outcomes}), ALL]
     return [
@@ -74,7 +74,7 @@ def _line(family: str, contender: Contender, outcomes: list[Outcome]) -> Line:
 
 
 def print_table(lines: list[Line]) -> None:
-    """Tokens per step as a Markdown table, a line per drafter and a column per family."""
+    """Print tokens per step as a Markdown table: a row per drafter, a column per family."""
     families = list(dict.fromkeys(line.family for line in lines))
     print("| drafter | settings | nodes per step |", " | ".join(families), "|")
     print("|---|---|" + "---|" * (1 + len(families)))
@@ -86,7 +86,7 @@ def print_table(lines: list[Line]) -> None:
 
 
 def print_leads(lines: list[Line], ours: list[str]) -> None:
-    """Ours beside the best peer of each family and of all."""
+    """Print our lead over the best peer of each family and of all."""
     for name in ours:
         leads = []
         for line in (line for line in lines if line.drafter == name):
@@ -97,7 +97,7 @@ def print_leads(lines: list[Line], ours: list[str]) -> None:
 
 
 def best_peer(lines: list[Line], family: str, ours: list[str]) -> Line:
-    """The other project's drafter with most tokens per step."""
+    """Return the line of the peer with the most tokens per step."""
     others = [line for line in lines if line.family == family and line.drafter not in ours]
     return max(others, key=lambda line: line.tokens_per_step)
 
@@ -116,9 +116,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--on-model", action="store_true", help="verify drafts by the model")
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--texts", type=Path, help="folder of the recorded texts")
-    parser.add_argument("--json", type=Path, help="write the lines there")
-    parser.add_argument("--plot", type=Path, help="write bars by family there (needs matplotlib)")
-    parser.add_argument("--plots", type=Path, help="write the figures of docs/drafting.md there")
+    parser.add_argument("--json", type=Path, help="write the lines to this file")
+    parser.add_argument("--plot", type=Path, help="write bars by family (needs matplotlib)")
+    parser.add_argument("--plots", type=Path, help="folder for the figures of docs")
     return parser.parse_args(argv)
 
 
@@ -127,7 +127,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def read_texts(arguments: argparse.Namespace, load: Callable[[], tuple[Any, Any]]) -> list[Text]:
-    """The recorded texts, made first where they are missing."""
+    """Return the recorded texts; record those that are missing."""
     from lookahead_hf.cli.real_model import cache_root
 
     folder = arguments.texts or folder_of(load()[0], cache_root() / "texts")

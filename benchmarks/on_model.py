@@ -1,4 +1,4 @@
-"""What the target says after every node of a draft, rejected ones too: by running the model."""
+"""Runs the model to know what it expects after every node of a draft, rejected ones included."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lookahead_hf.draft import ROOT, DraftTree
 
 
 class OnModel(Recorded):
-    """Runs the model on every draft of a recorded text, behind the text's own cache."""
+    """Runs the model on every draft of a recorded text, on top of the text's cache."""
 
     def __init__(self, model: Any) -> None:
-        """Ask `model`, which wrote the texts; its layers must attend to all of the text."""
+        """`model` wrote the texts; its layers must attend to the whole text."""
         self._model = model
 
     @torch.no_grad()
@@ -38,7 +38,7 @@ class OnModel(Recorded):
 
     @torch.no_grad()
     def _expected(self, length: int, draft: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-        """Likeliest tokens after each node and their probabilities, [nodes, top]."""
+        """Return the likeliest tokens after each node and their probabilities, [nodes, top]."""
         device = self._model.device
         cache = DynamicCache()
         for number, layer in enumerate(self._cache.layers):
@@ -53,7 +53,7 @@ class OnModel(Recorded):
 
 
 def _mask(parents: np.ndarray, length: int) -> torch.Tensor:
-    """True where a node looks: the text, its ancestors and itself, [1, 1, nodes, keys]."""
+    """Return which keys a node attends to: the text, its ancestors, itself, [1, 1, nodes, keys]."""
     mask = torch.zeros(len(parents), length + len(parents), dtype=torch.bool)
     mask[:, :length] = True
     for node, parent in enumerate(parents.tolist()):

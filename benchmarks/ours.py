@@ -1,4 +1,4 @@
-"""This project's default drafters as a contender: the very objects of a call, without its costs."""
+"""This project's default drafters as a contender: the objects of a call, without its clock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
 
 UNUSED = torch.empty(1, 0, 0)
-"""In the place of logits: what was recorded of them comes another way."""
+"""Replaces the logits: what was recorded of them arrives in `RecordedRecycling.seen`."""
 
 
 class RecordedRecycling(RecyclingDrafter):
-    """Recycles what was recorded instead of a tensor of logits."""
+    """Recycles recorded tokens instead of a tensor of logits."""
 
     seen: Seen
 

@@ -1,9 +1,9 @@
 """Time what a step of `generate` takes outside the model's forward.
 
-That is drafting, packing and launching, reading the verdict, emitting and learning. A greedy call
-drafts up to `--nodes` tokens in every step; `step` is what a step took, `forward` the part of it in
-which the device ran what the forward launched (on a CPU the time of the forward), `outside` the
-rest. Of `--rounds` calls the one with the least outside counts; in microseconds.
+The rest is drafting, preparing and launching, reading the verdict, emitting and learning. A greedy
+call drafts up to `--nodes` tokens in every step. `step` is the time of a step, `forward` the part
+in which the device runs what the forward launched (on a CPU, the time of the forward), `outside`
+the rest, all in microseconds. Of `--rounds` calls, the one with the least `outside` counts.
 
     python benchmarks/outside.py --json outside.json --plot outside.svg
     python benchmarks/outside.py --shapes 0.1B --dtype float32 --new-tokens 64
@@ -46,7 +46,7 @@ class Line:
 
 @contextmanager
 def timed_forwards(on_device: bool) -> Iterator[list[Callable[[], float]]]:
-    """Yields how long each forward took, in microseconds, to be asked when all have run."""
+    """Yield functions that return the microseconds of each forward once all have run."""
     spans: list[Callable[[], float]] = []
     kind = CudaRunner if on_device else Runner
     forward = kind.forward
@@ -71,7 +71,7 @@ def timed_forwards(on_device: bool) -> Iterator[list[Callable[[], float]]]:
 
 
 def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
-    """The call with the least outside its forwards; the first one captures and is not counted."""
+    """Return the call with the least time outside its forwards; the first only captures."""
     ids = torch.randint(3, model.config.vocab_size, (1, options.context), device=model.device)
     call = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
@@ -94,7 +94,7 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
 
 
 def plot(lines: list[Line], path: Path) -> None:
-    """A bar per shape: forward, and what is outside on top of it."""
+    """Plot a bar per shape: the forward, and on top of it what is outside."""
     import matplotlib
 
     matplotlib.use("Agg")

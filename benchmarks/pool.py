@@ -1,11 +1,11 @@
-"""Time what drafting from n-grams costs: insertions, trees and look-ups, beside two linear scans.
+"""Time drafting from n-grams: insertions, trees and look-ups, compared with two linear scans.
 
-The text is Python source of this installation in words and letters, so no model is needed. A tree
-has up to 64 nodes: `propose` is the whole call, `compiled` the compiled functions inside it, and
-`observe` learns from a step that verified 16 nodes, mostly from their logits. The scans return one
-chain of ten tokens: KMP is one pass for the longest suffix, in numba, as vLLM looks n-grams up;
-HF is transformers' own prompt lookup. Of three calls per context the fastest counts, and `median`
-is over the contexts; `cold` calls are single ones after 64 MB of other memory, as after a forward.
+The text is the Python source of this installation in words and letters, so no model is needed. A
+tree has up to 64 nodes: `propose` is the whole call, `compiled` the compiled functions inside it,
+and `observe` learns from a step that verified 16 nodes, mostly from their logits. The scans return
+one chain of ten tokens: KMP is one pass for the longest suffix, in numba, as in vLLM; HF is the
+prompt lookup of transformers. The fastest of three calls per context counts, and `median` is over
+the contexts; `cold` calls are single calls after reading 64 MB of other memory, as after a forward.
 
     python benchmarks/pool.py
     python benchmarks/pool.py --pool-tokens 1000000 --looks 100 --json pool.json
@@ -36,7 +36,7 @@ INSERTIONS = (5_000, 100_000)
 
 
 def insertions(text: np.ndarray, rounds: int = 7) -> Iterator[Line]:
-    """Million tokens a second into a new suffix index and a new pool."""
+    """Measure million tokens per second into a new suffix index and a new pool."""
     for size in INSERTIONS:
         new = text[:size]
         for what, insert in (
@@ -49,7 +49,7 @@ def insertions(text: np.ndarray, rounds: int = 7) -> Iterator[Line]:
 
 
 def pools(text: np.ndarray, fresh: np.ndarray, looks: Looks) -> Iterator[Line]:
-    """A large pool: filling it, its file, and look-ups with contexts that it does not hold."""
+    """Measure a large pool: filling it, its file, and look-ups with contexts that it lacks."""
     pool = NgramPool(len(text))
     pieces = np.array_split(text[: -len(text) // 100], max(1, len(text) // 5_000))
     speeds = [len(piece) / timed(lambda piece=piece: pool.add(piece)) / 1e6 for piece in pieces]
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--pool-tokens", type=int, default=10_000_000)
     parser.add_argument("--looks", type=int, default=400, help="look-ups of each kind")
-    parser.add_argument("--json", type=Path, help="write the lines there, too")
+    parser.add_argument("--json", type=Path, help="also write the lines to this file")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(f"{'':28}{'tokens':>12}{'best':>10}{'median':>10}{'cold':>10}")

@@ -1,4 +1,4 @@
-"""Times a step's drafting on one core: trees, the learning after a step, and two linear scans."""
+"""Times the drafting of a step on one core: trees, learning after a step, two linear scans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lookahead_hf.rows import Rows
 
 NODES = 64
 VERIFIED = 16
-"""Nodes of which a step's learning sees the logits."""
+"""Nodes whose logits a step learns from."""
 
 COMPILED = (
     (_numba, "grow"),
@@ -38,7 +38,7 @@ COMPILED = (
     (_pool_numba, "grow"),
     (merging, "merge_trees"),
 )
-"""What a proposal spends its time in, Python apart."""
+"""The compiled functions in which a proposal spends its time."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Line:
     """One line of the result."""
 
     what: str
-    size: int | None  # tokens of the context, or that were inserted
+    size: int | None  # tokens of the context, or inserted tokens
     unit: str
     best: float
     median: float
-    cold: float | None = None  # median of the cold ones
+    cold: float | None = None  # median of the cold calls
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of one call."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -75,7 +75,7 @@ class Looks:
         advance: Callable[[], Any],
         calls: int = 3,
     ) -> Line:
-        """Call `look` for many contexts, the fastest of `calls` counts; `advance` moves on."""
+        """Time `look` in many contexts, to which `advance` moves; the fastest of `calls` counts."""
         look()
         warm, cold = [], []
         for _ in range(self._num_looks):
@@ -92,7 +92,7 @@ class Looks:
 
 
 def scans(text: np.ndarray, size: int, looks: Looks) -> Iterator[Line]:
-    """One chain by a linear pass over the context."""
+    """Time two ways to find one chain by a linear pass over the context."""
     end = [size]
 
     def advance() -> None:
@@ -108,7 +108,7 @@ def scans(text: np.ndarray, size: int, looks: Looks) -> Iterator[Line]:
 
 @njit
 def scan(text, max_ngram, num_tokens):  # type: ignore[no-untyped-def]
-    """What followed the first occurrence of the longest suffix, of `max_ngram` tokens at most.
+    """Return what followed the first occurrence of the longest suffix of up to `max_ngram` tokens.
 
     The failure function of Knuth, Morris and Pratt over the reversed text: its prefixes are the
     text's suffixes.
@@ -131,7 +131,7 @@ def scan(text, max_ngram, num_tokens):  # type: ignore[no-untyped-def]
 
 
 class Step:
-    """A text of which one token more is known after every step, and what drafts it."""
+    """A text that grows by one token per step, and the drafters that follow it."""
 
     def __init__(self, text: np.ndarray, size: int, sources: list[Any]) -> None:
         self._ids = text.astype(np.int64)
@@ -149,7 +149,7 @@ class Step:
         return Verdict.from_rows([[int(token)]], [[]])
 
     def advance(self) -> None:
-        """Put the next token into the index of the text."""
+        """Add the next token to the index of the text."""
         self._verdict = self._emit()
         self._sources[0].observe(self.rows, self._draft, self._verdict, self._logits)
 
@@ -157,7 +157,7 @@ class Step:
         return self.ensemble.propose(self.rows, NODES)
 
     def advance_and_record(self) -> None:
-        """Go on, and note what compiled functions a proposal calls."""
+        """Advance, and record the compiled functions that a proposal calls."""
         self.advance()
         self._calls: list[Callable[[], Any]] = []
         with ExitStack() as stack:
@@ -171,12 +171,12 @@ class Step:
         return function(*arguments)
 
     def repeat_compiled(self) -> None:
-        """The recorded calls once more."""
+        """Repeat the recorded calls."""
         for call in self._calls:
             call()
 
     def draft(self) -> None:
-        """Draft for a step, and emit what comes of it."""
+        """Draft for a step, and emit its token."""
         self._draft = head(self.propose(), VERIFIED)
         self._verdict = self._emit()
 
@@ -185,7 +185,7 @@ class Step:
 
 
 def trees(text: np.ndarray, size: int, pool: NgramPool, looks: Looks) -> Iterator[Line]:
-    """Trees of 64 nodes after `size` tokens and the ones that follow, and the learning of 16."""
+    """Time trees of 64 nodes from `size` tokens on, and learning from 16 of them."""
     for names, with_pool in (("n-grams, recycling", []), ("and a pool", [PoolDrafter(pool)])):
         step = Step(text, size, [NgramDrafter(), RecyclingDrafter(), *with_pool])
         step.advance_and_record()
@@ -196,7 +196,7 @@ def trees(text: np.ndarray, size: int, pool: NgramPool, looks: Looks) -> Iterato
 
 
 def _teach(ids: np.ndarray, sources: list[Any]) -> None:
-    """Logits that rank the token that comes first and others behind it."""
+    """Teach logits in which the next token has rank 0 and random tokens follow."""
     rng = np.random.default_rng(0)
     top = rng.integers(0, VOCABULARY, (len(ids) - 1, 12))
     top[:, 0] = ids[1:]

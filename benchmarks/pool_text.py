@@ -1,4 +1,4 @@
-"""Token ids to index where no model and no tokenizer is at hand."""
+"""Token ids for benchmarks that need neither a model nor a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 49_152
 
 
 def read_text(num_tokens: int) -> np.ndarray:
-    """Token ids of Python source, as many as there are up to `num_tokens`, [num_tokens] int32."""
+    """Return up to `num_tokens` token ids of Python source, [num_tokens] int32."""
     words: list[str] = []
     for source in _sources():
         words += re.findall(r"\w+|\s+|[^\w\s]", source)

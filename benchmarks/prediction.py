@@ -1,10 +1,10 @@
 """Time code edits with the old file as `prediction=`, against plain and without the prediction.
 
-A small model edits badly, so the edits run backwards: what the model writes plainly for a request
-is the new file, and the old file is made from it by undoing one edit: a name is given its former
-name everywhere, a few lines are taken out (the edit put them in), put in (it took them out) or had
-another word (it changed them). The old file, as text, is the prediction. It stands nowhere in the
-prompt, so that only the prediction knows it. Files of less than 100 tokens are left out.
+A small model edits badly, so the edits run backwards: the plain output for a request is the new
+file, and undoing one edit in it makes the old file. Undoing restores a name, removes lines that
+the edit inserted, inserts lines that it deleted, or restores words that it changed. The old file,
+as text, is the prediction; the prompt does not contain it. Files of less than 100 tokens are left
+out.
 
     python benchmarks/prediction.py --dtype bfloat16
 """
@@ -56,17 +56,17 @@ REQUESTS = (
 
 @dataclass(frozen=True)
 class Edit:
-    """One request, what the model wrote, and the file before."""
+    """One request, the new file that the model wrote, and the old file."""
 
     kind: str
     batch: Batch
     plain: Call
     old: str
-    num_changed: int  # lines of the old file that the new one has not
+    num_changed: int  # lines of the old file that the new one lacks
 
 
 def rename(text: str, rng: random.Random) -> str:
-    """A frequent name was another one before."""
+    """Undo the renaming of a frequent name."""
     names = Counter(re.findall(r"\b[a-z_]{4,}\b", text))
     usable = [name for name, _ in names.most_common() if not keyword.iskeyword(name)]
     name = usable[rng.randrange(min(3, len(usable)))]
@@ -74,7 +74,7 @@ def rename(text: str, rng: random.Random) -> str:
 
 
 def insert(text: str, rng: random.Random) -> str:
-    """Two places with one or two lines were not there."""
+    """Undo the insertion of one or two lines at two places."""
     lines = text.splitlines(keepends=True)
     for _ in range(2):
         at = rng.randrange(1, len(lines) - 1)
@@ -83,7 +83,7 @@ def insert(text: str, rng: random.Random) -> str:
 
 
 def delete(text: str, rng: random.Random) -> str:
-    """Two lines were there twice, the second time with another indentation."""
+    """Undo the deletion of two lines that repeat others with more indentation."""
     lines = text.splitlines(keepends=True)
     for _ in range(2):
         at, source = rng.randrange(1, len(lines)), rng.randrange(1, len(lines))
@@ -92,7 +92,7 @@ def delete(text: str, rng: random.Random) -> str:
 
 
 def change(text: str, rng: random.Random) -> str:
-    """Three lines had another word."""
+    """Undo the change of a word in three lines."""
     lines = text.splitlines(keepends=True)
     with_words = [at for at, line in enumerate(lines) if re.search(r"[a-z]{3,}", line)]
     for at in rng.sample(with_words, min(3, len(with_words))):
@@ -110,7 +110,7 @@ KINDS: dict[str, Callable[[str, random.Random], str]] = {
 
 
 def make_edit(model: Any, tokenizer: Any, at: int, request: str, shared: dict[str, Any]) -> Edit:
-    """Let the model write the new file, and undo an edit in it."""
+    """Let the model write the new file, and undo one edit in it."""
     kind = list(KINDS)[at % len(KINDS)]
     batch = Batch(kind, (at,), common.encode(tokenizer, [request]))
     plain = timed_call(model, batch, shared, 0, end_tokens(model))
@@ -123,7 +123,7 @@ def make_edit(model: Any, tokenizer: Any, at: int, request: str, shared: dict[st
 def measure(
     model: Any, tokenizer: Any, edit: Edit, shared: dict[str, Any], rounds: int
 ) -> list[Run]:
-    """Run plain, ours without and ours with the prediction."""
+    """Time plain generation, and speculation without and with the prediction."""
     ways: dict[str, dict[str, Any]] = {
         PLAIN: {},
         OURS: {"speculative": SPECULATIVE},
@@ -150,7 +150,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=common.positive, default=300)
     parser.add_argument("--rounds", type=common.positive, default=3)
     parser.add_argument("--threads", type=common.positive, help="torch's threads")
-    parser.add_argument("--json", type=Path, help="write the lines there")
+    parser.add_argument("--json", type=Path, help="write the lines to this file")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
-"""Record greedy texts of a model with the likeliest next tokens at every position of them.
+"""Record greedy texts of a model, with the likeliest next tokens at every position.
 
-Drafters are then compared on the very same texts without running the model again. One file per text
-in the user's cache folder; a text that is there already, of the same prompt, is not made again.
+Drafters are then compared on the same texts without running the model again. Each text has a file
+in the user's cache folder; a text of the same prompt is not recorded twice.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 TOP = 64
-"""Likeliest next tokens kept per position, as many as the greediest drafter looks at."""
+"""Likeliest next tokens recorded per position, as many as any drafter uses."""
 
 CHUNK = 128
-"""Prompt positions whose logits exist at once."""
+"""Prompt positions whose logits are computed at once."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, what the model wrote, and what it expected at every position of both."""
+    """A prompt, the model's output, and the tokens that it expected at every position."""
 
     family: str
     index: int  # of the prompt within its family
@@ -44,17 +44,17 @@ class Text:
 def recorded(
     load: Callable[[], tuple[Any, Any]], chosen: slice, new_tokens: int, folder: Path
 ) -> list[Text]:
-    """The texts of the `chosen` prompts of each family, made where `folder` lacks them.
+    """Return the texts of the `chosen` prompts of each family; record those that `folder` lacks.
 
     Args:
-        load: Gives the model and the tokenizer; the model is used only where a text is missing.
-        chosen: Which of a family's prompts that are short enough.
+        load: Returns the model and the tokenizer; the model only runs for missing texts.
+        chosen: Slice of a family's prompts that are short enough.
         new_tokens: Longest output.
         folder: Where the texts are kept.
 
     Returns:
-        The texts, the first of every family, then the second of every family and so on: what a
-        drafter keeps from text to text comes from all kinds of texts.
+        The first text of every family, then the second of every family and so on, so that a
+        drafter with a memory keeps something of all kinds of texts.
     """
     model, tokenizer = load()
     batches = _in_turn(common.batches(tokenizer, common.read_prompts(None), chosen, 1))
@@ -71,7 +71,7 @@ def recorded(
 
 
 def folder_of(model: Any, root: Path) -> Path:
-    """Where the texts of this model are kept, told apart by its name and some of its weights."""
+    """Return the folder of this model's texts, named by the model and some of its weights."""
     weights = model.get_output_embeddings().weight.detach()[::97].float().cpu().numpy()
     digest = hashlib.sha256(weights.tobytes()).hexdigest()[:8]
     dtype = str(model.dtype).removeprefix("torch.")
@@ -79,7 +79,7 @@ def folder_of(model: Any, root: Path) -> Path:
 
 
 def _in_turn(batches: Iterator[common.Batch]) -> list[common.Batch]:
-    """The first prompt of every family, then the second of every family and so on."""
+    """Return the first prompt of every family, then the second of every family and so on."""
     by_family: dict[str, list[common.Batch]] = {}
     for batch in batches:
         by_family.setdefault(batch.family, []).append(batch)
@@ -110,7 +110,7 @@ def _store(path: Path, prompt: torch.Tensor, model: Any, new_tokens: int) -> Non
 def generate(
     model: Any, prompt: torch.Tensor, new_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Write on greedily, token by token, as plain `generate` does.
+    """Generate greedily, token by token, as plain `generate` does.
 
     Args:
         model: A causal language model.
@@ -118,7 +118,7 @@ def generate(
         new_tokens: Longest output.
 
     Returns:
-        output: New token ids, up to and with the end token, [output] int64.
+        output: New token ids, including the end token, [output] int64.
         top_ids: Likeliest tokens after every token but the last, [prompt + output - 1, TOP] int32.
         top_probs: Their probabilities, float32.
     """
@@ -136,7 +136,7 @@ def generate(
 
 
 def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest tokens of logits [positions, vocab] and their probabilities, best first."""
+    """Return the likeliest tokens of logits [positions, vocab] and their probabilities."""
     probs = logits.float().softmax(-1)
     values, ids = probs.topk(min(TOP, logits.shape[1]))
     return ids.cpu().numpy().astype(np.int32), values.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Replay recorded texts: a contender drafts, the text says what the target would have accepted."""
+"""Replay recorded texts: a contender drafts, and the text decides what is accepted."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one text."""
+    """The counts of one replayed text."""
 
     family: str
-    emitted: int  # without the first token, which the prefill gives
+    emitted: int  # without the first token, which the prefill emits
     steps: int
     drafted: int
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the result: a drafter on a family, or on all of them."""
+    """One line of the result: a drafter on one family, or on all of them."""
 
     family: str
     drafter: str
@@ -49,16 +49,16 @@ class Line:
 
 
 class Contender(ABC):
-    """A drafter as the replay sees it; it lives through all texts, one after the other."""
+    """A drafter as the replay sees it; one object drafts all texts, one after the other."""
 
     name: str
     settings: str
     recycles = False
-    """Whether it learns from what the target says after rejected nodes."""
+    """Whether it learns from the target's logits after rejected nodes."""
 
     @abstractmethod
     def begin(self, tokens: np.ndarray, prompt: Seen) -> None:
-        """A text begins.
+        """Begin a text.
 
         Args:
             tokens: The prompt and the first token of the output, [prompt + 1] int64.
@@ -67,31 +67,31 @@ class Contender(ABC):
 
     @abstractmethod
     def propose(self) -> DraftTree:
-        """One tree, of one row, of what may follow the tokens so far."""
+        """Return a tree of one row that may follow the tokens so far."""
 
     @abstractmethod
     def observe(self, draft: DraftTree, path: list[int], emitted: np.ndarray, seen: Seen) -> None:
-        """A step was decided.
+        """Learn from a verified step.
 
         Args:
             draft: What was proposed.
             path: Accepted nodes, root to leaf.
             emitted: Accepted tokens and the bonus token, [emitted] int64.
-            seen: What the target said in this step.
+            seen: What the target expected in this step.
         """
 
     def end(self) -> None:  # noqa: B027 (an optional hook)
-        """The text is over."""
+        """End the text."""
 
 
 class Recorded:
-    """The target as far as it was recorded: what it said after the text's own tokens."""
+    """The recorded target: knows its logits after the text's own tokens only."""
 
     def begin(self, text: Text) -> None:
-        """A text begins."""
+        """Begin a text."""
 
     def seen(self, text: Text, length: int, draft: DraftTree, path: list[int]) -> Seen:
-        """What a step says: after `length` tokens of the text `draft` was verified."""
+        """Return what a step sees that verifies `draft` after `length` tokens of the text."""
         return seen(text, length - 1, length + len(path))
 
 
@@ -101,7 +101,7 @@ RECORDED = Recorded()
 def replay(
     texts: Iterable[Text], contender: Contender, target: Recorded = RECORDED
 ) -> list[Outcome]:
-    """Draft every text from its second token on; one outcome per text."""
+    """Draft every text from its second token on; return one outcome per text."""
     target = target if contender.recycles else RECORDED
     return [_replay(text, contender, target) for text in texts]
 
@@ -123,7 +123,7 @@ def _replay(text: Text, contender: Contender, target: Recorded) -> Outcome:
 
 
 def seen(text: Text, start: int, end: int) -> Seen:
-    """What the target expected after the tokens `start` to `end` of a text."""
+    """Return what the target expected after the tokens `start` to `end` of a text."""
     tokens = text.tokens
     before = np.concatenate([[-1], tokens])[start:end]
     ids, probs = text.top_ids[start:end], text.top_probs[start:end]
@@ -131,18 +131,18 @@ def seen(text: Text, start: int, end: int) -> Seen:
 
 
 def joined(first: Seen, second: Seen) -> Seen:
-    """Both, one after the other."""
+    """Concatenate both."""
     parts = zip(vars(first).values(), vars(second).values(), strict=True)
     return Seen(*(np.concatenate(pair) for pair in parts))
 
 
 def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
-    """Nodes along which a one-row tree says what the target would, root to leaf.
+    """Return the accepted nodes of a one-row tree, root to leaf.
 
     Args:
         draft: The tree.
-        truth: What the target emits from here, without the text's last token, which is a bonus
-            token at best, [tokens] int64.
+        truth: What the target emits next, without the text's last token, which can only be a bonus
+            token, [tokens] int64.
     """
     children: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for node, parent in enumerate(draft.parents.tolist()):

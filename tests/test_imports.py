@@ -1,22 +1,26 @@
-"""Imports run one way: every room sees only the rooms below it."""
+"""Imports run one way: modules see only those below them, and nothing sees a test file."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import lookahead_hf
 
-ROOT = Path(lookahead_hf.__file__).parent
+PACKAGE = Path(lookahead_hf.__file__).parent
+ROOT = PACKAGE.parent
 
-LEVELS = (
-    {"config", "compat", "rows", "draft", "model_state", "quantization"} | {"generation.outputs"},
-    {"fallback", "stats", "ngram_pool", "kernels"} | {"generation.streaming", "generation.call"},
-    {"logits", "cache", "distributed"},
+ROOMS = (
+    {"config", "draft", "fallback", "model_state", "quantization", "repositories", "rows"}
+    | {"generation.outputs"},
+    {"compat", "generation.prompts", "generation.streaming", "kernels", "ngram_pool", "stats"},
+    {"cache", "distributed", "logits"},
     {"runner"},
     {"drafting", "verification"},
     {"generation.finalize", "generation.options"},
@@ -26,22 +30,72 @@ LEVELS = (
     {"generation.decode"},
     {"generation.strategy"},
     {"hook"},
-    {"pipelines", "warmup", "auto", "cli"},
+    {"auto", "cli", "pipelines", "warmup"},
 )
-"""Rooms, from the lowest up; those of one level do not see each other."""
+"""Rooms, lowest first. A room is a module or a whole package; those of a level see no other."""
+
+LAYERS = {
+    "cache": ("hf_layers storage", "slots", "adopt", "column_map"),
+    "drafting": (
+        """_heap cost_model drafter guard reference topk sources.prediction_alignment
+        sources.recycling_buckets sources.assistant.tokens""",
+        """_numba budget loans scheduler sources._recycling_numba sources.lookahead
+        sources.prediction user_drafter""",
+        "sources.ngram sources.recycling",
+        "compiled sources.assistant.picks sources.lasting sources.pool",
+        "calibration sources.assistant.growth",
+        "registry sources.assistant.model sources.prompt_logits tree",
+        "ensemble sources.assistant.drafter",
+        "session",
+    ),
+    "ngram_pool": (
+        "compilation jit matches",
+        "_logits_numba _numba store",
+        "_pool_table logits_memory suffix_index",
+        "_pool_numba",
+        "pool",
+        "__init__",
+    ),
+    "runner": (
+        """cuda.capture cuda.transfer masks packed_linear passthrough_kwargs prefix_tuning
+        torch_compile tree_attention values""",
+        "cuda.device_ops implicit_positions positions prompt_states standing",
+        "attention guards",
+        "cuda.step host",
+        "compiled cuda.graph_set self_test",
+        "cuda.graphs support",
+        "cuda.runner",
+    ),
+    "verification": (
+        "mersenne rng stopping",
+        "lockstep noise",
+        "walk",
+        "batched_walk follower rejection",
+        "device",
+        "select",
+    ),
+}
+"""Modules of the larger packages, lowest first; those of a layer see no other."""
+
+KNOWN_CIRCLES = [
+    {f"lookahead_hf.drafting.{name}" for name in ("calibration", "compiled", "ensemble", "tree")},
+]
+"""Modules that still import each other."""
+
+KNOWN_TEST_IMPORTS = {"tests/drafting/sources/test_lasting.py"}
+"""Test files that still import from another one."""
 
 NARROW = {
-    "stats": {"draft", "model_state"},
-    "fallback": {"model_state"},
-    "generation.streaming": set(),
-    "generation.call": {"compat"},
-    "generation.options": {"compat", "config", "fallback"},
+    "stats": {"draft"},
+    "compat": {"model_state"},
+    "generation.streaming": {"draft"},
+    "generation.options": {"compat", "config", "fallback", "repositories"},
     "ngram_pool": set(),
     "kernels": set(),
     "generation": set(),
     "": set(),
 }
-"""Rooms that see less of ours than what is below them."""
+"""Rooms that see fewer rooms than those below them."""
 
 PACKAGES = {
     "ngram_pool": {"numpy", "numba"},
@@ -49,31 +103,21 @@ PACKAGES = {
     "rows": {"numpy"},
     "config": set(),
     "fallback": set(),
+    "model_state": set(),
     "quantization": set(),
     "stats": {"numpy"},
 }
-"""Rooms whose other imports come from the standard library and from these packages only."""
-
-
-def files() -> list[Path]:
-    return sorted(ROOT.rglob("*.py"))
-
-
-def room_of(path: Path) -> str:
-    """The room of a file, by its path below the package; "" for the package itself."""
-    return _room(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__"))
-
-
-def _room(module: str) -> str:
-    """The room of a module, by its name below the package: of `generation` each file is one."""
-    first, _, rest = module.strip(".").partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "generation" and rest else first
+"""Rooms that import nothing else from outside but the standard library and these packages."""
 
 
 class Imports(ast.NodeVisitor):
-    """Modules that a file imports when it runs, wherever in it; not those for type checkers."""
+    """Collects the modules that a file imports when it runs, at any place of it.
 
-    def __init__(self) -> None:
+    Imports under `if TYPE_CHECKING` do not count.
+    """
+
+    def __init__(self, modules: set[str]) -> None:
+        self.modules = modules
         self.names: list[tuple[int, str]] = []
 
     def visit_If(self, node: ast.If) -> None:
@@ -88,32 +132,59 @@ class Imports(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         assert node.level == 0, f"line {node.lineno}: a relative import"
-        assert node.module is not None
-        if node.module == "lookahead_hf":
-            self.names += [(node.lineno, f"lookahead_hf.{alias.name}") for alias in node.names]
-        elif node.module == "lookahead_hf.generation":
-            self.names += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-        else:
-            self.names.append((node.lineno, node.module))
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            is_module = name in self.modules or node.module == "lookahead_hf"
+            self.names.append((node.lineno, name if is_module else str(node.module)))
 
 
-def imports_of(source: str) -> Iterator[tuple[int, str]]:
-    visitor = Imports()
+def modules_in(folder: Path, root: Path) -> dict[str, Path]:
+    """Modules below a folder by the names under which files below `root` import them."""
+    paths = sorted(folder.rglob("*.py"))
+    names = [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
+    return {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
+
+
+MODULES = modules_in(PACKAGE, ROOT)
+
+
+def imports_of(source: str, modules: set[str] = frozenset(MODULES)) -> Iterator[tuple[int, str]]:
+    visitor = Imports(modules)
     visitor.visit(ast.parse(source))
-    yield from visitor.names
+    yield from dict.fromkeys(visitor.names)
 
 
-def forbidden(room: str, source: str) -> list[str]:
-    """Imports in `source` that a file of `room` may not have, with their lines."""
-    level = next((i for i, rooms in enumerate(LEVELS) if room in rooms), len(LEVELS))
-    seen = NARROW.get(room, set().union(*LEVELS[:level]))
+def room_of(module: str) -> str:
+    """The longest room whose name begins the module's; else its package or, at the top, ""."""
+    below = module.removeprefix("lookahead_hf").removeprefix(".")
+    known = set().union(*ROOMS)
+    parts = below.split(".")
+    prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return next((prefix for prefix in prefixes if prefix in known), parts[0])
+
+
+def layer_of(module: str, room: str) -> int | None:
+    """Number of the module's layer inside its room, None if the room has no layers."""
+    if room not in LAYERS:
+        return None
+    name = module.removeprefix(f"lookahead_hf.{room}").removeprefix(".") or "__init__"
+    return next((i for i, layer in enumerate(LAYERS[room]) if name in layer.split()), -1)
+
+
+def forbidden(module: str, source: str) -> list[str]:
+    """Imports in `source` that a module may not have, with their lines."""
+    room = room_of(module)
+    level = next((i for i, rooms in enumerate(ROOMS) if room in rooms), len(ROOMS))
+    seen = NARROW.get(room, set().union(*ROOMS[:level]))
     wrong = []
     for line, name in imports_of(source):
-        package, _, rest = name.partition(".")
+        package = name.partition(".")[0]
         if package == "lookahead_hf":
-            other = _room(rest)
-            # The package itself offers what `hook` and `pipelines` have.
-            is_wrong = other not in seen | {room} and not (other == "" and "hook" in seen)
+            other = room_of(name)
+            if other == room:
+                is_wrong = not _is_below(name, module, room)
+            else:  # the package itself offers what `hook` and `pipelines` have
+                is_wrong = other not in seen and not (other == "" and "hook" in seen)
         else:
             allowed = PACKAGES.get(room)
             is_wrong = allowed is not None and package not in allowed | set(sys.stdlib_module_names)
@@ -122,33 +193,42 @@ def forbidden(room: str, source: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_only_what_is_below_it(path: Path) -> None:
-    room = room_of(path)
-    assert room in ("", "generation") or any(room in rooms for rooms in LEVELS), (
-        f"{room} has no place in the graph"
-    )
-    assert forbidden(room, path.read_text()) == []
+def _is_below(other: str, module: str, room: str) -> bool:
+    """Whether a module of the same room is in a lower layer, if the room has layers."""
+    if any({other, module} <= circle for circle in KNOWN_CIRCLES):
+        return True
+    theirs, own = layer_of(other, room), layer_of(module, room)
+    return theirs is None or own is None or 0 <= theirs < own
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_is_below_it(module: str) -> None:
+    source, room = MODULES[module].read_text(), room_of(module)
+    ours = [name for _, name in imports_of(source) if name.startswith("lookahead_hf")]
+    has_place = room in ("", "generation") or any(room in rooms for rooms in ROOMS)
+    assert has_place, f"{module} has no place in ROOMS"
+    assert not ours or layer_of(module, room) != -1, f"{module} has no place in LAYERS"
+    assert forbidden(module, source) == []
 
 
 @pytest.mark.parametrize(
-    ("room", "source"),
+    ("module", "source"),
     [
         ("rows", "from lookahead_hf.hook import enable"),
         ("rows", "from lookahead_hf import hook"),
         ("rows", "def f():\n    import lookahead_hf.generation.decode"),
-        ("drafting", "from lookahead_hf.verification import walk"),
-        ("kernels", "import lookahead_hf.draft"),
-        ("ngram_pool", "import torch"),
+        ("drafting.registry", "from lookahead_hf.verification import walk"),
+        ("drafting.scheduler", "from lookahead_hf.drafting import session"),
+        ("drafting.scheduler", "from lookahead_hf.drafting.budget import Budget"),
+        ("kernels.dispatch", "import lookahead_hf.draft"),
+        ("ngram_pool.store", "import torch"),
+        ("runner.masks", "def f():\n    from lookahead_hf.runner.host import Runner"),
         ("stats", "from lookahead_hf.rows import Rows"),
     ],
 )
-def test_the_check_finds_what_is_wrong(room: str, source: str) -> None:
-    assert forbidden(room, source) == [f"line {source.count(chr(10)) + 1}: {_only(source)}"]
-
-
-def _only(source: str) -> str:
-    return next(name for _, name in imports_of(source))
+def test_the_check_finds_what_is_wrong(module: str, source: str) -> None:
+    ((line, name),) = imports_of(source)
+    assert forbidden(f"lookahead_hf.{module}", source) == [f"line {line}: {name}"]
 
 
 def test_the_check_passes_what_is_right() -> None:
@@ -159,4 +239,64 @@ from lookahead_hf.draft import DraftTree
 if TYPE_CHECKING:
     from lookahead_hf.hook import Hook
 """
-    assert forbidden("stats", source) == []
+    assert forbidden("lookahead_hf.stats", source) == []
+
+
+def circle_in(modules: dict[str, Path]) -> list[str]:
+    """Modules that import each other in a circle, the first at both ends; [] if there are none."""
+    graph = {
+        module: {
+            name
+            for _, name in imports_of(path.read_text(), set(modules))
+            if name in modules and not any({name, module} <= circle for circle in KNOWN_CIRCLES)
+        }
+        for module, path in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("folder", ["lookahead_hf", "benchmarks"])
+def test_no_modules_import_each_other(folder: str) -> None:
+    # Programs of benchmarks/ import their neighbours by their bare names.
+    root = ROOT if folder == "lookahead_hf" else ROOT / folder
+    assert circle_in(modules_in(ROOT / folder, root)) == []
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("def f():\n    from two import g\n")
+    (tmp_path / "two.py").write_text("import three\nimport numpy\n")
+    (tmp_path / "three.py").write_text("from typing import TYPE_CHECKING\n")
+    assert circle_in(modules_in(tmp_path, tmp_path)) == []
+    (tmp_path / "three.py").write_text("import one\n")
+    assert set(circle_in(modules_in(tmp_path, tmp_path))) == {"one", "two", "three"}
+
+
+TEST_IMPORT = re.compile(
+    r"\b(?:tests(?:\.\w+)*\.test_\w+|from tests(?:\.\w+)* import [^;#\n]*\btest_\w+)"
+)
+"""Matches code and text alike, since tests also run code in other processes."""
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_nothing_imports_from_a_test_file(folder: str) -> None:
+    paths = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / folder).rglob("*.py")}
+    found = {name for name, path in paths.items() if TEST_IMPORT.search(path.read_text())}
+    assert found <= KNOWN_TEST_IMPORTS
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("from {}.cache.test_slots import cache_of", True),
+        ("import sys; from {}.ngram_pool import store, test_store", True),
+        ("import {}.test_fuzz", True),
+        ("from {}.helpers.models import tiny  # as test_fuzz does", False),
+        ("from {}.helpers import pools", False),
+    ],
+)
+def test_an_import_from_a_test_file_is_found(code: str, is_found: bool) -> None:
+    assert bool(TEST_IMPORT.search(code.format("tests"))) is is_found

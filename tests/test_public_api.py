@@ -1,4 +1,4 @@
-"""What `import lookahead_hf` gives, and what it does not do."""
+"""What `import lookahead_hf` offers, and what it does not do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 import lookahead_hf
-
-HEAVY = ("torch", "triton", "numba", "transformers", "numpy")
 
 
 def in_a_fresh_process(code: str) -> str:
@@ -23,29 +21,23 @@ def in_a_fresh_process(code: str) -> str:
     return done.stdout
 
 
-def test_importing_loads_nothing_heavy_and_prints_nothing() -> None:
-    code = f"import lookahead_hf, sys; assert not [m for m in {HEAVY!r} if m in sys.modules]"
+def test_importing_loads_no_other_module_and_prints_nothing() -> None:
+    code = """
+import sys
+before = set(sys.modules)
+import lookahead_hf
+assert set(sys.modules) - before == {"lookahead_hf"}
+"""
     assert in_a_fresh_process(code) == ""
 
 
-def test_importing_is_quick() -> None:
-    """In seconds of the process: what else runs on the machine does not count."""
-    code = """
-import time
-start = time.process_time()
-import lookahead_hf
-print(time.process_time() - start)
-"""
-    assert min(float(in_a_fresh_process(code)) for _ in range(3)) < 0.03
-
-
-@pytest.mark.parametrize("module", ["config", "fallback", "stats", "draft"])
+@pytest.mark.parametrize("module", ["config", "draft", "fallback", "ngram_pool", "rows", "stats"])
 def test_the_lowest_rooms_need_no_torch(module: str) -> None:
     code = f"import lookahead_hf.{module}, sys; assert 'torch' not in sys.modules"
     assert in_a_fresh_process(code) == ""
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     assert list(lookahead_hf.__all__) == sorted(lookahead_hf.__all__, key=_as_ruff_sorts)
     for name in lookahead_hf.__all__:
         value = getattr(lookahead_hf, name)

@@ -1,11 +1,11 @@
-"""Training-free drafters of other projects, written anew from their descriptions."""
+"""Training-free drafters of other projects, rewritten from their descriptions."""
 
 from __future__ import annotations
 
-from .logitspec import LogitSpec
-from .prompt_lookup import PromptLookup
-from .sam_decoding import SamDecoding
-from .suffix_decoding import SuffixDecoding
-from .token_recycling import TokenRecycling
+from peers.logitspec import LogitSpec
+from peers.prompt_lookup import PromptLookup
+from peers.sam_decoding import SamDecoding
+from peers.suffix_decoding import SuffixDecoding
+from peers.token_recycling import TokenRecycling
 
 __all__ = ["LogitSpec", "PromptLookup", "SamDecoding", "SuffixDecoding", "TokenRecycling"]

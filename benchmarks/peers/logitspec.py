@@ -1,4 +1,4 @@
-"""LogitSpec (arXiv 2507.01449): the last logits guess the token after next, lookup goes on."""
+"""LogitSpec (arXiv 2507.01449): the last logits guess the token after next, lookup continues."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lookahead_hf.draft import DraftTree
 
 
 class LogitSpec(Contender):
-    """Chains from an n-gram table, one below the last token, one below each guess for the next.
+    """Chains from an n-gram table: one after the last token, one after each guess for the next.
 
-    As published: n-grams of at most 3 tokens, 20 tokens copied, 64 tokens with the last one; a
-    guess and its copied tokens are 4 up to rank 8, 3 up to rank 32, then 1. Of the continuations of
-    an n-gram the latest one of full length counts. Shared prefixes are merged here, which frees
-    nodes and loses none.
+    As published: n-grams of at most 3 tokens, 20 copied tokens, 64 tokens including the last one. A
+    guess and its copied tokens are 4 tokens up to rank 8, 3 up to rank 32, then 1. The latest
+    continuation of full length counts for an n-gram. Shared prefixes are merged here, which only
+    frees nodes.
     """
 
     name = "LogitSpec"
@@ -50,7 +50,7 @@ class LogitSpec(Contender):
         self._note(max(0, end - 2 * self._num_copied), end)
 
     def _note(self, start: int, end: int) -> None:
-        """Renew what follows the n-grams that begin in `start` to `end`."""
+        """Update the continuations of the n-grams that begin in `start` to `end`."""
         for first in range(start, end):
             for size in range(1, self._ngram_size + 1):
                 after = self._tokens[first + size : min(first + size + self._num_copied, end)]

@@ -1,4 +1,4 @@
-"""Prompt lookup as transformers has it: its own class, asked for one draft at a time."""
+"""Prompt lookup of transformers: its own class, called for one draft at a time."""
 
 from __future__ import annotations
 

@@ -6,9 +6,8 @@ import numpy as np
 from replay import Contender, Seen
 
 from lookahead_hf.draft import DraftTree
-
-from .suffix_automaton import SuffixAutomaton
-from .token_recycling import RecyclingTree
+from peers.suffix_automaton import SuffixAutomaton
+from peers.token_recycling import RecyclingTree
 
 TEMPLATE_60 = ((7,), (6, 5, 3, 2, 2, 1, 1)) + (
     (3, 2, 2, 1, 1, 0, 3, 2, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0),
@@ -20,10 +19,10 @@ TEMPLATE_60 = ((7,), (6, 5, 3, 2, 2, 1, 1)) + (
 
 
 class SamDecoding(Contender):
-    """A copied chain where the text's end matched long enough, or else a recycling tree.
+    """A copied chain if the text's end has a long enough match, else a recycling tree.
 
-    As published: chains of 40 tokens with the last one, from matches of 5 tokens on, without a
-    corpus. The tree recycles the prompt's logits too, and its table lives on.
+    As published: chains of 40 tokens including the last one, for matches of 5 or more tokens,
+    without a corpus. The tree recycles the prompt's logits too, and keeps its table between texts.
     """
 
     name = "SAM-Decoding[Recycling]"
@@ -50,12 +49,12 @@ class SamDecoding(Contender):
         self._add(np.concatenate([[self._last], emitted]))
 
     def _add(self, tokens: np.ndarray) -> None:
-        """The last token stays outside: it is matched when a draft is asked for."""
+        """Add all but the last token, which is matched when a draft is requested."""
         self._automaton.extend(tokens[:-1].tolist())
         self._last = int(tokens[-1])
 
     def _copied(self, state: int) -> list[int]:
-        """What followed the first occurrence; of a shorter match where that is too near the end."""
+        """Copy what followed the first occurrence, or that of a shorter match if it is too near."""
         states, tokens = self._automaton.states, self._automaton.tokens
         while states[state].link and len(tokens) - states[state].first_end < self._num_tokens:
             state = states[state].link

@@ -10,7 +10,7 @@ class State:
     """Substrings that occur at the same places; `length` is that of the longest."""
 
     length: int
-    first_end: int  # tokens up to and with the first occurrence
+    first_end: int  # tokens up to the end of the first occurrence
     link: int = -1
     next: dict[int, int] = field(default_factory=dict)
 
@@ -25,13 +25,13 @@ class SuffixAutomaton:
         self._match = (0, 0)
 
     def extend(self, tokens: list[int]) -> None:
-        """Append tokens, each matched with what stood before it."""
+        """Append tokens, each matched with the text before it."""
         for token in tokens:
             self._match = self.matched(token)
             self._append(token)
 
     def matched(self, token: int) -> tuple[int, int]:
-        """State and length of the longest substring that ends the text with `token` after it."""
+        """Return state and length of the longest earlier match of the text's end plus `token`."""
         state, length = self._match
         while state and token not in self.states[state].next:
             state = self.states[state].link
@@ -50,7 +50,7 @@ class SuffixAutomaton:
         self.states[new].link = 0 if at < 0 else self._state_after(at, token)
 
     def _state_after(self, at: int, token: int) -> int:
-        """The state of exactly the substrings of `at` with `token`, split off where needed."""
+        """Return the state of the substrings of `at` plus `token`; split it off if needed."""
         found = self.states[at].next[token]
         length = self.states[at].length + 1
         if self.states[found].length == length:

@@ -1,7 +1,7 @@
 """SuffixDecoding (arXiv 2411.04975): continuations of the matched suffix, weighed by frequency.
 
-The authors keep a suffix tree; here the occurrences themselves are kept and grouped, which gives
-the same counts.
+The authors keep a suffix tree; this code groups the occurrences themselves, which yields the same
+counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from replay import Contender, Seen
 from lookahead_hf.draft import ROOT, DraftTree
 
 END = -1
-"""Stands between two texts; it is never matched and never drafted."""
+"""Separates two texts; it is never matched and never drafted."""
 
 
 class Occurrences:
@@ -33,7 +33,7 @@ class Occurrences:
             self._after[token].append(len(self._tokens))
 
     def matches(self, context: list[int]) -> Iterator[tuple[int, list[int]]]:
-        """Places that follow the last 1, 2, 3 ... tokens of a context, as long as there are any."""
+        """Yield the places that follow the last 1, 2, 3 ... tokens of a context, until none do."""
         places = self._after.get(context[-1], [])
         for length in range(1, len(context)):
             if not places:
@@ -43,7 +43,7 @@ class Occurrences:
             places = [p for p in places if p > length and self._tokens[p - length - 1] == wanted]
 
     def continued(self, places: list[int]) -> dict[int, list[int]]:
-        """The places one token further, by that token; a place at a text's end has none."""
+        """Return the next places by the token in between; a place at a text's end has none."""
         further: defaultdict[int, list[int]] = defaultdict(list)
         for place in places:
             if place < len(self._tokens) and self._tokens[place] != END:
@@ -68,11 +68,11 @@ class Draft:
 
 
 class SuffixDecoding(Contender):
-    """Drafts at most `factor` times the match, from the match length that promises most.
+    """Drafts at most `factor` times the match, from the match length with the highest score.
 
-    Prompt and output make one index, the outputs of all texts so far another; the better promise
-    wins. The chain with factor 1 and depth 24 is what vLLM runs; the tree and a factor of up to 4
-    are the paper's, depth 64 the authors' library's.
+    One index holds prompt and output, another the outputs of all texts so far; the draft with the
+    higher score wins. vLLM runs the chain with factor 1 and depth 24; the tree and a factor of up
+    to 4 are from the paper, depth 64 is from the authors' library.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SuffixDecoding(Contender):
         self._context = [*self._context, *emitted.tolist()][-self._depth :]
 
     def _best_draft(self, texts: Occurrences) -> Draft:
-        """The draft of the greatest score over all match lengths, of the longest where equal."""
+        """Return the draft with the highest score over all match lengths; the longest wins ties."""
         best = Draft()
         grow = self._grow_tree if self._tree else self._grow_chain
         for length, places in texts.matches(self._context):

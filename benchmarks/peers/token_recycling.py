@@ -32,18 +32,18 @@ def parents_and_ranks(template: tuple[tuple[int, ...], ...]) -> list[tuple[int, 
 
 
 class RecyclingTree:
-    """The best next tokens of each token, and the tree that a template makes of them."""
+    """The best next tokens of each token, arranged into a tree by a template."""
 
     def __init__(self, template: tuple[tuple[int, ...], ...]) -> None:
         self._nodes = parents_and_ranks(template)
         self._best: dict[int, list[int]] = {}
 
     def learn(self, seen: Seen) -> None:
-        """Later ones take the place of earlier ones."""
+        """Store the best next tokens; later ones replace earlier ones."""
         self._best.update(zip(seen.last.tolist(), seen.top_ids[:, :BEST].tolist(), strict=True))
 
     def grow(self, last: int) -> DraftTree:
-        """The template below a token; places that nothing is known for stay out."""
+        """Fill the template after a token; places without a known token are left out."""
         tokens: list[int] = []
         parents: list[int] = []
         place = {ROOT: ROOT}
@@ -59,9 +59,9 @@ class RecyclingTree:
 
 
 class TokenRecycling(Contender):
-    """As published: 80 nodes, 8 tokens per token, a table that lives on from text to text.
+    """As published: 80 nodes, 8 next tokens per token, a table that is kept between texts.
 
-    Inside the prompt nothing is recycled, as in the authors' code.
+    Like the authors' code, it does not recycle the prompt's logits.
     """
 
     name = "Token Recycling"

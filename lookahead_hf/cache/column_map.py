@@ -1,4 +1,4 @@
-"""What plain's cache shows a token, in the slots of ours."""
+"""Maps the columns that plain's cache shows a token to the slots of our cache."""
 
 from __future__ import annotations
 

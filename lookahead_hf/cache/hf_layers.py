@@ -1,4 +1,4 @@
-"""What each layer type of transformers' caches holds: read it, empty it, fill it again."""
+"""Reads, empties and refills the layers of transformers' caches, by layer type."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class LayerKind:
     """How a layer type stores the newest columns of plain's cache.
 
     Attributes:
-        read: K and V of the columns that the layer holds now.
-        most: Columns that it holds at most, None for all.
-        window: Of these the ones that a next token still sees.
-        fill: Store K and V as they are after so many columns in all.
+        read: Returns K and V of the columns that the layer holds now.
+        most: Returns the most columns that it holds, None for all.
+        window: Returns how many of them the next token sees, None for all.
+        fill: Stores K and V of the newest columns, given the number of columns in all.
     """
 
     read: Callable[[Any], Content]
@@ -39,7 +39,7 @@ class LayerKind:
 
 
 def unserved_layer(cache: Cache) -> str | None:
-    """Name of the first layer type that cannot be taken over, None where all can."""
+    """Return the first layer type that cannot be taken over, None if all can."""
     if cache.offloading:
         return "offloaded cache"
     kinds = [type(layer) for layer in cache.layers]
@@ -50,21 +50,21 @@ def unserved_layer(cache: Cache) -> str | None:
 
 
 def most_columns(layer: Any) -> int | None:
-    """Columns that a layer holds at most, None for all."""
+    """Return the most columns that a layer holds, None for all."""
     return _KINDS[type(layer)].most(layer)
 
 
 def window(layer: Any) -> int | None:
-    """Earlier columns that a next token sees of a layer, None for all."""
+    """Return how many earlier columns the next token sees of a layer, None for all."""
     return _KINDS[type(layer)].window(layer)
 
 
 def room(cache: Cache, sliding: int | None) -> int | None:
-    """Columns that a cache has room for, None for any number.
+    """Return the number of columns that a cache has room for, None for any number.
 
     Args:
         cache: A cache of served layers.
-        sliding: The model's window; a layer made for less than that is not a sliding one.
+        sliding: The model's window; a static sliding layer with less room than that fills up.
     """
     ends = [
         layer.max_cache_len
@@ -76,28 +76,28 @@ def room(cache: Cache, sliding: int | None) -> int | None:
 
 
 def read(layer: Any) -> Content | None:
-    """K and V of the newest columns, views where that can be; None where a layer holds none."""
+    """Return K and V of the newest columns, as views if possible; None if there are none."""
     if not getattr(layer, "is_initialized", False) or layer.keys is None:
         return None
     return _KINDS[type(layer)].read(layer)
 
 
 def release(layer: Any, users: bool) -> None:
-    """Let go of what a layer holds, until `fill`.
+    """Drop what a layer holds, until `fill`.
 
-    The tensors of a static cache that the caller made stay: a compiled forward may know them by
-    their addresses.
+    The tensors of a static cache that the caller made stay, since a compiled forward may refer to
+    them by their addresses.
     """
     if not (users and isinstance(layer, StaticLayer)):
         layer.keys = layer.values = None
 
 
 def fill(layer: Any, content: Content, num_columns: int) -> None:
-    """Store K and V of the newest columns, in the layer's own tensors where it still has them.
+    """Store K and V of the newest columns, in the layer's own tensors if it still has them.
 
     Args:
         layer: A layer of a served type.
-        content: The newest columns, as many as it holds after `num_columns`.
+        content: The newest columns, as many as the layer holds after `num_columns`.
         num_columns: Columns that the cache has seen in all.
     """
     _KINDS[type(layer)].fill(layer, content, num_columns)

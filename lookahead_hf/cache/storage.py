@@ -1,7 +1,7 @@
-"""What the parts of our cache share: the rows' lengths, and the K and V of a layer.
+"""What the parts of our cache share: the lengths of the rows, and a layer's K and V.
 
-A cache refers to its layers and groups, and both refer to these; nothing refers to the cache. K and
-V are therefore freed with their last user, without waiting for the garbage collector.
+A cache refers to its layers and groups, and both refer to these; nothing refers to the cache. So K
+and V are freed with their last user, without waiting for Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Extent:
 
     Attributes:
         lengths: Tokens of each row that are kept, [rows] int64.
-        shown: Slots that the attention reads in every forward, None for those that are in use.
-        starts: Lengths after the prompt, [rows], where the cache may be handed back at the length
-            of the slowest row, so that no row may drop what a token there sees; None elsewhere.
+        shown: Slots that the attention sees in every forward, None for those that are in use.
+        starts: Lengths after the prompt, [rows], if a row must keep what the slowest row still
+            sees, because all rows may be handed back at that point; else None.
     """
 
     lengths: np.ndarray
@@ -56,7 +56,7 @@ class Stores:
     dropped: np.ndarray
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` slots; one after the other, so that one copy is held twice."""
+        """Make room for `capacity` slots, first in K, then in V, to hold only one extra copy."""
         self.k_store = _grown(self.k_store, capacity)
         self.v_store = _grown(self.v_store, capacity)
 
@@ -75,7 +75,7 @@ class Stores:
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The same slots with room for `capacity`; the rest is zero, since masked NaN would spread."""
+    """Copy the slots to room for `capacity`; the rest is zero, since masked NaN would spread."""
     if store.shape[1] >= capacity:
         return store
     grown = store.new_zeros(store.shape[0], capacity, *store.shape[2:])

@@ -1,1 +1,1 @@
-"""What plain `generate` does to a row's logits before it chooses a token."""
+"""Logits processors: what plain `generate` does to a row's logits before it chooses a token."""

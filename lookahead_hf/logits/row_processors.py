@@ -1,4 +1,4 @@
-"""Logits processors asked row by row: which of them can be, and each row's own binding of them."""
+"""Logits processors called row by row: which of them can be, and a copy bound to each row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCORES_ONLY = frozenset(
         hf.TypicalLogitsWarper,
     }
 )
-"""Processors, by exact type, that look at nothing but the scores."""
+"""Processors that depend on the scores alone; subclasses do not count."""
 
 _BY_PREFIX = frozenset(
     {
@@ -51,23 +51,22 @@ _BY_PREFIX = frozenset(
         hf.WhisperTimeStampLogitsProcessor,
     }
 )
-"""Processors, by exact type, that look at the row's own prefix too."""
+"""Processors that depend on the scores and the row's own prefix; subclasses do not count."""
 
 _SUM_OVER_VOCAB = frozenset({hf.EtaLogitsWarper, hf.TypicalLogitsWarper})
-"""Of these a CPU sums one row in pieces, one per thread, but a row of several in one go."""
-
+"""Processors whose sums a CPU splits over its threads for one row, but not for several rows."""
 
 _SHARES_TEXTS = version.parse(transformers.__version__) >= version.parse("5.23")
-"""Whether an encoder penalty of one text serves several rows; 5.17 penalises the first only."""
+"""Whether an encoder penalty with one text applies to all rows; in 5.17 it is the first only."""
 
 
 class RowProcessors:
     """One call's logits processors, for rows that advance by different counts.
 
-    A batch of one row calls the list itself where it holds anything unknown: a class of somebody
-    else's, or one that asks a function of the caller's. In a larger batch each row has processors
-    of its own: the given ones where a row's result depends on that row alone, else copies bound to
-    what the batch holds for the row.
+    A batch of one row calls the list itself if it contains anything unknown: a custom class, or one
+    that calls a function of the user. In a larger batch each row has its own processors: the given
+    ones if a row's result depends on that row alone, else copies bound to the row's share of what
+    the processor holds.
 
     Attributes:
         num_rows: Rows of the batch.
@@ -80,29 +79,29 @@ class RowProcessors:
         self._processors = processors
         self.num_rows = num_rows
         self._unknown = _first_unknown(processors, num_rows)
-        self._bound: list[list[Processor]] = []  # per row, made when the device is known
+        self._bound: list[list[Processor]] = []  # per row, built once the device is known
 
     @property
     def empty(self) -> bool:
-        """Whether the scores are the logits."""
+        """Whether the processors leave the logits unchanged."""
         return len(self._processors) == 0 and self._unknown is None
 
     @property
     def scores_only(self) -> bool:
-        """Whether no processor looks at the prefix."""
+        """Whether all processors depend on the scores alone."""
         known = self._unknown is None
         return known and all(type(p) in SCORES_ONLY for p in self._processors)
 
     @property
     def all_known(self) -> bool:
-        """Whether every class is known; one that is not may draw random numbers of its own."""
+        """Whether every class is known; an unknown one may draw random numbers."""
         return self._unknown is None
 
     def unserved(self) -> str | None:
-        """Name of the class that keeps this call from being asked row by row; None if none does.
+        """Return the class that cannot be called row by row, None if all can.
 
-        One that runs the model itself keeps a cache that must not see rows out of step; in a batch
-        any class that is not known, by exact type, to be row-independent may mix rows.
+        A processor that runs the model keeps a cache, for which rows must stay in step. In a batch,
+        any class that is not known to be row-independent may mix rows.
         """
         for processor in self._processors:
             if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -115,7 +114,7 @@ class RowProcessors:
         ids: torch.Tensor,  # [1, columns]
         scores: torch.Tensor,  # [1, vocab] float32
     ) -> torch.Tensor:
-        """What plain's batched call gives the row after this prefix, [1, vocab]."""
+        """Return what plain's batched call returns for the row after this prefix, [1, vocab]."""
         if self._unknown is not None:
             return self._processors(ids, scores)
         if not self._bound:
@@ -125,7 +124,7 @@ class RowProcessors:
         return scores
 
     def at_once(self, scores: torch.Tensor) -> torch.Tensor:
-        """What processors that are `scores_only` make of any number of rows, [rows, vocab]."""
+        """Apply processors that are `scores_only` to any number of rows, [rows, vocab]."""
         assert self.scores_only
         ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
         for processor in self._processors:
@@ -136,14 +135,14 @@ class RowProcessors:
         self,
         rows: list[int],
         ids: Callable[[int], torch.Tensor],
-        scores: torch.Tensor,  # [rows that are asked, vocab] float32
+        scores: torch.Tensor,
     ) -> torch.Tensor:
-        """The same for some rows in as few calls as can be, where all classes are known.
+        """Apply processors of known classes to some rows, in as few calls as possible.
 
         Args:
-            rows: The rows that are asked.
-            ids: Makes a row's prefix, [1, columns].
-            scores: Theirs.
+            rows: Indices of the rows.
+            ids: Returns a row's prefix, [1, columns].
+            scores: Their scores, [len(rows), vocab] float32.
         """
         assert self._unknown is None
         for index, processor in enumerate(self._processors):
@@ -155,7 +154,7 @@ class RowProcessors:
         return scores
 
     def _in_full(self, processor: Processor, scores: torch.Tensor) -> torch.Tensor:
-        """Call on as many rows as plain's batch has: accelerators choose by it how to reduce."""
+        """Call with as many rows as plain's batch has: accelerators choose their sums by that."""
         missing = self.num_rows - len(scores)
         filled = torch.cat([scores, scores[:1].expand(missing, -1)]) if missing else scores
         no_ids = torch.empty(self.num_rows, 0, dtype=torch.long, device=scores.device)
@@ -163,12 +162,12 @@ class RowProcessors:
 
     @functools.cached_property
     def _each(self) -> list[list[Processor]]:
-        """Every processor as each row of the batch meets it."""
+        """Every processor as bound to each row of the batch."""
         each_row = range(self.num_rows)
         return [[_bind(p, row, self.num_rows) for p in self._processors] for row in each_row]
 
     def _chain(self, row: int, device: torch.device) -> list[Processor]:
-        """The row's processors; on a CPU the fastest that round as in plain's batch."""
+        """Return the row's processors, on a CPU the fastest that round as in plain's batch."""
         chain = self._each[row]
         if device.type != "cpu":
             return chain
@@ -191,13 +190,13 @@ def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | N
 
 
 def _bind(processor: Any, row: int, num_rows: int) -> Processor:
-    """The processor as `row` of the batch meets it."""
+    """Return the processor bound to one row of the batch."""
     binder = _BINDERS.get(type(processor))
     return processor if binder is None else binder[1](processor, row, num_rows)
 
 
 def _as_in_batch(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Call a scores-only processor so that a CPU, which tells one row from several, rounds so."""
+    """Call a scores-only processor on two rows, since a CPU rounds one row in another way."""
     return processor(ids, scores.repeat(2, 1))[:1]
 
 
@@ -207,11 +206,10 @@ def _repetition_serves(processor: Any, num_rows: int) -> bool:
 
 
 def _bind_repetition(processor: Any, row: int, num_rows: int) -> Processor:
-    if not isinstance(processor.prompt_ignore_length, torch.Tensor):
+    ignored = processor.prompt_ignore_length
+    if not isinstance(ignored, torch.Tensor):
         return processor
-    bound = copy.copy(processor)
-    bound.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
-    return bound
+    return _changed(processor, prompt_ignore_length=ignored[row : row + 1])
 
 
 def _encoder_repetition_serves(processor: Any, num_rows: int) -> bool:
@@ -220,10 +218,9 @@ def _encoder_repetition_serves(processor: Any, num_rows: int) -> bool:
 
 
 def _bind_encoder_repetition(processor: Any, row: int, num_rows: int) -> Processor:
-    bound = copy.copy(processor)
-    source = row // (num_rows // len(processor.encoder_input_ids))
-    bound.encoder_input_ids = processor.encoder_input_ids[source : source + 1]
-    return bound
+    texts = processor.encoder_input_ids
+    source = row // (num_rows // len(texts))
+    return _changed(processor, encoder_input_ids=texts[source : source + 1])
 
 
 def _encoder_ngrams_serve(processor: Any, num_rows: int) -> bool:
@@ -231,10 +228,14 @@ def _encoder_ngrams_serve(processor: Any, num_rows: int) -> bool:
 
 
 def _bind_encoder_ngrams(processor: Any, row: int, num_rows: int) -> Processor:
-    bound = copy.copy(processor)
-    bound.batch_size = 1
-    bound.generated_ngrams = [processor.generated_ngrams[row // (num_rows // processor.batch_size)]]
-    return bound
+    ngrams = processor.generated_ngrams[row // (num_rows // processor.batch_size)]
+    return _changed(processor, batch_size=1, generated_ngrams=[ngrams])
+
+
+def _changed(processor: Any, **fields: Any) -> Processor:
+    changed = copy.copy(processor)
+    vars(changed).update(fields)
+    return changed
 
 
 _BINDERS: dict[type, tuple[Callable[[Any, int], bool], Callable[[Any, int, int], Processor]]] = {
@@ -245,4 +246,4 @@ _BINDERS: dict[type, tuple[Callable[[Any, int], bool], Callable[[Any, int, int],
     ),
     hf.RepetitionPenaltyLogitsProcessor: (_repetition_serves, _bind_repetition),
 }
-"""What the batch holds per row: whether that fits the rows, and the copy for one row."""
+"""For processors that hold something per row: whether it fits the rows, and a row's copy."""

@@ -1,11 +1,11 @@
 """Faster twins of transformers' processors for one row on a CPU, equal bit for bit.
 
-Temperature, top-k, top-p and min-p keep the row's largest scores and drop the rest. So it is enough
-to know the smallest score that is kept. It is looked for among the largest, in double precision,
-and taken only where no rounding of the original could have kept another set: where the cut lies
-between unequal scores, further from the threshold than the original's sums can be off. What is left
-over goes to the original: one row in a thousand, or one in eight where logits were rounded to
-bfloat16, since the original sorts equal scores in an order of its own.
+Temperature, top-k, top-p and min-p keep the row's largest scores and drop the rest, so the smallest
+score that is kept decides everything. The twin finds it among the largest scores, in double
+precision, and uses it only if no rounding of the original could have kept another set: the cut must
+separate unequal scores, further from the threshold than the error of the original's sums. All other
+rows go to the original: one in a thousand, or one in eight for logits rounded to bfloat16, since
+the original breaks ties in its own order.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from transformers.generation import logits_process as hf
 
 _CHUNK = 32
-"""Scores compared at once when the largest are looked for: 21 us for 128 of 49,152, `topk` 89."""
+"""Scores per chunk in the search for the largest: 21 us for 128 of 49,152, `topk` takes 89."""
 
 _LISTED = 256
-"""Largest scores that are listed where no top-k says how many matter."""
+"""Number of largest scores that are listed if no top-k limits it."""
 
 _MANY_EQUAL = 0.1
-"""Share of equal neighbours among the largest above which a cut is likely to fall between such."""
+"""Share of equal neighbours among the largest scores above which a cut likely splits a tie."""
 
 _ROUNDING = 2.0**-24
 """Greatest relative error of one float32 operation."""
 
 _EXP_ERROR = 1e-5
-"""Greatest relative error of a float32 softmax entry besides its sum's, with room to spare."""
+"""Greatest relative error of a float32 softmax entry, apart from its sum's, with a margin."""
 
 
 def fuse(processors: list[Any]) -> list[Any]:
@@ -55,9 +55,9 @@ def _closed(run: list[Any]) -> list[Any]:
 
 
 def largest(row: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` largest of a row, largest first: [vocab] -> [count].
+    """Return the `count` largest scores of a row, largest first: [vocab] -> [count].
 
-    They stand in the `count` chunks with the largest maxima, whichever of equal chunks are taken.
+    They are in the `count` chunks with the largest maxima, whichever of tied chunks are chosen.
     """
     chunks = len(row) // _CHUNK
     if chunks < 2 * count:
@@ -70,13 +70,13 @@ def largest(row: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A row's largest scores, with what later cuts need to know about the others.
+    """A row's largest scores, and what later cuts need to know about the others.
 
     Attributes:
         row: All scores, [vocab].
         values: The largest, descending, [listed] float32.
         weights: `exp(values - values[0])`, [listed] float64.
-        kept: How many of them no cut has removed.
+        kept: Number of them that no cut has removed.
         is_open: Whether scores beyond the list are kept too.
     """
 
@@ -88,29 +88,29 @@ class _Head:
 
     @staticmethod
     def of(row: torch.Tensor, count: int) -> _Head | None:
-        """The head of a row, None where its largest score is not finite."""
+        """Return the head of a row, None if its largest score is not finite."""
         values = largest(row, count).numpy()
         if not np.isfinite(values[0]):
             return None
         return _Head(row, values, np.exp(values.astype(np.float64) - values[0]), count)
 
     def total(self) -> float:
-        """Weight of everything that is kept."""
+        """Return the weight of everything that is kept."""
         if not self.is_open:
             return float(self.weights[: self.kept].sum())
         return float((self.row - float(self.values[0])).exp_().sum(dtype=torch.float64))
 
     def equal_neighbours(self) -> float:
-        """Share of the listed scores that equal the next."""
+        """Return the share of the listed scores that equal the next one."""
         return float((self.values[1:] == self.values[:-1]).mean())
 
     def cut(self, certain: int, possible: int, at_least: int = 1) -> _Head | None:
-        """Keep the largest, None where their number is not certain or the cut splits equal scores.
+        """Keep the largest; return None if their number is uncertain or the cut splits a tie.
 
         Args:
-            certain: Scores that are kept whatever the original's rounding.
-            possible: Scores that some rounding would keep.
-            at_least: Scores that are kept in any case.
+            certain: Number of scores that every rounding of the original keeps.
+            possible: Number of scores that some rounding keeps.
+            at_least: Number of scores that are kept in any case.
         """
         if possible == self.kept and not self.is_open:
             return self if max(certain, at_least) >= self.kept else None
@@ -159,7 +159,7 @@ _CUTS: dict[type, Callable[[_Head, Any], _Head | None]] = {
 
 
 class Truncation:
-    """A temperature (or none) and the cuts after it, in one look at the row."""
+    """An optional temperature and the cuts after it, in one pass over the row."""
 
     def __init__(self, run: list[Any]) -> None:
         """`run`: transformers' warpers, in order."""
@@ -171,7 +171,7 @@ class Truncation:
         self._is_top_p = len(self._cuts) == 1 and type(first) is hf.TopPLogitsWarper
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """What the run gives for one row, [1, vocab] float32 on a CPU -> [1, vocab]."""
+        """Apply the run to one row, [1, vocab] float32 on a CPU -> [1, vocab]."""
         for warper in self._scaling:
             scores = warper(ids, scores)
         lowest = self._lowest_kept(scores)
@@ -183,7 +183,7 @@ class Truncation:
         return scores
 
     def _lowest_kept(self, scores: torch.Tensor) -> np.float32 | None:
-        """The smallest score that all cuts keep; None where only the original can tell."""
+        """Return the smallest score that all cuts keep, None if only the original can decide."""
         first = _Head.of(scores[0], self._listed) if 2 * self._listed <= scores.shape[1] else None
         head = first
         for warper in self._cuts:
@@ -196,8 +196,10 @@ class Truncation:
 
 
 def _lowest_by_sorting(scores: torch.Tensor, warper: Any) -> np.float32 | None:
-    """Top-p's smallest kept score by the original's own sums; numpy sorts values in a quarter of
-    the time that torch takes for values and indices."""
+    """Return top-p's smallest kept score by the original's own sums.
+
+    numpy sorts values in a quarter of the time that torch takes for values and indices.
+    """
     values = np.sort(scores.numpy())
     cumulative = torch.from_numpy(values).softmax(-1).cumsum(-1)
     removed = int((cumulative <= 1 - warper.top_p).sum())
@@ -207,18 +209,18 @@ def _lowest_by_sorting(scores: torch.Tensor, warper: Any) -> np.float32 | None:
 
 
 class Ban:
-    """Bans tokens while the prefix has certain lengths, without looking them up in the vocabulary.
+    """Bans tokens at certain prefix lengths, without a search through the vocabulary.
 
-    The originals spend 0.4 ms per token on it, also after the last length at which they act.
+    The originals spend 0.4 ms per token on that search, even once they no longer ban anything.
     """
 
     def __init__(self, token_ids: torch.Tensor, applies: Callable[[int], bool]) -> None:
-        """`applies`: whether they are banned after a prefix of so many columns."""
+        """`applies`: whether the tokens are banned after a prefix of a number of columns."""
         self._token_ids = token_ids.reshape(-1)
         self._applies = applies
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """What the original gives, [rows, vocab] -> [rows, vocab]."""
+        """Return what the original returns, [rows, vocab] -> [rows, vocab]."""
         if not self._applies(ids.shape[-1]):
             return scores
         known = self._token_ids.to(scores.device)
@@ -227,7 +229,7 @@ class Ban:
 
 
 def ban(processor: Any) -> Ban | None:
-    """The twin of a processor that does nothing but ban tokens; None for any other."""
+    """Return the twin of a processor that only bans tokens, None for any other."""
     kind, p = type(processor), processor
     if kind is hf.MinLengthLogitsProcessor:
         return Ban(p.eos_token_id, lambda columns: columns < p.min_length)

@@ -1,10 +1,9 @@
-"""The drafters' benchmark: what it records, how it replays, and that the peers do what they say."""
+"""The drafters' benchmark: its recording, its replay, and the peers' published behaviour."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,13 +23,6 @@ from tests.helpers.tiny_chat import save_tiny_chat  # noqa: E402
 TOP = 64
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_path() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        yield
-
-
 def module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
@@ -41,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def text_of(tokens: list[int], num_prompt: int, tops: dict[int, list[int]] | None = None) -> Any:
-    """A text; the target's likeliest token is the next one, others only where `tops` says so."""
+    """A text whose next token is the target's likeliest one, except where `tops` lists others."""
     ids = np.full((len(tokens) - 1, TOP), 900, np.int32) + np.arange(TOP, dtype=np.int32)
     ids[:, 0] = tokens[1:]
     for place, best in (tops or {}).items():
@@ -52,7 +44,7 @@ def text_of(tokens: list[int], num_prompt: int, tops: dict[int, list[int]] | Non
 
 
 def begun(contender: Any, text: Any) -> Any:
-    """The contender after the prompt and the first token of the output."""
+    """Begin a text with its prompt and the first token of its output; return the contender."""
     length = len(text.prompt) + 1
     contender.begin(text.tokens[:length], module("replay").seen(text, 0, length - 1))
     return contender
@@ -116,7 +108,7 @@ def test_tokens_per_step_count_accepted_and_bonus_tokens() -> None:
     replay = module("replay")
 
     class Knows(replay.Contender):  # type: ignore[misc, name-defined]
-        """Always drafts the next two tokens, beside a wrong one."""
+        """Always drafts the next two tokens and a wrong one."""
 
         name, settings = "knows", ""
 
@@ -139,7 +131,7 @@ def test_tokens_per_step_count_accepted_and_bonus_tokens() -> None:
 
     text = text_of(list(range(1, 12)), 2)
     (right,) = replay.replay([text], Knows(True))
-    # 3 is given; then 4 5 6, 7 8 9, and 10 11, of which 11 ends the text as a bonus token.
+    # The prefill emits 3; the steps emit 4 5 6, then 7 8 9, then 10 and the bonus token 11.
     assert (right.emitted, right.steps, right.drafted) == (8, 3, 9)
     (wrong,) = replay.replay([text], Knows(False))
     assert (wrong.emitted, wrong.steps) == (8, 8)

@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py runs where there is no GPU, and writes what it measured."""
+"""benchmarks/kernels.py runs without a GPU and writes its measurements."""
 
 from __future__ import annotations
 

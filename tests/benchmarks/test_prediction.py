@@ -1,4 +1,4 @@
-"""The benchmark of predictions makes the edits that it says, and measures them."""
+"""The benchmark of predictions makes the edits that it describes, and measures them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ print(total([1, 2, 3]))
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+def benchmark() -> ModuleType:
     return importlib.import_module("prediction")
 
 
@@ -50,7 +49,7 @@ def test_the_table_has_all_kinds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = save_tiny_chat(tmp_path / "model")
-    # What the tiny model writes has no lines and no names; the old file is then its text.
+    # The tiny model writes neither lines nor names, so the old file is its text.
     monkeypatch.setattr(benchmark, "KINDS", {"same": lambda text, rng: text})
     monkeypatch.setattr(benchmark, "SPECULATIVE", DRAFTING)
     words = ["--model", str(folder), "--edits", "1", "--rounds", "1", "--new-tokens", "100"]

@@ -1,4 +1,4 @@
-"""benchmarks/step.py runs where there is no GPU, and writes what it measured."""
+"""benchmarks/step.py runs without a GPU and writes its measurements."""
 
 from __future__ import annotations
 
@@ -12,6 +12,4 @@ def test_on_cpu(tmp_path: Path) -> None:
     places = [(rows, nodes, s) for rows in (1, 2) for nodes in (0, 4) for s in ("eager", "ours")]
     assert [(line["rows"], line["nodes"], line["system"]) for line in lines] == places
     assert all(line["milliseconds"] > 0 and line["floor"] > 0 for line in lines)
-    assert all(
-        0 < line["twins"] < line["milliseconds"] for line in lines if line["system"] == "ours"
-    )
+    assert [line["twins"] is not None for line in lines] == [s == "ours" for *_, s in places]

@@ -16,11 +16,12 @@ import lookahead_hf
 from lookahead_hf.cache.slots import SlotCache
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.runner.cuda import graphs
-from tests.cache.test_slots import Cancelled, CancelsLate, cache_of
 from tests.helpers.calls import padded
 from tests.helpers.device import on_device, taped
+from tests.helpers.fakes import Cancelled, CancelsLate
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import RandomTrees, continuations, scripted
+from tests.helpers.slots import cache_of
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 100}
 

@@ -143,8 +143,7 @@ def test_importing_the_package_is_light() -> None:
 def test_warming_up_compiles_all_that_a_call_needs() -> None:
     pytest.importorskip("numba")
     code = (
-        "import numpy as np, torch\n"
-        "import tests.drafting.test_registry as here\n"
+        "from tests.helpers.drafting import draft_two_steps\n"
         "from lookahead_hf import ngram_pool\n"
         "from lookahead_hf.drafting import _numba, compiled\n"
         "from lookahead_hf.drafting.sources import _recycling_numba\n"
@@ -154,31 +153,7 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
         "                  if hasattr(v, 'signatures')} for m in modules]\n"
         "ngram_pool.compile_now()\n"
         "before = count()\n"
-        "here.draft_two_steps()\n"
+        "draft_two_steps()\n"
         "assert count() == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def draft_two_steps() -> None:
-    """Draft for two rows from all sources, as a call does."""
-    import torch
-
-    from lookahead_hf.draft import Verdict
-    from lookahead_hf.drafting.tree import head
-
-    sources = build(None, {}, Resources([np.array([1, 2, 3])] * 2))
-    rows = Rows(np.tile(np.arange(6), (2, 2)), np.array([[False] + [True] * 11, [True] * 12]))
-    for row in range(2):
-        rows.emit(row, 0)
-    ensemble = Ensemble(sources, Calibration(sources), vocab_size=50, max_new_tokens=9)
-    ensemble.begin(rows)
-    for _ in range(2):
-        draft = head(ensemble.propose(rows, 8), 4)
-        assert draft.num_nodes
-        verdict = Verdict.from_rows([[7], [8]], [[], []])
-        for row, token in enumerate((7, 8)):
-            rows.emit(row, token)
-        logits = torch.zeros(2, 1 + draft.max_nodes + 3, 60)[:, : 1 + draft.max_nodes, :50]
-        ensemble.observe(rows, draft, verdict, logits)
-    assert ensemble.working

@@ -1,4 +1,4 @@
-"""Tiny random models of every causal architecture that transformers knows, as far as they build."""
+"""Tiny random models of every causal architecture of transformers that can be built tiny."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NAMES = {
     4096: "index_topk",
     0: "num_mtp_layers num_nextn_predict_layers num_kv_shared_layers pad_token_id",
 }
-"""Names that configurations give their sizes, by the size."""
+"""Sizes, and the names that configurations have for them."""
 
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
 
@@ -113,11 +113,11 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "zamba2": {**_HYBRID, "n_mamba_heads": 8, "mamba_ngroups": 1},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
-"""Fields in which a type differs; where it has no such names, or sizes that must fit."""
+"""Fields of types that use other names, or whose sizes must fit each other."""
 
 
 def build(model_type: str) -> Any:
-    """A tiny model of a type in eval mode; None where these sizes do not make one."""
+    """Return a tiny model of a type in eval mode, None if these sizes do not make one."""
     try:
         config = _config(CONFIG_MAPPING[model_type], model_type)
         with torch.device("meta"):
@@ -140,7 +140,7 @@ def build(model_type: str) -> Any:
 
 
 def _of(config: Any) -> Any:
-    """A model with sdpa where it has that."""
+    """Return a model with sdpa attention if it supports that, else eager attention."""
     try:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except (ValueError, ImportError):
@@ -148,7 +148,7 @@ def _of(config: Any) -> Any:
 
 
 def _config(kind: Any, model_type: str | None = None) -> Any:
-    """A configuration of small sizes, and so those below it."""
+    """Return a configuration with small sizes, also in its sub-configurations."""
     renamed = getattr(kind, "attribute_map", None) or {}
     known = set(inspect.signature(kind.__init__).parameters)
     for base in kind.__mro__:

@@ -1,4 +1,4 @@
-"""Runs a benchmark's program as its user does, on a tiny model without a GPU."""
+"""Runs a program of benchmarks/ as its users do, on a tiny model without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def lines_of(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
-    """The lines that `benchmarks/<name>.py` writes; it must also draw its figure.
+    """Run `benchmarks/<name>.py`, check that it draws its figure, and return its lines.
 
     Args:
         name: The program.

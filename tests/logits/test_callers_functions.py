@@ -1,4 +1,4 @@
-"""Functions of the caller's that processors ask are called as plain calls them."""
+"""A user's function that a processor calls is called exactly as in plain generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.scripted import continuations, scripted, second_child_right
 
 
 class Budgeted:
-    """Allows what depends on how often it was asked, and for which row; draws in between."""
+    """Allows tokens by the number of its calls and by the row; may draw random numbers."""
 
     def __init__(self, draws: bool) -> None:
         self.draws = draws
@@ -31,8 +31,8 @@ class Budgeted:
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_function_that_says_what_is_allowed(name: str, rows: int, do_sample: bool) -> None:
-    """It may keep count over all rows, or draw: in a batch they take every step together."""
+def test_a_function_that_chooses_the_allowed_tokens(name: str, rows: int, do_sample: bool) -> None:
+    """It may count calls over all rows, or draw: a batch takes every step together."""
     model = smallest(name)
     call: dict[str, Any] = {"input_ids": prompt(rows), "max_new_tokens": 16, "pad_token_id": 0}
     call |= {"do_sample": do_sample, "top_k": 0, "eos_token_id": [11, 12]}

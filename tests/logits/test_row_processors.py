@@ -1,4 +1,4 @@
-"""Row by row, processors give what plain's batched call gives, bit for bit."""
+"""Called row by row, processors return what plain's batched call returns, bit for bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 
 def logits(kind: str, rows: int = ROWS, vocab: int = VOCAB) -> torch.Tensor:
-    """Scores of a step: plain ones, rounded to bf16 as half-precision models give them, tied."""
+    """Scores of a step: in fp32, rounded to bf16 as in half-precision models, or with ties."""
     scores = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows * vocab))
     if kind == "bf16":
         return scores.bfloat16().float()

@@ -197,7 +197,7 @@ BANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BANS)
-def test_bans_are_those_of_the_original(name: str):
+def test_bans_equal_the_originals(name: str):
     (twin,) = fuse([BANS[name]])
     assert isinstance(twin, warpers.Ban)
     for kind in ("fp32", "banned"):

@@ -1,4 +1,4 @@
-"""Every architecture writes plain's text, on the host and from captured steps, or says why not."""
+"""Every architecture writes plain's text, on the host and in captured steps, or falls back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def words(text: str) -> list[str]:
 
 
 QUICK = ("falcon", "gemma2", "git", "jetmoe", "roberta")
-"""Types that are tried where time is short: each is a case of its own."""
+"""Types that the quick tests include, each for another reason."""
 
 NOT_BUILT = words(
     """
@@ -30,7 +30,7 @@ NOT_BUILT = words(
     qwen4_exp qwen4_exp_text
     """
 )
-"""Types of which the sizes of `tests.helpers.architectures` make no model that generates."""
+"""Types of which `tests.helpers.architectures` builds no model that generates."""
 
 STATEFUL = words(
     """
@@ -48,22 +48,22 @@ UNSERVED = words(
     plbart prophetnet reformer roformer trocr whisper xlm xlnet
     """
 )
-"""Positions that a forward cannot be told (BART's family as a decoder alone), biases and windows
-that count slots, layers of other kinds, attention that takes no other strides."""
+"""Types whose forward takes no positions (BART's family as a lone decoder), whose biases or windows
+count slots, which have layers of other kinds, or whose attention needs certain strides."""
 
 NOT_CAPTURED = ("dbrx", "jetmoe", "longcat_flash")
-"""Types whose experts are asked on the host who goes to which of them."""
+"""Types that route tokens to their experts on the host."""
 
 
 def expected_fallback(model_type: str) -> str | None:
-    """Why a type's calls run plain `generate`."""
+    """Return the reason for which calls of a type run plain `generate`, None if they do not."""
     if model_type in STATEFUL:
         return "stateful"
     return "model" if model_type in UNSERVED else None
 
 
 def generated(model: Any, call: dict[str, Any], plain: torch.Tensor) -> Any:
-    """Assert that speculation gives plain's text; return what it did."""
+    """Assert that speculation writes plain's text; return its statistics."""
     trees = scripted(continuations(plain, call["inputs"].shape[1]), RandomTrees())
     config = replace(trees, cuda_graphs=True, on_fallback="silent")
     with lookahead_hf.enabled(model):
