@@ -23,17 +23,18 @@ def model() -> Any:
     return tiny("llama")
 
 
+def writes(model: Any, pipeline: Any = lookahead_hf.pipeline, **ours: Any) -> Any:
+    tokenizer = characters(pad_token="!")
+    return pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu", **ours)
+
+
 @pytest.fixture
 def text(model: Any) -> Any:
-    return lookahead_hf.pipeline(
-        "text-generation", model=model, tokenizer=characters(pad_token="!"), device="cpu"
-    )
+    return writes(model)
 
 
-def test_text_generation(model: Any, text: Any, decoding: PlainDecoding) -> None:
-    plain = transformers.pipeline(
-        "text-generation", model=tiny("llama"), tokenizer=characters(pad_token="!"), device="cpu"
-    )
+def test_text_generation(text: Any, decoding: PlainDecoding) -> None:
+    plain = writes(tiny("llama"), transformers.pipeline)
     expected = plain("abcdef", **SETTINGS)
     assert text("abcdef", **SETTINGS) == expected
     assert len(decoding.calls) == 1
@@ -75,12 +76,7 @@ def test_the_tokenizer_comes_along(text: Any, decoding: PlainDecoding) -> None:
 def test_a_pool_of_another_tokenizer_is_refused(model: Any) -> None:
     for known in (fingerprint(characters(pad_token="!")), "of another"):
         pool = NgramPool(1_000, vocab_size=100, tokenizer_fingerprint=known)
-        pipe = lookahead_hf.pipeline(
-            "text-generation",
-            model=model,
-            tokenizer=characters(pad_token="!"),
-            speculative=lookahead_hf.SpeculativeConfig(pool=pool),
-        )
+        pipe = writes(model, speculative=lookahead_hf.SpeculativeConfig(pool=pool))
         if known == "of another":
             with pytest.raises(ValueError, match="build a pool with the tokenizer of this model"):
                 pipe("abc", **SETTINGS)
@@ -102,10 +98,7 @@ def test_a_callers_model_keeps_its_own_default(
 
 def test_a_configuration_as_the_default(model: Any, decoding: PlainDecoding) -> None:
     config = lookahead_hf.SpeculativeConfig(max_draft_nodes=8)
-    pipe = lookahead_hf.pipeline(
-        "text-generation", model, tokenizer=characters(pad_token="!"), speculative=config
-    )
-    pipe("abc", **SETTINGS)
+    writes(model, speculative=config)("abc", **SETTINGS)
     assert decoding.calls[0].request.config is config
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.fallback import FallbackReason
+from lookahead_hf.fallback import FallbackReason, Unserved, report
 from lookahead_hf.generation.recorder import StatsRecorder
+from lookahead_hf.model_state import state_of
 from lookahead_hf.stats import (
     PHASES,
     RowStats,
@@ -162,9 +163,19 @@ def test_any_threads_call_where_this_one_made_none() -> None:
     assert last_stats(model) is theirs
 
 
-def test_records_do_not_keep_a_model_alive() -> None:
+@pytest.mark.filterwarnings("ignore::lookahead_hf.SpeculationFallbackWarning")
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda model: publish(model, SpeculativeStats()),
+        lambda model: report(model, Unserved(FallbackReason.MODEL), "warn"),
+        state_of,
+    ],
+    ids=["statistics", "a fallback", "state"],
+)
+def test_what_is_kept_does_not_keep_a_model_alive(keep: Callable[[Any], Any]) -> None:
     model = Model()
-    publish(model, SpeculativeStats())
+    keep(model)
     seen = weakref.ref(model)
     del model
     gc.collect()

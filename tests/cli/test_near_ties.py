@@ -33,9 +33,10 @@ def call_of(**settings: Any) -> dict[str, Any]:
     return {**padded("left"), "max_new_tokens": 12, "pad_token_id": 0, "top_k": 0, **settings}
 
 
-def ulps_of(gap: float, larger: float) -> int | None:
-    """The least shift that is tried and covers a gap, for a logit of this size in bfloat16."""
-    spacing = 2.0 ** (math.floor(math.log2(abs(larger))) - 7)
+def ulps_of(gap: float, logits: torch.Tensor, *tokens: int) -> int | None:
+    """The least shift that is tried and covers a gap between two of a row's logits in bfloat16."""
+    size = max(*(abs(float(logits[token])) for token in tokens), float(logits.abs().median()))
+    spacing = 2.0 ** (math.floor(math.log2(size)) - 7)
     return next((shift for shift in SHIFTS if gap <= shift * spacing), None)
 
 
@@ -61,21 +62,20 @@ def test_a_planted_token_is_as_far_off_as_its_score(
     assert parting is not None
     assert parting.place == Place(ROW, INDEX, best[0], best[rank])
     gap = float(scores[ROW, best[0]] - scores[ROW, best[rank]]) * (temperature or 1.0)
-    larger = float(logits[INDEX][ROW, [best[0], best[rank]]].abs().max())
-    assert parting.ulps == ulps_of(gap, larger)
+    assert parting.ulps == ulps_of(gap, logits[INDEX][ROW], best[0], best[rank])
 
 
 def test_a_token_at_the_edge_of_what_may_be_drawn(model: Any) -> None:
     """Rounding may let a token in, and what may be drawn decides who wins."""
     call = call_of(do_sample=True, top_k=1)
     plain, logits = written(model, call)
-    second = int(logits[INDEX][ROW].topk(2).indices[1])
+    first, second = logits[INDEX][ROW].topk(2).indices.tolist()
     other = [list(row) for row in plain]
     other[ROW][INDEX] = second
     parting = find_partings(model, call, plain, [other])[0][ROW]
-    best = logits[INDEX][ROW].topk(2).values
+    gap = float(logits[INDEX][ROW, first] - logits[INDEX][ROW, second])
     assert parting is not None
-    assert parting.ulps == ulps_of(float(best[0] - best[1]), float(best.abs().max()))
+    assert parting.ulps == ulps_of(gap, logits[INDEX][ROW], first, second)
 
 
 def test_texts_of_several_runs_and_rows(model: Any) -> None:
