@@ -17,6 +17,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.session import memory_of
 from lookahead_hf.generation.strategy import run
+from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.cuda import graphs
 
 _Model = TypeVar("_Model")
@@ -129,6 +130,7 @@ def disable(model: _Model) -> _Model:
 def _free(model: Any) -> None:
     """Free what is kept of a model for later calls."""
     graphs.release(model)
+    state_of(model).free()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from lookahead_hf.drafting.session import ModelMemory
+    from lookahead_hf.runner.packed_linear import PackedLinears
 
 
 @dataclass(eq=False)
@@ -21,13 +22,17 @@ class ModelState:
     Attributes:
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
+        packed: Packed copies of the weights of linear layers, on a CPU.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
+    packed: PackedLinears | None = None
 
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""
+        with self.lock:
+            self.packed = None
 
 
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()

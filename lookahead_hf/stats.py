@@ -71,8 +71,8 @@ class SpeculativeStats:
         commit_ms: Time spent on laying out steps and on the cache.
         budget_histogram: How many steps were laid out for how many draft tokens per row.
         engine: How the call was verified.
-        execution: How the steps were run: "model" by the model's own forward, "packed" with packed
-            linear layers under it, "replayed" as CUDA graphs; else why not.
+        execution: How the steps were run: "model" by the model's own forward, "packed" by the same
+            with packed linear layers under it, "replayed" as CUDA graphs; on a device else why not.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: What each row did.
     """

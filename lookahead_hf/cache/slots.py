@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +14,6 @@ from lookahead_hf.kernels import PathTable
 
 GROWTH_SLOTS = 64
 """Least slots added at once; beyond 1,024 slots a sixteenth, which keeps memory within 1.1 x."""
-
-REHEARSED_LENGTH = 7
-"""Length of every row in a rehearsal: not 0, which a model might take for a prompt."""
 
 
 @dataclass(slots=True)
@@ -286,32 +281,6 @@ class SlotCache(Cache):
             if slots > group.capacity:
                 group.grow(slots)
         self.extent.shown = slots
-
-    @contextmanager
-    def rehearsal(self, width: int) -> Iterator[None]:
-        """Stand for a few tokens of zeros, with room for `width` more; afterwards all is as before.
-
-        What forwards write meanwhile is forgotten: neither slots nor room depend on them, on which
-        in half precision the bits of later steps do.
-        """
-        groups = self.each_group()
-        layers = [layer for group in groups for layer in group.layers]
-        saved = [(each, dict(vars(each))) for each in (self.extent, *groups, *layers)]
-        try:
-            self.lengths = np.full_like(self.lengths, REHEARSED_LENGTH)
-            self.extent.shown, room = None, REHEARSED_LENGTH + width
-            for group in groups:
-                group.dropped = np.zeros_like(self.lengths)
-                group.capacity, group._slots_by_device = room, {}
-            for layer in layers:
-                layer.k_store, layer.v_store = (
-                    store.new_zeros(store.shape[0], room, *store.shape[2:])
-                    for store in (layer.k_store, layer.v_store)
-                )
-            yield
-        finally:
-            for each, attributes in saved:
-                vars(each).update(attributes)
 
     def place(self, width: int) -> None:
         """Put the next `width` tokens of every row behind its length.

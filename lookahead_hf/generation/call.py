@@ -23,6 +23,7 @@ from lookahead_hf.runner import positions, self_test, support
 from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.packed_linear import PackedSteps
 from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification import device
 from lookahead_hf.verification.select import Engine
@@ -128,7 +129,7 @@ class Call:
         if self.engine.name != device.Device.name:
             if shape is None and is_compiled(self.model):
                 return CompiledRunner(self.model, num_rows)
-            return Runner(self.model, num_rows, shape)
+            return Runner(self.model, num_rows, shape, self._packed())
         return CudaRunner(
             self.model,
             num_rows,
@@ -137,6 +138,13 @@ class Call:
             room=self._num_new,
             cuda_graphs=self.request.config.cuda_graphs,
         )
+
+    def _packed(self) -> PackedSteps:
+        """How steps use packed layers: not where ranks must agree, nor where bits must not vary."""
+        config = self.request.config
+        rounds = config.draft_invariant and self.model.dtype == torch.float32
+        never = rounds or not self.processes.is_alone
+        return PackedSteps(self.model, False if never else config.packed_weights)
 
     def _encoder_inputs(self) -> prompts.EncoderInputs | None:
         """What each row's encoder was given; None without one."""

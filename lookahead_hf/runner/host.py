@@ -24,6 +24,7 @@ from lookahead_hf.runner import (
     prefix_tuning,
     tree_attention,
 )
+from lookahead_hf.runner.packed_linear import PackedSteps
 from lookahead_hf.runner.prompt_states import PromptStates
 from lookahead_hf.runner.tree_attention import BlockTree
 
@@ -57,11 +58,11 @@ class Runner:
     Attributes:
         cache: The cache, after `prefill`.
         prompt: What the prefill left of the prompt, for drafting.
-        execution: "replayed" where graphs ran the steps, else why not; None where none were wanted.
+        execution: How the steps were run, as in `SpeculativeStats`.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
-    execution: str | None = None
+    execution: str | None = "model"
     most_nodes: int | None = None
 
     def __init__(
@@ -69,6 +70,7 @@ class Runner:
         model: Any,
         num_rows: int,
         shape: BlockShape | None = None,
+        packed: PackedSteps | None = None,
     ) -> None:
         """Prepare for one call.
 
@@ -76,12 +78,14 @@ class Runner:
             model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
+            packed: How steps use packed linear layers, None where they do not.
         """
         self.model = model
         self.num_rows = num_rows
         self.cache: AdoptedCache | None = None
         self.prompt = PromptStates(model)
         self._shape = shape
+        self._packed = packed or PackedSteps(model, False)
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
@@ -106,7 +110,7 @@ class Runner:
         Returns:
             The forward's outputs.
         """
-        with self.prompt.captured():
+        with self.prompt.captured(), self._packed.prefill():
             outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         before_steps()
         mask = model_kwargs.get(self._names.mask)
@@ -155,8 +159,13 @@ class Runner:
 
     @property
     def mode(self) -> str:
-        """How steps are run now; what they cost depends on it."""
-        return ""
+        """How steps are run now, "packed" or ""; what they cost depends on it."""
+        return "packed" if self._packed.is_used else ""
+
+    @property
+    def step_is_typical(self) -> bool:
+        """Whether the latest step did nothing but its forward, so that its time is a step's."""
+        return self._packed.is_typical
 
     @property
     def _trims(self) -> bool:
@@ -262,8 +271,12 @@ class Runner:
     def forward(self, inputs: BlockInputs) -> Any:
         """Outputs of the model for the block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
-        with attention.step(device, inputs.trees), implicit_positions.step(inputs.columns):
-            return self.model(**given, return_dict=True)
+        columns = implicit_positions.step(inputs.columns)
+        with attention.step(device, inputs.trees), columns, self._packed.step():
+            outputs = self.model(**given, return_dict=True)
+        if self._packed.is_used:
+            self.execution = "packed"
+        return outputs
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.

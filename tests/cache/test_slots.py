@@ -51,29 +51,6 @@ def test_the_newest_tokens_of_every_row_stand_in_order(
         assert group.capacity < 40
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("lengths", [[100, 100], [100, 31]])
-def test_a_rehearsal_leaves_everything_as_it_was(window: int | None, lengths: list[int]) -> None:
-    cache = cache_of(window, lengths)
-    cache.fix(150)
-    (group,) = cache.each_group()
-    path_table = group.path_table
-    stores, copies = group.stores, [store.clone() for store in group.stores]
-    dropped, capacity = group.dropped.copy(), group.capacity
-    with pytest.raises(KeyboardInterrupt), cache.rehearsal(80):
-        cache.place(80)
-        states = torch.ones(2, 1, 80, 2)
-        seen, _ = cache.layers[0].update(states, states)
-        assert seen.shape[2] == cache.get_seq_length() + 80
-        raise KeyboardInterrupt
-    assert all(a is b for a, b in zip(group.stores, stores, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(stores, copies, strict=True))
-    assert cache.lengths.tolist() == lengths
-    assert (group.dropped.tolist(), group.capacity) == (dropped.tolist(), capacity)
-    assert group.path_table is path_table
-    assert cache.shown == 150
-
-
 def test_a_row_that_may_be_handed_back_keeps_what_the_slowest_sees() -> None:
     cache = cache_of(7, [10, 10])
     cache.extent.starts = cache.lengths.copy()
