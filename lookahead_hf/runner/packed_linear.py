@@ -332,9 +332,9 @@ class PackedSteps:
 
     def _kept(self, create: bool = False) -> PackedLinears | None:
         """Return what is kept of the model, None where the call does not want it."""
-        state = state_of(self._model)
         if self._wanted is False:
             return None
+        state = state_of(self._model)
         with state.lock:
             if state.packed is None and create:
                 state.packed = PackedLinears()
