@@ -8,6 +8,7 @@ tokens, and the result on the host. Systems:
     static          transformers' compiled forward over a StaticCache, without nodes, on a GPU
     ours            our cache, masks, walk and compaction, one operation after the other
     ours graphs     the same replayed as a CUDA graph
+    ours packed     the same with packed linear layers, on a CPU
 
 `floor` is the time to read the weights once, by the bandwidth of a large copy in the same run. The
 context of transformers' eager steps grows by a token from round to round, as in a text: cuDNN plans
@@ -41,6 +42,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.packed_linear import PackedSteps
 
 SHAPES = {
     "0.1B": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
@@ -142,11 +144,14 @@ class Bench:
 
         return fastest(step, self.rounds)
 
-    def ours(self, nodes: int, cuda_graphs: bool = False) -> tuple[float, float | None]:
+    def ours(
+        self, nodes: int, cuda_graphs: bool = False, packed: bool = False
+    ) -> tuple[float, float | None]:
         """Our step; and on a CPU what the twins take of it."""
         on_device = self.model.device.type == "cuda"
         with attention.laid_under(self.model):
-            target: Any = Runner(self.model, self.rows)
+            steps = PackedSteps(self.model, packed)
+            target: Any = Runner(self.model, self.rows, packed=steps)
             if on_device:
                 room = nodes + 1
                 target = CudaRunner(self.model, self.rows, room=room, cuda_graphs=cuda_graphs)
@@ -236,6 +241,9 @@ def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -
                 if cuda:
                     step, _ = bench.ours(nodes, cuda_graphs=True)
                     yield Line(shape, "ours graphs", *place, step, floor)
+                else:
+                    step, twins = bench.ours(nodes, packed=True)
+                    yield Line(shape, "ours packed", *place, step, floor, twins)
             state_of(model).free()
 
 

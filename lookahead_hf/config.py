@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -53,16 +54,14 @@ class SpeculativeConfig:
             text may become long enough to pay for it; True or False always or never. What was
             captured stays with the model, K and V included. Where it cannot be done, the statistics
             say why.
-        recorded_steps: Whether steps on a CPU are recorded as the list of torch's calls that the
-            model makes, and repeated without its Python: "auto" once a model has run a while; True
-            or False at once or never. The bits are the same.
-        packed_weights: Whether recorded steps use copies of the weights that are laid out for
-            blocks of tokens: "auto" once a model has run longer, where the copies take less than a
-            quarter of the free memory; True or False at once or never. Only where they are faster
-            and give the same bits; in float32, whose bits depend on the width of the block in any
-            case, the same numbers up to rounding. Weights that are written to between calls are
-            packed anew; in the middle of a call writing to them counts from the next step on,
-            unless it goes through `.data`, which counts from the next call on.
+        recorded_steps: No longer has an effect; True and False warn.
+        packed_weights: Whether linear layers on a CPU multiply by copies of their weights that are
+            laid out for blocks of tokens: "auto" once a model has run a while, where the copies
+            take less than a quarter of the free memory; True or False at once or never. Only where
+            the copies are faster and give the same bits; in float32, whose bits depend on the width
+            of the block in any case, the same numbers up to rounding. Weights that were written to
+            between calls are packed anew. In the middle of a call a write counts at once, unless it
+            goes through `.data`, which counts from the next call on.
         pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
             the drafter. Without it "pool" fills an empty one that is kept with the model.
         learn: Whether generated texts are added to the pool. Not by default: what one user's text
@@ -101,6 +100,10 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if not (_is_auto(value) or isinstance(value, bool)):
                 raise ValueError(f'{name} must be "auto", True or False, not {value!r}')
+        if self.recorded_steps != "auto":  # which stored configurations of earlier versions hold
+            object.__setattr__(self, "recorded_steps", "auto")  # copies do not warn again
+            message = "steps are no longer recorded: recorded_steps has no effect, leave it out"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
         _check_pool(self.pool)
         _check_flag("learn", self.learn)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)

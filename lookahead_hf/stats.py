@@ -64,8 +64,8 @@ class SpeculativeStats:
         commit_ms: Time spent on the cache after verification.
         budget_histogram: Number of steps by the most draft tokens of a row in the step.
         engine: How the call was verified.
-        execution: How the steps were run: "model" by the model's own forward, "packed" with packed
-            linear layers under it, "replayed" as CUDA graphs; else why not.
+        execution: How the steps were run: "model" by the model's own forward, "packed" by the same
+            with packed linear layers under it, "replayed" as CUDA graphs; on a device else why not.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: Counts of each row.
     """

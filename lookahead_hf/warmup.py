@@ -1,4 +1,4 @@
-"""Compile and measure ahead of the first call, instead of during it."""
+"""Compile, pack and measure ahead of the first call, instead of during it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lookahead_hf.runner import attention, positions, support
 from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner, Scores
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.packed_linear import PackedSteps
 from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification import device
 
@@ -35,11 +36,11 @@ def warm_up(
     max_new_tokens: int = 256,
     do_sample: bool = False,
 ) -> None:
-    """Compile and capture what is done once, and measure what draft tokens cost this model.
+    """Compile, pack weights, capture steps, and measure what draft tokens cost this model.
 
     Without it the first call decodes plainly until numba has compiled (seconds, once per
-    installation), the first steps of a model find out what they cost, and steps on a GPU are
-    captured in mid-call.
+    installation), the first steps of a model find out what they cost, weights on a CPU are packed
+    only after a while, and steps on a GPU are captured in the middle of a call.
 
     Args:
         model: The model that will generate.
@@ -93,7 +94,7 @@ def _target(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> 
         return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
     if is_compiled(model):
         return CompiledRunner(model, num_rows)
-    return Runner(model, num_rows)
+    return Runner(model, num_rows, packed=PackedSteps(model, after=0))
 
 
 def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
@@ -114,6 +115,8 @@ def _measure(target: Runner, context_length: int, sizes: list[int]) -> None:
             rows.emit(row, int(ids[row, 0]))
         if isinstance(target, CudaRunner):
             target.capture()
+        else:
+            _time_step(target, rows, ids[0, 0] % vocab, sizes[0])  # packs weights
         costs, setting = memory_of(model).costs, cost_setting(model)
         curve = costs.curve(num_rows, context_length, setting, target.mode)
         for turn in range(REPEATS + 1):

@@ -97,6 +97,16 @@ def test_through_json_and_back(config: SpeculativeConfig) -> None:
     assert SpeculativeConfig.resolve(stored) == SpeculativeConfig.resolve_stored(stored) == back
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_recorded_steps_warns_and_has_no_effect(value: bool) -> None:
+    stored = SpeculativeConfig().to_dict()
+    assert "recorded_steps" in stored
+    SpeculativeConfig.from_dict(stored)
+    with pytest.warns(DeprecationWarning, match="no longer recorded"):
+        config = SpeculativeConfig.from_dict({**stored, "recorded_steps": value})
+    assert config == dataclasses.replace(config) == SpeculativeConfig()
+
+
 @pytest.mark.parametrize(
     ("fields", "where"),
     [

@@ -31,6 +31,8 @@ from lookahead_hf.ngram_pool.store import MOST_TOKENS
 from lookahead_hf.runner import self_test
 from tests.helpers.models import prompt, tiny
 
+pytestmark = pytest.mark.filterwarnings("ignore:steps are no longer recorded")
+
 AWKWARD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 65, 2**70, 0.0, 1.5, math.nan, math.inf, 1j, "", "auto", "ngram",
     "exact", "warn", "default", b"ngram", [], ["ngram"], ("ngram", "ngram"), ("pool",), {}, set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,19 +11,28 @@ import torch
 import lookahead_hf
 from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.session import cost_setting, memory_of
+from lookahead_hf.runner import packed_weights
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.device import taped
 from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import prompt, tiny
+from tests.helpers.packing import needs_packing
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_costs_are_known_afterwards(batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "gain", "mode"), [(1, 0.0, ""), (3, 0.0, ""), (1, math.inf, "packed")]
+)
+def test_costs_are_known_afterwards(
+    batch_size: int, gain: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_packing()
+    monkeypatch.setattr(packed_weights, "GAIN", gain)
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**40)
     model = tiny("llama")
     before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
     lookahead_hf.warm_up(model, batch_size=batch_size, context_length=20, max_draft_nodes=16)
-    curve = memory_of(model).costs.curve(batch_size, 20, cost_setting(model), "")
+    curve = memory_of(model).costs.curve(batch_size, 20, cost_setting(model), mode)
     assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8, 16))
     assert curve.num_samples(32) == 0
     assert ngram_pool.compiled()
@@ -65,7 +75,8 @@ def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> N
         lookahead_hf.warm_up(tiny("llama"), **{name: value})  # type: ignore[arg-type]
 
 
-def test_a_table_of_positions_is_not_outgrown() -> None:
+def test_a_table_of_positions_is_not_outgrown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "GAIN", 0.0)
     model = tiny("gpt2", n_positions=32)
     lookahead_hf.warm_up(model, context_length=256)
     curve = memory_of(model).costs.curve(1, 15, cost_setting(model), "")

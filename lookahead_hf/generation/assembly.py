@@ -23,6 +23,7 @@ from lookahead_hf.runner import positions, self_test, support
 from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.packed_linear import PackedSteps
 from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.select import choose_verifier
@@ -180,4 +181,13 @@ def _runner(
     if shape is None and is_compiled(call.model):
         return CompiledRunner(call.model, call.num_rows)
     # Looking at the prompt's states runs a part of the model, which may take all processes.
-    return Runner(call.model, call.num_rows, shape, keeps_prompt=processes.is_alone)
+    packed = _packed_steps(call, processes)
+    return Runner(call.model, call.num_rows, shape, packed, keeps_prompt=processes.is_alone)
+
+
+def _packed_steps(call: PreparedCall, processes: coordinator.Alone) -> PackedSteps:
+    """How steps use packed layers: not where ranks must agree, nor where bits must not vary."""
+    config = call.request.config
+    rounds = config.draft_invariant and call.model.dtype == torch.float32
+    never = rounds or not processes.is_alone
+    return PackedSteps(call.model, False if never else config.packed_weights)

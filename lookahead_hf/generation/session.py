@@ -109,7 +109,11 @@ class DecodingSession:
         self.stats.observe(draft, verdict, num_moved)
         with self.stats.phase("draft"):
             self.drafts.drafting.observe(
-                self.rows, draft, verdict, step.logits, self.stats.step_seconds
+                self.rows,
+                draft,
+                verdict,
+                step.logits,
+                self.stats.step_seconds if self.runner.step_is_typical else None,
             )
 
     def __enter__(self) -> DecodingSession:

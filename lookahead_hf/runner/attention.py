@@ -30,16 +30,11 @@ _num_without_cudnn, _had_cudnn = 0, True
 _users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-Noting = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes of a function one that is noted when it is called."""
-
-
 class _Step:
     """What the layers of one forward share."""
 
-    def __init__(self, trees: Sequence[BlockTree], noting: Noting | None) -> None:
+    def __init__(self, trees: Sequence[BlockTree]) -> None:
         self.folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.noting = noting
         self._trees = {id(tree.mask): tree for tree in trees}
 
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
@@ -51,7 +46,6 @@ class _Step:
 def step(
     device: torch.device | None = None,
     trees: Sequence[BlockTree] = (),
-    noting: Noting | None = None,
 ) -> Iterator[None]:
     """Mark the forward in progress, on this thread, as ours; keep cuDNN out of it on CUDA.
 
@@ -60,11 +54,10 @@ def step(
     Args:
         device: Where the forward runs.
         trees: Masks of the forward that the kernel can do without.
-        noting: Notes the attention of every layer as one call.
     """
     on_cuda = device is not None and device.type == "cuda"
     outer = getattr(_thread, "step", None)
-    _thread.step = _Step(trees, noting)
+    _thread.step = _Step(trees)
     try:
         with _without_cudnn() if on_cuda else nullcontext():
             yield
@@ -170,21 +163,6 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step: _Step | None = getattr(_thread, "step", None)
-        if step is not None and step.noting is not None:
-            noting, step.noting = step.noting, None
-            try:
-                return noting(attention)(
-                    module,
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    dropout=dropout,
-                    scaling=scaling,
-                    **kwargs,
-                )
-            finally:
-                step.noting = noting
         if step is not None and kwargs.get("position_bias") is None:
             tree = step.tree(attention_mask)
             more = kwargs.get("softcap"), kwargs.get("s_aux")

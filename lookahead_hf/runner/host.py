@@ -23,6 +23,7 @@ from lookahead_hf.runner import (
     prefix_tuning,
 )
 from lookahead_hf.runner.layout import BlockInputs, BlockLayout
+from lookahead_hf.runner.packed_linear import PackedSteps
 from lookahead_hf.runner.prompt_states import PromptStates
 
 
@@ -44,11 +45,11 @@ class Runner:
 
     Attributes:
         prompt: The prompt's hidden states, kept by the prefill for drafting.
-        execution: How the steps were run, or why not in a faster way; None where there is none.
+        execution: How the steps were run, as in `SpeculativeStats`.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
-    execution: str | None = None
+    execution: str | None = "model"
     most_nodes: int | None = None
 
     def __init__(
@@ -56,6 +57,7 @@ class Runner:
         model: Any,
         num_rows: int,
         shape: BlockShape | None = None,
+        packed: PackedSteps | None = None,
         *,
         keeps_prompt: bool = True,
     ) -> None:
@@ -65,6 +67,7 @@ class Runner:
             model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
+            packed: How steps use packed linear layers, None where they do not.
             keeps_prompt: Whether the prompt's hidden states are kept for drafting.
         """
         self.model = model
@@ -72,6 +75,7 @@ class Runner:
         self._cache: AdoptedCache | None = None
         self.prompt = PromptStates(model, keeps_prompt)
         self._shape = shape
+        self._packed = packed or PackedSteps(model, False)
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
@@ -106,7 +110,7 @@ class Runner:
         Returns:
             The forward's outputs.
         """
-        with self.prompt.captured():
+        with self.prompt.captured(), self._packed.prefill():
             outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         before_steps()
         mask = model_kwargs.get(self._names.mask)
@@ -155,8 +159,13 @@ class Runner:
 
     @property
     def mode(self) -> str:
-        """How steps are run now, on which their cost depends."""
-        return ""
+        """How steps are run now, "packed" or "": their cost depends on it."""
+        return "packed" if self._packed.is_used else ""
+
+    @property
+    def step_is_typical(self) -> bool:
+        """Whether the latest step did nothing but its forward, so that its time is a step's."""
+        return self._packed.is_typical
 
     @property
     def _trims(self) -> bool:
@@ -185,8 +194,12 @@ class Runner:
     def forward(self, inputs: BlockInputs) -> Any:
         """Run the model on a block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
-        with attention.step(device, inputs.trees), implicit_positions.step(inputs.columns):
-            return self.model(**given, return_dict=True)
+        columns = implicit_positions.step(inputs.columns)
+        with attention.step(device, inputs.trees), columns, self._packed.step():
+            outputs = self.model(**given, return_dict=True)
+        if self._packed.is_used:
+            self.execution = "packed"
+        return outputs
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.

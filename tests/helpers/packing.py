@@ -1,15 +1,137 @@
-"""Whether this machine can pack weights."""
+"""Packed layers of models that are too small to gain by them."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
 
-from lookahead_hf.runner import packed_linear
+import lookahead_hf
+from lookahead_hf.model_state import state_of
+from lookahead_hf.runner import packed_weights
+from tests.helpers.models import prompt
+from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 
 def needs_packing() -> None:
+    """Skip a test where this processor has no packed layout."""
     try:
-        packed_linear.packed(((torch.zeros(8, 8, dtype=torch.bfloat16), None),))
+        packed_weights.pack(((torch.zeros(8, 8, dtype=torch.bfloat16), None),))
     except RuntimeError:
         pytest.skip("this processor has no packed layout for bfloat16")
+
+
+def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers count as faster packed, however small they are."""
+    needs_packing()
+    monkeypatch.setattr(packed_weights, "GAIN", float("inf"))
+
+
+def num_products(model: Any) -> int:
+    """Multiplications by packed copies on this thread so far."""
+    kept = state_of(model).packed
+    return 0 if kept is None else kept.num_products
+
+
+class Bits(NamedTuple):
+    """A text, the bits of its logits, how its steps were run, and the packed products in them."""
+
+    text: list[list[int]]
+    logits: list[list[float]]
+    execution: str | None
+    num_products: int
+
+
+def run(model: Any, packed: bool | str, change: Callable[[], Any] | None = None) -> Bits:
+    """Generate with the same trees whatever the model is; the model stays enabled.
+
+    Args:
+        model: The target.
+        packed: As `packed_weights` in `SpeculativeConfig`.
+        change: What happens in the middle of the call.
+    """
+    lookahead_hf.enable(model)
+    call = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(prompt(), **call)
+    config = scripted(continuations(plain.sequences, 12), RandomTrees(hit=1.0))
+    before = num_products(model)
+    output = model.generate(
+        prompt(),
+        **call,
+        output_logits=True,
+        speculative=replace(config, packed_weights=packed),
+        logits_processor=LogitsProcessorList([Once(change)]) if change else None,
+    )
+    stats = output.speculative_stats
+    assert stats.fallback_reason is None and stats.num_accepted > 0
+    text = output.sequences.tolist()
+    assert change is not None or text == plain.sequences.tolist()
+    logits = torch.cat(output.logits).tolist()
+    return Bits(text, logits, stats.execution, num_products(model) - before)
+
+
+def run_packed(model: Any) -> Bits:
+    """Run a packed call of a model whose weights are packed first if they are not."""
+    run(model, packed=True)
+    bits = run(model, packed=True)
+    assert bits.execution == "packed" and bits.num_products > 0
+    return bits
+
+
+class Once(LogitsProcessor):
+    """Does something to the model in the middle of a call."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change, self.is_done = change, False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= 30 and not self.is_done:
+            self.is_done = True
+            self.change()
+        return scores
+
+
+class Lora(nn.Module):
+    """An adapter around a linear layer, as PEFT's."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.scaling, self.is_on = base, 2.0, True
+        dtype = base.weight.dtype
+        self.down = nn.Linear(base.in_features, 4, bias=False, dtype=dtype)
+        self.up = nn.Linear(4, base.out_features, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x)
+        return out + self.up(self.down(x)) * self.scaling if self.is_on else out
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapter to the layer's weight as PEFT does, through `.data`."""
+        self.base.weight.data += self.up.weight @ self.down.weight * self.scaling
+        self.is_on = False
+
+
+def in_threads(*calls: Callable[[], Any]) -> None:
+    """Run calls at once, each in a thread of its own; raise what they raise."""
+    errors: list[BaseException] = []
+
+    def guarded(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error

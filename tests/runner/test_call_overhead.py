@@ -1,4 +1,4 @@
-"""What a call costs before its prompt is run."""
+"""What a call costs beside its forwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_call_walks_over_the_modules_few_times() -> None:
 
     def walks_of(**call: Any) -> int:
         walks.clear()
-        model.generate(prompt(), max_new_tokens=1, do_sample=False, **call)
+        model.generate(prompt(), max_new_tokens=24, do_sample=False, **call)
         return len(walks)
 
     walks_of(speculative=True)  # what never changes is looked up once

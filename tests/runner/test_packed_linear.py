@@ -1,240 +1,559 @@
-"""Packed weights give the bits of the weights, and are noticed to be old."""
+"""Steps with packed layers write the model's own text, whatever happens to the model."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextvars
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lookahead_hf.runner.program import compiled, groups_of, key_of
-from lookahead_hf.runner.tracing import Tracer
-from torch.nn.functional import linear
+from torch import nn
+from transformers.models.llama import modeling_llama
 
-from lookahead_hf.runner import packed_linear
-from lookahead_hf.runner.packed_linear import PackedWeights
-from tests.helpers.packing import needs_packing
+import lookahead_hf
+from lookahead_hf.model_state import state_of
+from lookahead_hf.runner import packed_linear, packed_weights
+from lookahead_hf.runner.packed_linear import PackedSteps
+from tests.helpers.compared import compared
+from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.models import VOCAB, prompt, tiny
+from tests.helpers.packing import Lora, in_threads, num_products, pack_all, run, run_packed
 
-
-def weights(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
-    torch.manual_seed(0)
-    return [
-        ((torch.randn(96, 64).to(dtype), None),),
-        ((torch.randn(64, 96).to(dtype), torch.randn(64).to(dtype)),),
-        ((torch.randn(96, 64).to(dtype), None), (torch.randn(32, 64).to(dtype), None)),
-    ]
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 
 
-def own(group: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """What the layers of a group give by themselves."""
-    return [linear(x, weight, bias) for weight, bias in group]
+@pytest.fixture(autouse=True)
+def packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_all(monkeypatch)
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers too small to be faster packed count as faster."""
-    monkeypatch.setattr(packed_linear, "GAIN", float("inf"))
+def half(name: str = "llama", **own: Any) -> Any:
+    return tiny(name, **own).bfloat16()
 
 
-def test_packed_layers_give_the_same_bits(always: None) -> None:
-    needs_packing()
-    groups = weights()
-    packed = PackedWeights(groups)
-    assert packed.linears.keys() == set(map(key_of, groups))
-    for group in groups:
-        for shape in ((1, 1), (1, 9), (3, 7)):
-            x = torch.randn(*shape, group[0][0].shape[1]).bfloat16()
-            assert all(map(torch.equal, packed.linears[key_of(group)](x), own(group, x)))
+def laid(model: Any) -> list[Any]:
+    """Modules under which something lies."""
+    return [module for module in model.modules() if packed_linear._CALL in vars(module)]
 
 
-def test_float32_is_as_near_as_rounding_permits(always: None) -> None:
-    groups = weights(torch.float32)
-    packed = PackedWeights(groups)
-    assert packed.linears.keys() == set(map(key_of, groups))
-    assert not packed.same_bits
-    assert PackedWeights(groups[:0]).same_bits
-    for group in groups:
-        x = torch.randn(1, 9, group[0][0].shape[1])
-        for ours, theirs in zip(packed.linears[key_of(group)](x), own(group, x), strict=True):
-            assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi"])
+def test_no_bit_changes(name: str) -> None:
+    model = half(name)
+    own = run(model, packed=False)
+    assert (own.execution, own.num_products) == ("model", 0)
+    assert run_packed(model)[:2] == own[:2]
+    assert run(model, packed=False) == own
+    assert laid(model) == []
 
 
-class Tied(torch.nn.Module):
-    """Two layers with one weight and a bias of each."""
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("settings", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_float32_writes_plains_text(rows: int, settings: dict[str, Any]) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    call = {"input_ids": prompt(rows), "max_new_tokens": 40, "pad_token_id": 0, **settings}
+    for _ in range(2):
+        stats = compared(model, lambda: dict(call), 12, packed_weights=True).stats
+        assert stats.execution == "packed"
+    kept = state_of(model).packed
+    assert kept is not None and not kept.same_bits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "execution"), [(torch.float32, "model"), (torch.bfloat16, "packed")]
+)
+def test_invariance_allows_no_other_rounding(dtype: torch.dtype, execution: str) -> None:
+    model = lookahead_hf.enable(tiny("llama").to(dtype))
+    call = {"input_ids": prompt(), "max_new_tokens": 24, "do_sample": False}
+    fields = {"packed_weights": True, "draft_invariant": True}
+    assert compared(model, lambda: dict(call), 12, **fields).stats.execution == execution
+
+
+def test_an_encoder_decoder_model_is_packed() -> None:
+    model = lookahead_hf.enable(tiny_pair("bart"))
+    call = {"input_ids": prompt(), "max_new_tokens": 24, "do_sample": False}
+    for _ in range(2):
+        stats = compared(model, lambda: dict(call), 1, packed_weights=True).stats
+    assert stats.execution == "packed"
+
+
+# What a forward reads in Python.
+
+strength = contextvars.ContextVar("strength", default=0.0)
+
+
+class Steered(nn.Module):
+    """Reads a context variable and a class attribute in its forward."""
+
+    sign = 1.0
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("direction", torch.randn(48).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.sign + strength.get() * self.direction
+
+
+def by_a_patched_function(patch: pytest.MonkeyPatch) -> None:
+    rotate = modeling_llama.apply_rotary_pos_emb
+    patch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, c, s, *a: rotate(q, k, -c, s, *a)
+    )
+
+
+def by_a_context_variable(patch: pytest.MonkeyPatch) -> None:
+    strength.set(4.0)
+
+
+def by_a_class_attribute(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Steered, "sign", -1.0)
+
+
+def by_the_class_of_linear_layers(patch: pytest.MonkeyPatch) -> None:
+    forward = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * 0.5)
+
+
+def by_functional_linear(patch: pytest.MonkeyPatch) -> None:
+    linear = nn.functional.linear
+    patch.setattr(nn.functional, "linear", lambda *args: linear(*args) * 0.5)
+
+
+@pytest.mark.parametrize("in_mid_call", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        by_a_patched_function,
+        by_a_context_variable,
+        by_a_class_attribute,
+        by_the_class_of_linear_layers,
+        by_functional_linear,
+    ],
+)
+def test_what_a_forward_reads_counts_at_once(
+    change: Callable[[pytest.MonkeyPatch], None], in_mid_call: bool
+) -> None:
+    model = half()
+    model.model.layers[1].mlp = Steered(model.model.layers[1].mlp)
+    before = run_packed(model)
+    assert changed_alike(lambda: model, change, in_mid_call).text != before.text
+
+
+def changed_alike(
+    make: Callable[[], Any], change: Callable[..., None], in_mid_call: bool, data: bool = False
+) -> Any:
+    """Change a model that is packed and one that is not; assert the same bits, and return them."""
+    results = []
+    for packed in (False, True):
+        model = make()
+        if packed:
+            run_packed(model)
+        token = strength.set(0.0)
+        with pytest.MonkeyPatch.context() as patch:
+            given = patch if change.__code__.co_varnames[:1] == ("patch",) else model
+            if in_mid_call:
+                results.append(run(model, packed, lambda given=given: change(given)))
+            else:
+                change(given)
+                results.append(run(model, packed))
+        strength.reset(token)
+        assert laid(model) == []
+    assert results[0][:2] == results[1][:2]
+    return results[0]
+
+
+# What modules hold.
+
+
+def adapted() -> Any:
+    torch.manual_seed(3)
+    model = half()
+    attended = model.model.layers[1].self_attn
+    attended.q_proj = Lora(attended.q_proj)
+    return model
+
+
+def lora_of(model: Any) -> Lora:
+    return model.model.layers[1].self_attn.q_proj
+
+
+def switched(model: Any) -> None:
+    lora_of(model).is_on = False
+
+
+def rescaled(model: Any) -> None:
+    lora_of(model).scaling = -9.0
+
+
+@torch.no_grad()
+def trained(model: Any) -> None:
+    lora_of(model).up.weight.mul_(-9.0)
+
+
+def merged(model: Any) -> None:
+    lora_of(model).merge()
+
+
+def optimised(model: Any) -> None:
+    parameters = [model.model.layers[0].mlp.down_proj.weight]
+    parameters[0].grad = torch.ones_like(parameters[0])
+    torch.optim.SGD(parameters, lr=0.1).step()
+    parameters[0].grad = None
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict({name: -value for name, value in model.state_dict().items()})
+
+
+def replaced_parameter(model: Any) -> None:
+    layer = model.model.layers[1].self_attn.k_proj
+    layer.weight = nn.Parameter(-layer.weight.detach())
+
+
+def replaced_data(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = -weight.data
+
+
+def replaced_module(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = nn.Linear(48, 96, bias=False, dtype=torch.bfloat16)
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(0.1)
+
+
+def given_a_bias(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.bias = nn.Parameter(torch.ones(96, dtype=torch.bfloat16))
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, args, out: out * 2)
+
+
+def pre_hooked(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.register_forward_pre_hook(
+        lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
+    )
+
+
+def hooked_block(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda m, args, out: out * 0.5)
+
+
+def replaced_forward(model: Any) -> None:
+    """As accelerate does for its own hooks."""
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
+
+
+def other_class(model: Any) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model.model.layers[1].mlp.up_proj.__class__ = Doubled
+
+
+CHANGES = (
+    switched, rescaled, trained, optimised, loaded, replaced_parameter, replaced_data,
+    replaced_module, given_a_bias, hooked, pre_hooked, hooked_block, replaced_forward, other_class,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("in_mid_call", [False, True])
+def test_a_change_to_the_model_counts_at_once(change: Any, in_mid_call: bool) -> None:
+    before = run_packed(adapted())
+    assert changed_alike(adapted, change, in_mid_call).logits != before.logits
+
+
+def test_writes_through_data_count_from_the_next_call_on() -> None:
+    before = run_packed(adapted())
+    assert changed_alike(adapted, merged, in_mid_call=False).logits != before.logits
+    model = adapted()
+    run_packed(model)
+    run(model, True, lambda: lora_of(model).merge())
+    assert run(model, packed=True)[:2] == run(model, packed=False)[:2]
+
+
+def test_another_dtype_counts() -> None:
+    model = half()
+    run_packed(model)
+    own = run(model.to(torch.float32), packed=False)
+    assert run(model, packed=True).text == own.text
+    model.bfloat16()
+    assert run_packed(model)[:2] == run(model, packed=False)[:2]
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    """Counts multiplications by weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(64, 64))
-        self.first, self.second = (torch.nn.Parameter(torch.randn(64)) for _ in range(2))
+        self.count = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = linear(linear(x, self.weight, self.first), self.weight, self.second)
-        return linear(x, self.weight)
-
-
-@torch.no_grad()
-def test_layers_that_share_a_weight_keep_their_biases(always: None) -> None:
-    model, x = Tied().eval(), torch.randn(1, 5, 64)
-    with (tracer := Tracer(model, {"x": x})):
-        plain = model(x)
-    trace = tracer.trace(plain)
-    packed = PackedWeights(groups_of(trace))
-    assert len(packed.linears) == 3
-    again = compiled(trace, packed.linears).run(5, [], x)
-    assert (again - plain).abs().max() <= 1e-5 * plain.abs().max()
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is nn.functional.linear
+        return func(*args, **(kwargs or {}))
 
 
-class Joined(torch.nn.Module):
+def test_whoever_watches_sees_the_models_own_calls() -> None:
+    model = half()
+    run_packed(model)
+    with Watching() as watching:
+        bits = run(model, packed=True)
+    assert bits.num_products == 0 and watching.count > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(model, packed=True).num_products == 0
+    torch.set_num_threads((threads := torch.get_num_threads()) + 1)
+    try:
+        assert run(model, packed=False)[:2] == run(model, packed=True)[:2]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_new_embeddings_are_packed_though_they_are_in_training_mode() -> None:
+    model = half()
+    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+    assert model.lm_head.training
+    assert run_packed(model)[:2] == run(model, packed=False)[:2]
+
+
+# Layers of one input.
+
+
+class Joined(nn.Module):
     """Layers of one input, as attention and gated units have them, and one that stands alone."""
 
-    def __init__(self, writes: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = (
-            torch.nn.Linear(64, size, bias=False) for size in (96, 32, 64)
+            nn.Linear(64, size, bias=False, dtype=torch.bfloat16) for size in (96, 32, 64)
         )
-        self.writes = writes
+        self.writes, self.twice, self.skips = False, False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = torch.sigmoid(self.first(x).view(*x.shape[:-1], 3, 32))
+        x = x + 0
+        gate = torch.sigmoid(self.first(x).view(x.shape[0], -1).view(*x.shape[:-1], 3, 32))
         if self.writes:
-            x = x + 0
             x.mul_(2)
-        out = torch.cat([gate.mean(-2) * self.second(x)] * 2, -1)
-        return self.last(out)
+        if self.twice:
+            gate = gate + self.first(x).mul_(3).view(gate.shape)
+            gate = gate + self.first(x).view(gate.shape)
+        second = x[..., :32] if self.skips else self.second(x)
+        return self.last(torch.cat([gate.mean(-2) * second] * 2, -1))
 
 
-@torch.no_grad()
-def group_sizes(model: torch.nn.Module) -> list[int]:
-    """How many layers are packed together; what the packed program gives has the model's bits."""
-    model = model.bfloat16().eval()
-    x = torch.randn(1, 5, 64).bfloat16()
-    with (tracer := Tracer(model, {"x": x})):
-        plain = model(x)
-    trace = tracer.trace(plain)
-    packed = PackedWeights(groups_of(trace))
-    assert torch.equal(compiled(trace, packed.linears).run(5, [], x), plain)
-    return sorted(map(len, packed.linears))
+def stepping(model: nn.Module) -> tuple[PackedSteps, list[int]]:
+    """What packs a module in a step, and how many layers it has joined."""
+    steps = PackedSteps(model, True)
+    with torch.no_grad(), steps.step():
+        model(torch.randn(1, 5, 64).bfloat16())
+    kept = state_of(model).packed
+    assert kept is not None and kept.stand_ins is not None
+    return steps, sorted(len(each.sizes) for each in kept.stand_ins)
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_layers_of_one_input_are_multiplied_as_one(always: None, writes: bool) -> None:
-    needs_packing()
-    torch.manual_seed(0)
-    assert group_sizes(Joined(writes)) == ([1, 1, 1] if writes else [1, 2])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("setting", ["", "writes", "twice", "skips"])
+def test_layers_of_one_input_are_joined(setting: str, inference: bool) -> None:
+    model = Joined()
+    steps, sizes = stepping(model)
+    assert sizes == [1, 2, 2]
+    if setting:
+        setattr(model, setting, True)
+    x = torch.randn(2, 5, 64).bfloat16()
+    with torch.inference_mode(inference), torch.no_grad():
+        x = x.clone()
+        own = model(x)
+        with steps.step():
+            assert torch.equal(model(x), own)
+        assert steps.is_used
+        kept = state_of(model).packed
+        assert kept is not None and kept._thread.product == packed_linear._Thread.product
+
+
+def test_layers_whose_input_is_written_to_between_them_are_not_joined() -> None:
+    model = Joined()
+    model.writes = True
+    assert stepping(model)[1] == [1, 1, 1]
 
 
 def test_layers_that_gain_nothing_together_are_packed_alone(
-    always: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needs_packing()
-    real = packed_linear._gains
-    monkeypatch.setattr(packed_linear, "_gains", lambda group: len(group) == 1 and real(group))
-    assert group_sizes(Joined(writes=False)) == [1, 1, 1]
+    real = packed_weights.most_tokens
+    monkeypatch.setattr(
+        packed_linear, "most_tokens", lambda group: real(group) if len(group) == 1 else 0
+    )
+    assert stepping(Joined())[1] == [1, 1, 1]
 
 
-def test_half_precision_keeps_its_bits(always: None) -> None:
-    needs_packing()
-    assert PackedWeights(weights()).same_bits
+def test_more_tokens_than_were_tried_are_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "most_tokens", lambda group: 8)
+    model = Joined()
+    steps, _ = stepping(model)
+    with torch.no_grad(), steps.step():
+        model(torch.randn(2, 5, 64).bfloat16())
+    assert not steps.is_used
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_other_results_leave_the_weights_as_they_are(
-    always: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+def test_an_exception_leaves_the_modules_as_they_were() -> None:
+    model = Joined()
+    for _ in range(2):
+        steps = PackedSteps(model, True)
+        with pytest.raises(RuntimeError), torch.no_grad(), steps.step():
+            model(torch.randn(1, 5, 63).bfloat16())
+        assert laid(model) == []
+        stepping(model)
+
+
+def test_gradients_flow_inside_a_step() -> None:
+    model = Joined()
+    steps, _ = stepping(model)
+    with steps.step():
+        model(torch.randn(1, 5, 64).bfloat16()).sum().backward()
+    assert model.first.weight.grad is not None
+
+
+# Threads, copies, lifetime.
+
+
+def test_threads_share_packed_layers() -> None:
+    model = half()
+    run_packed(model)
+    prompts = [prompt(seed=seed) for seed in range(4)]
+    call = {"max_new_tokens": 40, "do_sample": False}
+    plain = [model.generate(ids, **call).tolist() for ids in prompts]
+    found: dict[int, Any] = {}
+
+    def speculate(index: int) -> None:
+        config = lookahead_hf.SpeculativeConfig(budget=8, packed_weights=True)
+        output = model.generate(prompts[index], **call, speculative=config)
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.fallback_reason is None
+        found[index] = output.tolist(), stats.execution, stats.num_accepted > 0
+
+    in_threads(*[lambda index=index: speculate(index) for index in range(4)])
+    assert [found[index] for index in range(4)] == [(text, "packed", True) for text in plain]
+    assert laid(model) == []
+
+
+def test_other_threads_take_the_modules_own_path() -> None:
+    model = Joined()
+    steps, _ = stepping(model)
+    x = torch.randn(1, 5, 64).bfloat16()
+    kept = state_of(model).packed
+    assert kept is not None
+    products: list[int] = []
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(x)
+        products.append(kept.num_products)
+
+    with torch.no_grad(), steps.step():
+        assert laid(model)
+        in_threads(forward)
+        model(x)
+    assert products == [0] and steps.is_used
+
+
+def test_a_model_can_be_copied_and_saved_in_a_step(tmp_path: Any) -> None:
+    model = half()
+    run_packed(model)
+    copies: list[Any] = []
+
+    def copied(*_: Any) -> None:
+        if laid(model) and not copies:
+            copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model.lm_head))])
+            model.save_pretrained(tmp_path)
+
+    handle = model.model.layers[1].register_forward_hook(copied)
+    bits = run(model, packed=True)
+    handle.remove()
+    assert len(copies) == 2 and not any(map(laid, copies))
+    copies[0].model.layers[1]._forward_hooks.clear()
+    assert run(copies[0], packed=False)[:2] == bits[:2]
+    assert torch.equal(type(model).from_pretrained(tmp_path).lm_head.weight, model.lm_head.weight)
+
+
+def test_what_is_kept_does_not_keep_the_model() -> None:
+    model = half()
+    model.lm_head.register_forward_hook(lambda *_, model=model: None)
+    run_packed(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+# When weights are packed.
+
+
+def test_weights_are_packed_after_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**40)
+    model = lookahead_hf.enable(half())
+    steps = PackedSteps(model, "auto", after=2)
+    typical, used = [], []
+    for _ in range(4):
+        with torch.no_grad(), steps.step():
+            model(prompt())
+        typical.append(steps.is_typical)
+        used.append(num_products(model) > 0)
+    assert typical == [True, True, False, True]
+    assert used == [False, False, False, True]
+
+
+def test_little_memory_leaves_the_weights_alone_unless_packing_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = packed_linear.packed
-
-    def off_by_a_little(group: Any) -> Any:
-        layers = real(group)
-        return lambda x: tuple(out * (1.0 + (x.shape[1] == 17) * 0.01) for out in layers(x))
-
-    needs_packing()
-    monkeypatch.setattr(packed_linear, "packed", off_by_a_little)
-    assert PackedWeights(weights(dtype)).linears == {}
-
-
-def test_what_is_no_faster_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "GAIN", 0.0)
-    assert PackedWeights(weights()).linears == {}
+    looked: list[int] = []
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: looked.append(1) or 1000)
+    model = half()
+    for _ in range(2):
+        steps = PackedSteps(model, "auto", after=0)
+        for _ in range(2):
+            with torch.no_grad(), steps.step():
+                model(prompt())
+        assert not steps.is_used
+    assert len(looked) == 1
+    assert run(model, packed=True).execution == "packed"
 
 
-@pytest.mark.parametrize("through_data", [False, True])
-def test_weights_that_were_written_to_are_noticed(always: None, through_data: bool) -> None:
-    needs_packing()
-    layers = weights()
-    packed = PackedWeights(layers)
-    assert packed.is_current()
-    written = layers[1][0][0].data if through_data else layers[1][0][0]
-    written[3, 5] += 1.0
-    assert not packed.is_current()
-    written[3, 5] -= 1.0
+def test_weights_that_cannot_be_packed_leave_the_models_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr(packed_linear, "most_tokens", lambda group: 64)
+    monkeypatch.setattr(packed_linear, "pack", no_memory)
+    assert run(half(), packed=True).execution == "model"
 
 
-def test_rows_in_another_order_are_noticed(always: None) -> None:
-    needs_packing()
-    layers = weights()
-    packed = PackedWeights(layers)
-    weight = layers[0][0][0]
-    weight.data[[0, 1]] = weight.data[[1, 0]]
-    assert not packed.is_current()
+def test_the_prompt_is_run_with_packed_layers() -> None:
+    model = half()
+    own = run(model, packed=False)
+    run_packed(model)
+    steps = PackedSteps(model, True)
+    before = num_products(model)
+    with torch.no_grad(), steps.prefill():
+        first = model(prompt()).logits[:, -1].float().tolist()
+    assert num_products(model) > before
+    assert first == own.logits[:1]
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
-def test_columns_in_another_order_are_noticed(always: None, size: int) -> None:
-    """As where the heads of an attention change places."""
-    needs_packing()
-    layers = weights()
-    packed = PackedWeights(layers)
-    weight = layers[0][0][0].data
-    first, second, rest = weight.clone().split([size, size, weight.shape[1] - 2 * size], 1)
-    weight.copy_(torch.cat([second, first, rest], 1))
-    assert not packed.is_written()
-    assert not packed.is_current()
-
-
-def test_writing_is_counted_in_every_step(always: None) -> None:
-    needs_packing()
-    layers = weights()
-    packed = PackedWeights(layers)
-    assert not packed.is_written()
-    layers[2][1][0].add_(0)
-    assert packed.is_written()
-
-
-@torch.inference_mode()
-def test_weights_that_are_not_counted_are_summed(always: None) -> None:
-    needs_packing()
-    layers = weights()
-    packed = PackedWeights(layers)
-    layers[0][0][0].mul_(-1.0)
-    assert not packed.is_written()
-    assert not packed.is_current()
-
-
-def test_plenty_of_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = weights()
-    total = sum(weight.nbytes for group in layers for weight, _ in group)
-    for free, fits in ((4 * total + 1, True), (4 * total, False), (None, False)):
-        monkeypatch.setattr(packed_linear, "free_memory", lambda free=free: free)
-        assert packed_linear.fits(layers) is fits
-
-
-def test_free_memory_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
-        "/sys/fs/cgroup/memory.max": "5000000\n",
-        "/sys/fs/cgroup/memory.current": "1000000\n",
-    }
-
-    def read_text(path: Path) -> str:
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert packed_linear.free_memory() == 4_000_000
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert packed_linear.free_memory() == 8_192_000
-    del files["/sys/fs/cgroup/memory.max"]
-    assert packed_linear.free_memory() == 8_192_000
-    files.clear()
-    assert packed_linear.free_memory() is None
+def test_a_compiled_layer_keeps_its_call() -> None:
+    model = Joined()
+    steps, _ = stepping(model)
+    called: list[int] = []
+    model.first._compiled_call_impl = lambda x: called.append(1) or model.first.forward(x)
+    with torch.no_grad(), steps.step():
+        model(torch.randn(1, 5, 64).bfloat16())
+    assert called == [1] and "_compiled_call_impl" in vars(model.first)

@@ -166,7 +166,7 @@ def test_what_needs_the_host_is_verified_there(engine: str, fields: dict[str, An
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     assert stats.engine == engine
-    assert stats.execution is None  # as on any CPU
+    assert stats.execution == "model"
 
 
 def test_probabilities_that_are_not_finite_raise_as_in_plain() -> None:

@@ -1,0 +1,153 @@
+"""Copies of weights in a layout for blocks of a few tokens, made where they are faster."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear
+
+Layer = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight [out, in] and bias [out] of a linear layer."""
+
+Group = tuple[Layer, ...]
+"""Layers that read the same input; several have no biases."""
+
+Multiply = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Takes an input [..., in] and the bias, and returns the outputs of all layers, [..., all out]."""
+
+MEMORY_SHARE = 0.25
+"""Share of the free memory that the copies may take unless the user asks for them."""
+
+TRIED_TOKENS = (1, 2, 5, 17, 33, 65, 128, 256)
+"""Numbers of tokens for which a copy is compared with the weight itself. In half precision it
+serves no more tokens than those up to which the bits are the same: in a joined product of three
+layers they differ from 192 tokens on."""
+
+FEWEST_SERVED = 65
+"""Tokens that a copy must serve: a step of one row has at most so many by default."""
+
+TIMED_TOKENS, TIMED_ROUNDS = 5, 12
+"""Number of tokens for which a copy must be faster, and how often that is timed."""
+
+GAIN = 1.0
+"""Largest share of the model's own time that a packed layer may take."""
+
+LAYOUT_TOKENS = 32
+"""Number of tokens that oneDNN chooses the layout for; the copy serves any number."""
+
+ROUNDING = 1e-7
+"""Largest difference of float32 results, relative to the largest result, per root of the number of
+terms that were added up. In float32 the bits depend on the number of tokens anyway: a block differs
+from single tokens by as much."""
+
+PIECES = (127, 31, 7)
+"""Words per piece of a checksum."""
+
+
+def pack(group: Group) -> Multiply:
+    """Copy the weights of one or several layers into one packed layout.
+
+    Raises:
+        RuntimeError: This processor or build of torch has no such layout, or memory runs out.
+    """
+    ops = torch.ops.mkldnn
+    weights = [weight.detach() for weight, _ in group]
+    whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+    layout = ops._reorder_linear_weight(whole, LAYOUT_TOKENS)
+    # Without the overload's Python wrapper, which takes half a microsecond.
+    run = ops._linear_pointwise.default._op
+
+    def multiply(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = run(x, layout, bias, "none", [], "")
+        return out
+
+    return multiply
+
+
+def most_tokens(group: Group) -> int:
+    """Return up to how many tokens packed layers give the layers' results; 0 if no faster."""
+    weight, bias = group[0]
+    if not weight.is_floating_point() or not torch.backends.mkldnn.is_available():
+        return 0
+
+    def own(x: torch.Tensor) -> list[torch.Tensor]:
+        return [linear(x, *layer) for layer in group]
+
+    try:
+        multiply, served = pack(group), 0
+        generator = torch.Generator().manual_seed(0)
+        for tokens in TRIED_TOKENS:
+            x = torch.randn(1, tokens, weight.shape[1], generator=generator).to(weight.dtype)
+            if not _agree(multiply(x, bias), torch.cat(own(x), -1), weight.shape[1]):
+                break
+            served = tokens
+    except (RuntimeError, AttributeError):  # this processor or build has no such layout
+        return 0
+    if served < FEWEST_SERVED or not _is_faster(lambda x: multiply(x, bias), own, weight):
+        return 0
+    return sys.maxsize if weight.dtype == torch.float32 and served == TRIED_TOKENS[-1] else served
+
+
+def _agree(packed: torch.Tensor, own: torch.Tensor, num_terms: int) -> bool:
+    """Whether results are the same: bit for bit in half precision, up to rounding in float32."""
+    if own.dtype != torch.float32:
+        return torch.equal(packed, own)
+    return bool((packed - own).abs().max() <= ROUNDING * num_terms**0.5 * own.abs().max())
+
+
+def _is_faster(
+    packed: Callable[[torch.Tensor], object],
+    own: Callable[[torch.Tensor], object],
+    weight: torch.Tensor,
+) -> bool:
+    """Whether packed layers take less time; timed in turns, so that a disturbance hits both."""
+    x = torch.ones(1, TIMED_TOKENS, weight.shape[1], dtype=weight.dtype)
+    times: tuple[list[float], list[float]] = [], []
+    for _ in range(TIMED_ROUNDS):
+        for run, taken in zip((packed, own), times, strict=True):
+            start = time.perf_counter()
+            run(x)
+            taken.append(time.perf_counter() - start)
+    return min(times[0]) < GAIN * min(times[1])
+
+
+def checksum(weight: torch.Tensor) -> int:
+    """Return a hash of a weight's bits, also of their order.
+
+    The hash is of sums over pieces of a prime number of words, which end elsewhere in every row:
+    rows or columns in another order give other sums. Adding up takes less time than reading.
+    """
+    bits = weight.detach().contiguous().view(-1)
+    words = bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.int16)
+    rows = len(weight)
+    size = next((n for n in PIECES if n <= rows and len(words) % (n * rows)), 1)
+    whole = len(words) // size * size
+    sums, rest = words[:whole].view(-1, size).sum(1), words[whole:]
+    return hash((sums.numpy().tobytes(), rest.numpy().tobytes()))
+
+
+def fits(groups: Iterable[Group]) -> bool:
+    """Whether there is plenty of memory for a copy of these weights."""
+    free = free_memory()
+    total = sum(weight.nbytes for group in groups for weight, _ in group)
+    return free is not None and total < MEMORY_SHARE * free
+
+
+def free_memory() -> int | None:
+    """Return the bytes that this process may still take; None where the system does not tell."""
+    limits = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(1024 * int(line.split()[1]))
+        group = Path("/sys/fs/cgroup")
+        most = (group / "memory.max").read_text().strip()
+        if most != "max":
+            limits.append(int(most) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return min(limits, default=None)

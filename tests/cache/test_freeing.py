@@ -1,0 +1,61 @@
+"""What is kept of a model between calls is freed, however speculation was turned on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import lookahead_hf
+from lookahead_hf.model_state import state_of
+from tests.helpers.models import prompt, tiny
+from tests.helpers.packing import pack_all
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pack_all(monkeypatch)
+    return tiny("llama")
+
+
+def is_kept(model: Any) -> bool:
+    return state_of(model).packed is not None
+
+
+def keeps(model: Any, generate: Callable[..., Any]) -> bool:
+    """Whether a call keeps something."""
+    call = {"max_new_tokens": 40, "do_sample": False, "speculative": {"packed_weights": True}}
+    generate(prompt(), **call)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.execution == "packed"
+    return is_kept(model)
+
+
+def test_what_is_kept_is_freed_where_enabled_ends(model: Any) -> None:
+    with lookahead_hf.enabled(model):
+        assert keeps(model, model.generate)
+    assert not is_kept(model)
+    lookahead_hf.enable(model)
+    with lookahead_hf.enabled(model):
+        assert keeps(model, model.generate)
+    assert is_kept(model), "it is enabled still"
+    lookahead_hf.disable(model)
+    assert not is_kept(model)
+
+
+def test_disable_frees_what_other_calls_keep(model: Any) -> None:
+    assert keeps(model, functools.partial(lookahead_hf.generate, model))
+    lookahead_hf.disable(model)
+    assert not is_kept(model)
+
+
+def test_disable_everywhere_frees_what_is_kept_of_models_not_enabled(model: Any) -> None:
+    enabled, other = lookahead_hf.enable(tiny("llama")), tiny("llama")
+    lookahead_hf.enable_everywhere()
+    for each in (model, enabled):
+        assert keeps(each, each.generate)
+    assert keeps(other, functools.partial(lookahead_hf.generate, other))
+    lookahead_hf.disable_everywhere()
+    assert [is_kept(each) for each in (model, enabled, other)] == [False, True, False]

@@ -1,0 +1,119 @@
+"""Packed weights give the results of the weights, and a write to a weight changes its checksum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from lookahead_hf.runner import packed_weights
+from lookahead_hf.runner.packed_weights import checksum, most_tokens, pack
+from tests.helpers.packing import needs_packing
+
+
+def groups(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return [
+        ((random(96, 64), None),),
+        ((random(64, 96), random(64)),),
+        ((random(96, 64), None), (random(32, 64), None)),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_packing()
+    monkeypatch.setattr(packed_weights, "GAIN", float("inf"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_layers_give_the_layers_results(dtype: torch.dtype) -> None:
+    for group in groups(dtype):
+        assert most_tokens(group) >= packed_weights.FEWEST_SERVED
+        for rows, width in ((1, 1), (1, 9), (3, 7)):
+            x = torch.randn(rows, width, group[0][0].shape[1]).to(dtype)
+            own = torch.cat([linear(x, *layer) for layer in group], -1)
+            ours = pack(group)(x, group[0][1])
+            slack = 2e-6 * own.abs().max() if dtype == torch.float32 else 0.0
+            assert (ours - own).abs().max() <= slack
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("wrong_from", "served"), [(17, 0), (128, 65)])
+def test_other_results_limit_the_tokens_served(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wrong_from: int, served: int
+) -> None:
+    def off_by_a_little(group: Any) -> Any:
+        multiply = pack(group)
+        return lambda x, bias: multiply(x, bias) * (1.0 + (x.shape[1] >= wrong_from) * 0.01)
+
+    monkeypatch.setattr(packed_weights, "pack", off_by_a_little)
+    assert [most_tokens(group) for group in groups(dtype)] == [served] * 3
+
+
+def test_what_is_no_faster_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "GAIN", 0.0)
+    assert [most_tokens(group) for group in groups()] == [0] * 3
+
+
+def one_element(weight: torch.Tensor) -> None:
+    weight[3, 5] += 1.0
+
+
+def two_rows(weight: torch.Tensor) -> None:
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+def columns(size: int) -> Any:
+    """As where the heads of an attention change places."""
+
+    def swap(weight: torch.Tensor) -> None:
+        first, second, rest = weight.clone().split([size, size, weight.shape[1] - 2 * size], 1)
+        weight.copy_(torch.cat([second, first, rest], 1))
+
+    return swap
+
+
+@pytest.mark.parametrize("write", [one_element, two_rows, columns(1), columns(4), columns(16)])
+def test_every_write_changes_the_checksum(write: Any) -> None:
+    weight = groups()[0][0][0]
+    before = checksum(weight)
+    assert checksum(weight.clone()) == before
+    write(weight.data)
+    assert checksum(weight) != before
+
+
+def test_plenty_of_memory_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(weight.nbytes for group in groups() for weight, _ in group)
+    for free, fits in ((4 * total + 1, True), (4 * total, False), (None, False)):
+        monkeypatch.setattr(packed_weights, "free_memory", lambda free=free: free)
+        assert packed_weights.fits(groups()) is fits
+
+
+def test_free_memory_is_that_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
+        "/sys/fs/cgroup/memory.max": "5000000\n",
+        "/sys/fs/cgroup/memory.current": "1000000\n",
+    }
+
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert packed_weights.free_memory() == 4_000_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert packed_weights.free_memory() == 8_192_000
+    del files["/sys/fs/cgroup/memory.max"]
+    assert packed_weights.free_memory() == 8_192_000
+    files.clear()
+    assert packed_weights.free_memory() is None
