@@ -25,9 +25,8 @@ def load() -> tuple[Any, Any]:
 def demo_model() -> str:
     """The folder of the demo's model, fetched once."""
     from lookahead_hf.cli.real_model import ensure_demo_model
-    from lookahead_hf.cli.screen import PlainScreen
 
-    return str(ensure_demo_model(PlainScreen()))
+    return str(ensure_demo_model())
 
 
 def ask(tokenizer: Any, *prompts: str) -> Any:

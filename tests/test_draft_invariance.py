@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli.real_model import ensure_demo_model
-from lookahead_hf.cli.screen import PlainScreen
 from lookahead_hf.drafting.session import INVARIANT_WIDTH
 from tests.helpers.models import prompt, tiny
 from tests.helpers.real_texts import encode, texts
@@ -29,7 +28,7 @@ DRAFTED: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[tuple[Any, Any]]:
-    folder = ensure_demo_model(PlainScreen())
+    folder = ensure_demo_model()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with lookahead_hf.enabled(model):

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
 from lookahead_hf.cli.real_model import ensure_demo_model
-from lookahead_hf.cli.screen import PlainScreen
 from tests.helpers.real_texts import encode, texts
 
 NEW_TOKENS = 32
@@ -21,7 +20,7 @@ CONFIG = lookahead_hf.SpeculativeConfig(budget=16)
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[tuple[Any, Any]]:
-    folder = ensure_demo_model(PlainScreen())
+    folder = ensure_demo_model()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     lookahead_hf.enable(model)

@@ -12,20 +12,14 @@ import torch
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli import comparison, main
 from lookahead_hf.cli.comparison import Stage, Timed, explain_parting, first_difference
-from lookahead_hf.cli.live_text import CLOSE, OPEN
 from lookahead_hf.cli.loading import encode_chat
-from lookahead_hf.cli.screen import PlainScreen
-from tests.helpers.tiny_chat import DRAFTING, save_tiny_chat, stage_on
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+from lookahead_hf.cli.screen import Screen
+from tests.helpers.tiny_chat import DRAFTING, stage_on
 
 
 @pytest.fixture(scope="module")
 def stage(folder: str) -> Stage:
-    return stage_on(folder, 12, PlainScreen())
+    return stage_on(folder, 12, Screen())
 
 
 def said(text: str) -> list[dict[str, str]]:
@@ -39,7 +33,7 @@ def test_demo_shows_identical_texts_and_what_was_drafted(
     assert main([*words, "--prompt", "abc abc abc"]) == 0
     shown = capsys.readouterr().out
     assert "identical: all 80 tokens" in shown
-    assert OPEN in shown and CLOSE in shown
+    assert "‹" in shown and "›" in shown
     steps = float(shown.splitlines()[-2].split()[-2])
     assert steps > 1.0
 
