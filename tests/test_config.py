@@ -45,7 +45,7 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
         ({"learn": True}, "give pool= too"),
         ({"learn": True, "drafters": ("ngram",)}, "give pool= too"),
         ({"options": ["ngram"]}, "must be a dict"),
-        ({"options": {"ngrams": {}}}, "no drafter has options by that name"),
+        ({"options": {"ngrams": {}}}, "there is no such drafter"),
         ({"options": {"lookahead": {}}}, "does not draft with it"),
         ({"options": {"pool": {}}}, "does not draft with it"),
         ({"options": {"recycling": {}}, "drafters": ("ngram",)}, "does not draft with it"),

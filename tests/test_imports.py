@@ -27,6 +27,7 @@ LEVELS = (
     {"generation.strategy"},
     {"hook"},
     {"pipelines", "warmup", "auto", "cli"},
+    {"__main__"},
 )
 """Rooms, from the lowest up; those of one level do not see each other."""
 
