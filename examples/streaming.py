@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from threading import Thread
 
 from _model import ask, compare, load, timed
@@ -10,22 +9,25 @@ from transformers import TextIteratorStreamer
 
 model, tokenizer = load()
 inputs = ask(tokenizer, "List the days of the week, then list them again in reverse order.")
-arguments = {**inputs, "max_new_tokens": 96, "do_sample": False}
-plain, plain_seconds = timed(model.generate, **arguments)
 
-streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-arguments |= {"streamer": streamer, "speculative": True}
-start = time.perf_counter()
-worker = Thread(target=model.generate, kwargs=arguments)
-worker.start()
-text = ""
-for piece in streamer:
-    print(piece, end="", flush=True)
-    text += piece
-worker.join()
-seconds = time.perf_counter() - start
 
-print()
-expected = tokenizer.decode(plain[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-print("identical:", text == expected)
+def stream(speculative: bool) -> str:
+    """Print the text piece by piece, and return it."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    arguments = {**inputs, "max_new_tokens": 96, "do_sample": False}
+    arguments |= {"streamer": streamer, "speculative": speculative}
+    worker = Thread(target=model.generate, kwargs=arguments)
+    worker.start()
+    text = ""
+    for piece in streamer:
+        print(piece, end="", flush=True)
+        text += piece
+    worker.join()
+    print()
+    return text
+
+
+plain, plain_seconds = timed(stream, speculative=False)
+fast, seconds = timed(stream, speculative=True)
+print("identical:", plain == fast)
 compare(model, plain_seconds, seconds)

@@ -165,11 +165,16 @@ def nf4(room: Room, speculative: Any) -> Any:
 
 PEFT = ("peft",)
 ENABLE = "`enable(model)`"
-ROUNDING = "activations are quantised: no promise of the same text, said once"
+ROUNDING = "quantised activations: the same text is not promised, and one warning states this"
 
 CALLERS = [
     Caller("PEFT, LoRA", ENABLE, lora, PEFT),
-    Caller("PEFT, LoRA around an enabled model", "`enable(model)`, before", lora_around, PEFT),
+    Caller(
+        "PEFT, LoRA around an enabled model",
+        "`enable(model)` before the adapter",
+        lora_around,
+        PEFT,
+    ),
     Caller("PEFT, LoRA merged", ENABLE, lora_merged, PEFT),
     Caller("PEFT, LoRA disabled for a call", ENABLE, lora_disabled, PEFT),
     Caller("PEFT, two LoRA adapters in a batch", ENABLE, lora_mixed, PEFT),
@@ -195,6 +200,6 @@ CALLERS = [
         ENABLE,
         nf4,
         ("bitsandbytes",),
-        note="one row and several rows use different kernels: a near tie can fall the other way",
+        note="one row and several rows use different kernels, which can turn a near tie",
     ),
 ]

@@ -186,7 +186,7 @@ CALLERS = [
         OURS,
         speech_by_default,
         expects="beams",
-        note="asks for num_beams=5 by default; the warning says num_beams=1",
+        note="the pipeline's default is num_beams=5; the warning names the remedy num_beams=1",
     ),
     Caller(
         "pipeline automatic-speech-recognition, num_beams=1",

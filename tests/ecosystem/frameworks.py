@@ -106,14 +106,14 @@ CALLERS = [
         "`enable(model)` and `from_transformers(model, ...)(prompt, choice, speculative=True)`",
         outlines_json,
         ("outlines",),
-        note="its processor keeps a guide per row",
+        note="the processor keeps a guide per row",
     ),
     Caller(
         "inspect-ai",
         ENTRY,
         inspect_ai,
         ("inspect_ai",),
-        note="runs batches in a thread of its own",
+        note="batches run in their own thread",
         auto=True,
     ),
 ]

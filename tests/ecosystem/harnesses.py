@@ -148,7 +148,7 @@ def training_mode(room: Room, speculative: Any) -> Any:
 GEN_KWARGS = "`--gen_kwargs speculative=True`"
 TRL = '`enable(model)` and `{}(generation_kwargs={{"speculative": True}})`'
 TRL_NEEDS = ("trl", "datasets")
-TRAINING = "the model is in training mode around it, with TRL's gradient checkpointing"
+TRAINING = "the model is in training mode before and after, with TRL's gradient checkpointing"
 
 CALLERS = [
     Caller("lm-eval, one by one", GEN_KWARGS, lm_eval_generate, ("lm_eval",), auto=True),
@@ -158,7 +158,7 @@ CALLERS = [
         ENTRY,
         lighteval_greedy,
         ("lighteval",),
-        note="asks for the scores of every call",
+        note="requests the scores of every call",
         auto=True,
     ),
     Caller("TRL, GRPO", TRL.format("GRPOConfig"), grpo, TRL_NEEDS, note=TRAINING),

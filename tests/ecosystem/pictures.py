@@ -193,7 +193,7 @@ PIPELINE = Caller(
     "`lookahead_hf.pipeline(...)`",
     image_text_to_text,
     ("PIL",),
-    note="transformers' own drops a bare `speculative=True`; ours puts it into generate_kwargs",
+    note="transformers' pipeline drops `speculative=True`; ours moves it into generate_kwargs",
 )
 EVALUATION = [
     Caller("lm-eval, pictures", GEN_KWARGS, lm_eval_pictures, ("lm_eval", "PIL"), auto=True),

@@ -54,7 +54,7 @@ TESTED_ELSEWHERE = (
     Elsewhere(
         "torch.compile(model), model.compile(), model.forward = torch.compile(...)",
         (f"{_OWNERS}::test_compiled_models",),
-        "speculates, same text; the `generate` of torch.compile(model) runs the uncompiled model",
+        "speculates, same text; `generate` of torch.compile(model) runs the uncompiled model",
     ),
     Elsewhere(
         "DistributedDataParallel",
@@ -72,7 +72,7 @@ TESTED_ELSEWHERE = (
             f"{_PROCESSES}::test_sharded_models_write_plains_text",
             f"{_PROCESSES}::test_sharded_models_that_are_not_told_to_keep_step",
         ),
-        "speculates, same text, also where the processes' texts end at different steps",
+        "speculates, same text, even if the texts of the processes end at different steps",
     ),
     Elsewhere(
         "DeepSpeed ZeRO-3, two processes",
@@ -89,9 +89,9 @@ TESTED_ELSEWHERE = (
         "speculates, same text; the first process decides",
     ),
     Elsewhere(
-        "a `generate` that is bound to the object, as unsloth's",
+        "a `generate` bound to the model object, as by unsloth",
         (f"{_OWNERS}::test_a_method_that_somebody_bound",),
-        "speculates, same text: `enable(model)` after it was bound",
+        "speculates, same text: call `enable(model)` after the method is bound",
     ),
     Elsewhere(
         "examples/custom_generate as a custom_generate repository",
@@ -102,9 +102,9 @@ TESTED_ELSEWHERE = (
         "speculates, same text",
     ),
     Elsewhere(
-        "a model with a custom_generate repository of its own",
+        "a model that has its own custom_generate repository",
         (f"{_OWNERS}::test_a_repository_that_ends_in_generate",),
-        "speculates, same text, where the repository's function hands its arguments to `generate`",
+        "speculates, same text, if the repository's function passes its arguments to `generate`",
     ),
     Elsewhere(
         "the same, with a decoding loop in the repository",
@@ -121,52 +121,51 @@ TESTED_ELSEWHERE = (
 NOT_RUN = (
     (
         "transformers serve --continuous-batching, generate_batch, TRL with continuous batching",
-        "not reached: requests go to another engine, which never calls `generate`",
+        "not reached: another engine serves the requests and never calls `generate`",
     ),
-    ("guidance", "not reached: it calls the model's forward in a loop of its own"),
+    ("guidance", "not reached: it calls the model's forward in its own loop"),
     (
         "instructor, pydantic-ai, dspy, litellm",
-        "no local backend: through `transformers serve`",
+        "they have no local backend; use `transformers serve`",
     ),
-    ("transformers chat", "a client of `transformers serve`"),
+    ("transformers chat", "it is a client of `transformers serve`"),
     (
         "Gradio, Ray Data map_batches",
-        "not run: they call user code, as in examples/streaming.py, or `enable(model)` in an actor",
+        "not run: they call your own code; enable the model there, as in examples/streaming.py",
     ),
-    ("vLLM, SGLang, ray.data.llm", "not reached: engines of their own"),
+    ("vLLM, SGLang, ray.data.llm", "not reached: they have their own engines"),
     (
         "pipeline document-question-answering",
-        "not run: the models that generate there (Donut) are of a type that is not served, and run "
-        "plainly (`encoder_decoder`)",
+        "not run: the models that generate there (Donut) are not supported and "
+        "run plainly (`encoder_decoder`)",
     ),
     (
         "pipeline table-question-answering",
-        "not run: transformers has no tokenizer any more that gives tables to a model that "
-        "generates (TAPEX); TAPAS does not generate",
+        "not run: transformers no longer has the tokenizer of TAPEX, and TAPAS does not generate",
     ),
     (
         "pipeline text-to-audio",
-        "not run: models with a `generate` of their own (Bark, MusicGen), or none",
+        "not run: these models have their own `generate` (Bark, MusicGen), or none",
     ),
     (
         "lm-eval hf-audiolm-qwen",
-        "not run: it loads Qwen2-Audio only, which has 8 billion parameters; it calls `generate` "
-        "as the class for pictures does",
+        "not run: it loads only Qwen2-Audio, which has 8 billion parameters; "
+        "it calls `generate` like the class for pictures",
     ),
     (
         "TRL: online DPO, GKD, GOLD, SDFT, SDPO and others of trl.experimental, callbacks",
         "not run: they call `generate` as GRPO does",
     ),
-    ("lighteval with continuous batching", "not reached, as above"),
+    ("lighteval with continuous batching", "not reached, as with `generate_batch`"),
     (
         "GPTQModel, AutoAWQ",
-        "not run, they need a GPU; their wrappers are looked into (tests/test_wrappers.py); AWQ's "
-        "fused layers bring a cache of their own and are to be left out",
+        "not run: they need a GPU; tests/test_wrappers.py imitates their "
+        "wrappers; do not use AWQ's fused layers, which have their own cache",
     ),
-    ("bitsandbytes LLM.int8", "not run, too slow on a CPU; its activations are quantised"),
+    ("bitsandbytes LLM.int8", "not run: too slow on a CPU; its activations are quantised"),
     (
         "DeepSpeed init_inference",
-        "not run; with injected kernels it has a cache of its own: use the model without them",
+        "not run: its injected kernels have their own cache; use the model without them",
     ),
     (
         "pipelines of processes, tensor parallel models whose weights are sharded too",
@@ -250,26 +249,28 @@ def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str]) -> str:
 
 
 _INTRODUCTION = """\
-# Who calls `generate`, and what comes of it
+# Callers of `generate`
 
-Written by `python -m tests.ecosystem.table docs/ecosystem.md` with torch {torch} and transformers
-{transformers} on a CPU. Every caller runs twice on tiny random models, plainly and speculatively,
-each in a process of its own; "speculates" means that drafts were accepted, "same text" that all it
-returned was equal. tests/ecosystem asserts the same of whatever is installed. In each case what
-stands under "switched on by" was done, and nothing more.
+`python -m tests.ecosystem.table docs/ecosystem.md` wrote this page, with torch {torch} and
+transformers {transformers} on a CPU. Every caller runs twice on tiny random models, plainly and
+speculatively, each in a process of its own. "speculates" means that drafts were accepted; "same
+text" means that the caller returned the same result both times. tests/ecosystem asserts this for
+every library that is installed. The column "switched on by" names everything that was done to get
+speculation.
 
-Two things switch speculation on, and both are needed. First `generate` must know of it:
+Speculation needs two things. First, `generate` must know the argument `speculative`:
 
-* `lookahead_hf.enable(model)`, where the model is at hand;
-* `import lookahead_hf.auto` anywhere in the process, for models that a library loads itself. A
-  program that imports nothing of yours is started as `python -m lookahead_hf.auto PROGRAM ...`,
-  such as `python -m lookahead_hf.auto lm_eval --model hf ... --gen_kwargs speculative=True`;
-* `lookahead_hf.pipeline(...)` does it for the pipeline's model.
+* call `lookahead_hf.enable(model)` if you have the model;
+* `import lookahead_hf.auto` anywhere in the process if a library loads the model. For a program
+  that you cannot edit, run `python -m lookahead_hf.auto PROGRAM ...`, for example
+  `python -m lookahead_hf.auto lm_eval --model hf ... --gen_kwargs speculative=True`;
+* `lookahead_hf.pipeline(...)` enables the pipeline's model.
 
-Without it transformers refuses the argument `speculative`, and an entry in a generation config does
-nothing. Then something must ask for it: the argument `speculative=True` of a call, or, where the
-caller passes no arguments on, `lookahead_hf.set_default(model, True)`, which is kept as
-`model.generation_config.speculative`, also by `save_pretrained`."""
+Without this, transformers refuses the argument, and an entry in a generation config has no effect.
+
+Second, the call must ask for speculation: with the argument `speculative=True` or, if the caller
+passes no arguments on, with `lookahead_hf.set_default(model, True)`. The default is stored as
+`model.generation_config.speculative`, and `save_pretrained` keeps it."""
 
 
 def main(words: list[str]) -> None:
