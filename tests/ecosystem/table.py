@@ -2,7 +2,8 @@
 
     python -m tests.ecosystem.table docs/ecosystem.md
 
-What is not installed is marked so; `pip install "lookahead-hf[ecosystem]"` installs the most.
+The page marks libraries that are not installed; `pip install "lookahead-hf[ecosystem]"` installs
+most of them. The section "Not run" of the page is kept as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import transformers
 
 from tests.ecosystem import adapted, callers, frameworks, harnesses, pictures, servers
 from tests.ecosystem.room import NOT_REACHED, SPECULATES, Caller, Room, try_out
+
+NOT_RUN = "## Not run\n"
+"""The heading of the part of the page that people write; this program keeps it."""
 
 SECTIONS = {
     "Pipelines, servers, agents": [
@@ -39,12 +43,14 @@ class Elsewhere:
 
     Attributes:
         name: What generates.
-        tests: What pytest is to run, as on its command line.
-        result: What stands in the table where all of them pass.
+        file: The file of the tests.
+        tests: The names of the tests, with spaces between them.
+        result: The result that the table shows if all of them pass.
     """
 
     name: str
-    tests: tuple[str, ...]
+    file: str
+    tests: str
     result: str
 
 
@@ -53,126 +59,71 @@ _OWNERS, _PROCESSES = "tests/test_owners.py", "tests/distributed/test_coordinato
 TESTED_ELSEWHERE = (
     Elsewhere(
         "torch.compile(model), model.compile(), model.forward = torch.compile(...)",
-        (f"{_OWNERS}::test_compiled_models",),
+        _OWNERS,
+        "test_compiled_models",
         "speculates, same text; `generate` of torch.compile(model) runs the uncompiled model",
     ),
     Elsewhere(
         "DistributedDataParallel",
-        (f"{_OWNERS}::test_data_parallel",),
+        _OWNERS,
+        "test_data_parallel",
         "speculates, same text: `lookahead_hf.generate(wrapped, ...)`",
     ),
     Elsewhere(
         "FSDP2 fully_shard, before and after enable",
-        (f"{_OWNERS}::test_sharded_before_and_after",),
+        _OWNERS,
+        "test_sharded_before_and_after",
         "speculates, same text (one process)",
     ),
     Elsewhere(
         "FSDP2 fully_shard, two processes",
-        (
-            f"{_PROCESSES}::test_sharded_models_write_plains_text",
-            f"{_PROCESSES}::test_sharded_models_that_are_not_told_to_keep_step",
-        ),
+        _PROCESSES,
+        "test_sharded_models_write_plains_text test_sharded_models_that_are_not_told_to_keep_step",
         "speculates, same text, even if the texts of the processes end at different steps",
     ),
     Elsewhere(
         "DeepSpeed ZeRO-3, two processes",
-        ("tests/distributed/test_families.py::test_zero_3",),
+        "tests/distributed/test_families.py",
+        "test_zero_3",
         "speculates, same text",
     ),
     Elsewhere(
         "tensor parallel, two processes",
-        (
-            f"{_PROCESSES}::test_tensor_parallel_writes_plains_text",
-            f"{_PROCESSES}::test_one_clock_decides",
-            f"{_PROCESSES}::test_one_seed_decides",
-        ),
+        _PROCESSES,
+        "test_tensor_parallel_writes_plains_text test_one_clock_decides test_one_seed_decides",
         "speculates, same text; the first process decides",
     ),
     Elsewhere(
         "a `generate` bound to the model object, as by unsloth",
-        (f"{_OWNERS}::test_a_method_that_somebody_bound",),
+        _OWNERS,
+        "test_a_method_that_somebody_bound",
         "speculates, same text: call `enable(model)` after the method is bound",
     ),
     Elsewhere(
         "examples/custom_generate as a custom_generate repository",
-        (
-            f"{_OWNERS}::test_a_call_that_names_a_repository",
-            f"{_OWNERS}::test_a_model_loaded_from_such_a_repository",
-        ),
+        _OWNERS,
+        "test_a_call_that_names_a_repository test_a_model_loaded_from_such_a_repository",
         "speculates, same text",
     ),
     Elsewhere(
         "a model that has its own custom_generate repository",
-        (f"{_OWNERS}::test_a_repository_that_ends_in_generate",),
+        _OWNERS,
+        "test_a_repository_that_ends_in_generate",
         "speculates, same text, if the repository's function passes its arguments to `generate`",
     ),
     Elsewhere(
         "the same, with a decoding loop in the repository",
-        (f"{_OWNERS}::test_a_repository_with_a_loop_of_its_own",),
+        _OWNERS,
+        "test_a_repository_with_a_loop_of_its_own",
         "plain generation (`own_generate`)",
     ),
     Elsewhere(
         "pipeline any-to-any",
-        ("tests/test_pipelines.py::test_pipelines_that_read_pictures",),
+        "tests/test_pipelines.py",
+        "test_pipelines_that_read_pictures",
         "speculates, same text: `lookahead_hf.pipeline`",
     ),
 )
-
-NOT_RUN = (
-    (
-        "transformers serve --continuous-batching, generate_batch, TRL with continuous batching",
-        "not reached: another engine serves the requests and never calls `generate`",
-    ),
-    ("guidance", "not reached: it calls the model's forward in its own loop"),
-    (
-        "instructor, pydantic-ai, dspy, litellm",
-        "they have no local backend; use `transformers serve`",
-    ),
-    ("transformers chat", "it is a client of `transformers serve`"),
-    (
-        "Gradio, Ray Data map_batches",
-        "not run: they call your own code; enable the model there, as in examples/streaming.py",
-    ),
-    ("vLLM, SGLang, ray.data.llm", "not reached: they have their own engines"),
-    (
-        "pipeline document-question-answering",
-        "not run: the models that generate there (Donut) are not supported and "
-        "run plainly (`encoder_decoder`)",
-    ),
-    (
-        "pipeline table-question-answering",
-        "not run: transformers no longer has the tokenizer of TAPEX, and TAPAS does not generate",
-    ),
-    (
-        "pipeline text-to-audio",
-        "not run: these models have their own `generate` (Bark, MusicGen), or none",
-    ),
-    (
-        "lm-eval hf-audiolm-qwen",
-        "not run: it loads only Qwen2-Audio, which has 8 billion parameters; "
-        "it calls `generate` like the class for pictures",
-    ),
-    (
-        "TRL: online DPO, GKD, GOLD, SDFT, SDPO and others of trl.experimental, callbacks",
-        "not run: they call `generate` as GRPO does",
-    ),
-    ("lighteval with continuous batching", "not reached, as with `generate_batch`"),
-    (
-        "GPTQModel, AutoAWQ",
-        "not run: they need a GPU; tests/test_wrappers.py imitates their "
-        "wrappers; do not use AWQ's fused layers, which have their own cache",
-    ),
-    ("bitsandbytes LLM.int8", "not run: too slow on a CPU; its activations are quantised"),
-    (
-        "DeepSpeed init_inference",
-        "not run: its injected kernels have their own cache; use the model without them",
-    ),
-    (
-        "pipelines of processes, tensor parallel models whose weights are sharded too",
-        "plain generation (`tensor_parallel`)",
-    ),
-)
-"""Rows that this machine cannot run, or that there is nothing to run of."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +173,8 @@ def run_apart(caller: Caller) -> Line:
 
 def run_tests(row: Elsewhere) -> str:
     """What the table says of a row, by its tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *row.tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    command += [f"{row.file}::{test}" for test in row.tests.split()]
     said = subprocess.run(command, capture_output=True, text=True, timeout=900)
     last = said.stdout.strip().splitlines()[-1:]
     if said.returncode:
@@ -232,8 +184,8 @@ def run_tests(row: Elsewhere) -> str:
     return row.result
 
 
-def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str]) -> str:
-    """The page in Markdown."""
+def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str], rest: str) -> str:
+    """The page in Markdown; `rest` is its last section, which people write."""
     parts = [_INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__)]
     for title, lines in sections.items():
         parts.append(
@@ -242,10 +194,9 @@ def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str]) -> str:
         for line in lines:
             name = f"{line.name} ({line.version})" if line.version else line.name
             parts[-1] += f"\n| {name} | {line.result} | {line.how} | {line.note} |"
-    for title, rows in (("Other tests", elsewhere.items()), ("Not run", NOT_RUN)):
-        table = "\n".join(f"| {name} | {text} |" for name, text in rows)
-        parts.append(f"## {title}\n\n| what | result |\n|---|---|\n{table}")
-    return "\n\n".join(parts) + "\n"
+    table = "\n".join(f"| {name} | {text} |" for name, text in elsewhere.items())
+    parts.append(f"## Other tests\n\n| what | result |\n|---|---|\n{table}")
+    return "\n\n".join([*parts, rest])
 
 
 _INTRODUCTION = """\
@@ -287,7 +238,9 @@ def main(words: list[str]) -> None:
     for row in TESTED_ELSEWHERE:
         elsewhere[row.name] = run_tests(row)
         print(f"{row.name}: {elsewhere[row.name]}", file=sys.stderr)
-    Path(words[0]).write_text(as_page(sections, elsewhere))
+    page = Path(words[0])
+    rest = page.read_text().partition(NOT_RUN)
+    page.write_text(as_page(sections, elsewhere, NOT_RUN + rest[2]))
 
 
 if __name__ == "__main__":
