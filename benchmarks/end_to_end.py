@@ -5,7 +5,9 @@ counts. A family's tokens/s is all its tokens by all its seconds, prefill includ
 ratios are to plain. All systems stop at the same end tokens and the same number of new tokens.
 Prompts longer than 1,200 tokens are left out and not counted. Nothing is timed before the model is
 warmed up and every system ran once; what drafting learns carries over from prompt to prompt.
-The JSON file is kept up to date, and Ctrl-C prints what there is.
+The JSON file is kept up to date, and Ctrl-C prints what there is. Behind all that is timed, plain
+decoding runs once more where a speculative text differs from plain's: the exit status is 1 unless
+the two tokens are nearly tied there.
 
     python benchmarks/end_to_end.py --families code_edit,rag --prompts-per-family 3
     python benchmarks/end_to_end.py --dtype bfloat16 --json bf16.json --plot bf16.svg
@@ -23,7 +25,7 @@ from typing import Any
 
 import common
 import torch
-from results import plot, print_lines, store
+from results import are_near_ties, check_texts, plot, print_lines, store
 from transformers import TextStreamer
 
 import lookahead_hf
@@ -123,8 +125,8 @@ def main(argv: list[str] | None = None) -> None:
         lookahead_hf.warm_up(model, batch_size=arguments.batch, context_length=length)
     about = machine(model) | {"command": " ".join(sys.argv[1:])}
     runs: list[Run] = []
+    shared = shared_arguments(arguments, tokenizer)
     try:
-        shared = shared_arguments(arguments, tokenizer)
         ways = systems(arguments.batch)
         if not arguments.no_cache_only:
             ways[CACHE_ONLY] = {"speculative": SpeculativeConfig(budget=0)}
@@ -139,9 +141,12 @@ def main(argv: list[str] | None = None) -> None:
         print("interrupted: the result is that of a part", file=sys.stderr)
     print(json.dumps(about))
     lines = summarize(runs)
-    print_lines(lines)
+    partings = check_texts(model, batches, runs, shared)
+    print_lines(lines, partings)
     if arguments.plot:
         plot(lines, arguments.plot)
+    if not are_near_ties(partings):
+        raise SystemExit("A BUG: a speculative text parts from plain's where there is no near tie.")
 
 
 if __name__ == "__main__":

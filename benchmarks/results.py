@@ -1,24 +1,66 @@
-"""Print, store and plot what the end-to-end benchmark measured."""
+"""Check, print, store and plot what the end-to-end benchmark measured."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lookahead_hf.cli.measuring import PLAIN, Run
+from lookahead_hf.cli.measuring import PLAIN, Batch, Run
+from lookahead_hf.cli.near_ties import Parting, describe, find_partings
 from lookahead_hf.cli.summary import Line, summarize
 
+Partings = dict[tuple[str, str], list[Parting | None]]
+"""How every text parts from plain's, by family and system; None is an identical text."""
 
-def print_lines(lines: list[Line]) -> None:
+
+def check_texts(
+    model: Any, batches: Sequence[Batch], runs: Sequence[Run], shared: dict[str, Any]
+) -> Partings:
+    """Compare the speculative texts of all rounds with plain's.
+
+    Args:
+        model: An enabled model.
+        batches: What was measured, the first of them at least.
+        runs: What `measure` yielded: all systems of the first batch, then of the second.
+        shared: The arguments that all systems passed to `generate`.
+    """
+    found: Partings = defaultdict(list)
+    num_systems = len({run.system for run in runs})
+    for seed, batch in enumerate(batches[: len(runs) // max(1, num_systems)]):
+        chosen = runs[seed * num_systems : (seed + 1) * num_systems]
+        (plain,) = (run.call.rows for run in chosen if run.system == PLAIN)
+        ours = [(run.system, call.rows) for run in chosen if run.stats for call in run.calls]
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
+        texts = [rows for _, rows in ours]
+        partings = find_partings(model, {**inputs, **shared}, plain, texts, seed)
+        for (system, _), rows in zip(ours, partings, strict=True):
+            for family in (batch.family, "all"):
+                found[family, system] += rows
+    return found
+
+
+def are_near_ties(partings: Partings) -> bool:
+    """Whether rounding explains every difference."""
+    return all(each is None or each.is_near_tie for rows in partings.values() for each in rows)
+
+
+def print_lines(lines: list[Line], partings: Partings | None = None) -> None:
     """The result as a Markdown table."""
-    print("| family | system | tokens/s | ratio | tokens per step | outside forward | identical |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| family | system | tokens/s | ratio | tokens per step | outside forward | identical "
+        "| texts of all rounds |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for line in lines:
         outside = "" if line.outside_forward is None else f"{line.outside_forward:.1%}"
+        rows = (partings or {}).get((line.family, line.system))
         print(
             f"| {line.family} | {line.system} | {line.tokens_per_second:.1f} | {line.ratio:.2f} "
-            f"| {line.tokens_per_step:.2f} | {outside} | {line.identical:.0%} of {line.texts} |"
+            f"| {line.tokens_per_step:.2f} | {outside} | {line.identical:.0%} of {line.texts} "
+            f"| {describe(rows) if rows else ''} |"
         )
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.drafting.session import INVARIANT_WIDTH
+from tests.helpers.compared import speculated
 from tests.helpers.models import prompt, tiny
-from tests.helpers.real_texts import encode, texts
+from tests.helpers.real_texts import encode, load_real_model, texts
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 DRAFTED: tuple[dict[str, Any], ...] = (
@@ -27,12 +25,8 @@ DRAFTED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[tuple[Any, Any]]:
-    folder = ensure_demo_model()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    with lookahead_hf.enabled(model):
-        yield model, tokenizer
+def loaded() -> tuple[Any, Any]:
+    return load_real_model(torch.bfloat16)
 
 
 def generated(model: Any, fields: dict[str, Any], **kwargs: Any) -> tuple[list[list[int]], int]:
@@ -104,10 +98,7 @@ def test_every_block_has_one_shape_and_drafts_are_chains() -> None:
     expected = {(2, INVARIANT_WIDTH, 2, 1, INVARIANT_WIDTH, 12 + 24 + INVARIANT_WIDTH)}
     for fields in ({"budget": 0}, {"drafters": trees.drafters, "budget": 64}):
         assert shapes_of(model, SpeculativeConfig(draft_invariant=True, **fields)) == expected
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.num_accepted > 0
-    assert stats.max_width == 1
+    assert speculated(model).max_width == 1
     assert len(shapes_of(model, trees)) > 1
 
 
@@ -122,11 +113,8 @@ def test_where_weights_are_asked_for_drafts_are_chains(monkeypatch: pytest.Monke
     shown = {"output_attentions": True, "return_dict_in_generate": True}
     with lookahead_hf.enabled(model):
         output = model.generate(prompt(), **call, **shown, speculative=config)
-    stats = output.speculative_stats
     assert output.sequences.tolist() == plain.tolist()
-    assert stats.fallback_reason is None
-    assert stats.num_accepted > 0
-    assert stats.max_width == 1
+    assert speculated(model).max_width == 1
 
 
 def test_a_mixture_of_experts_falls_back() -> None:

@@ -16,17 +16,15 @@ import lookahead_hf
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.support import ENCODER_DECODERS
-from tests.helpers.compared import compared
-from tests.helpers.encoder_decoder import (
-    GREEDY,
-    SAMPLED,
-    call,
-    texts,
-    tiny_pair,
-)
+from tests.helpers.compared import compared, speculated
+from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts, tiny_pair
 from tests.helpers.models import prompt, tiny
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import Scripted, empty, right
+from tests.helpers.unsure import unsure
+
+SEEN = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
+OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")
 
 
 @pytest.mark.parametrize("name", sorted(ENCODER_DECODERS - {"moonshine", "whisper"}))
@@ -59,12 +57,16 @@ def test_weights_that_are_elsewhere_between_forwards(name: str) -> None:
     compared(model, lambda: call(3, **SAMPLED), 1)
 
 
-def test_several_texts_of_one_source() -> None:
-    compared(tiny_pair("t5"), lambda: call(2, **SAMPLED, num_return_sequences=2), 1)
-
-
-def test_a_table_of_positions_is_used_to_its_end() -> None:
-    compared(tiny_pair("bart"), lambda: {**call(2, **SAMPLED), "max_new_tokens": 63}, 1)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("t5", {**SAMPLED, "num_return_sequences": 2}, id="several texts of a source"),
+        pytest.param("bart", {**SAMPLED, "max_new_tokens": 63}, id="positions to the table's end"),
+        pytest.param("t5", {**GREEDY, "cache_implementation": "static"}, id="static cache by name"),
+    ],
+)
+def test_settings(name: str, settings: dict[str, Any]) -> None:
+    compared(tiny_pair(name), lambda: {**call(2), **settings}, 1)
 
 
 def test_a_table_that_is_computed_goes_on() -> None:
@@ -76,6 +78,9 @@ def test_a_table_that_is_computed_goes_on() -> None:
 def test_a_decoder_prompt() -> None:
     given = {"decoder_input_ids": torch.tensor([[0, 17, 40, 8]] * 2)}
     compared(tiny_pair("t5"), lambda: call(2, **SAMPLED, **given), 4)
+    both = compared(tiny_pair("t5"), lambda: call(2, **GREEDY, **ALL, **given), 4)
+    for field in SEEN:
+        assert_close(both.ours[field], both.plain[field])
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "m2m_100"])
@@ -94,19 +99,14 @@ def test_what_is_returned_has_plains_type_and_scores() -> None:
     both = compared(tiny_pair("bart"), lambda: call(2, **SAMPLED, **settings), 1)
     assert type(both.ours) is type(both.plain)
     for name in ("scores", "logits"):
-        pairs = zip(getattr(both.ours, name), getattr(both.plain, name), strict=True)
-        assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in pairs)
+        assert_close(both.ours[name], both.plain[name])
     ours, plain = both.ours.past_key_values, both.plain.past_key_values
     assert type(ours) is EncoderDecoderCache
-    for a, b in zip(
-        ours.self_attention_cache.layers, plain.self_attention_cache.layers, strict=True
-    ):
-        assert torch.allclose(a.keys, b.keys, atol=1e-3, rtol=1e-3)
-        assert torch.allclose(a.values, b.values, atol=1e-3, rtol=1e-3)
-
-
-SEEN = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
-OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")
+    held = [
+        [(layer.keys, layer.values) for layer in cache.self_attention_cache.layers]
+        for cache in (ours, plain)
+    ]
+    assert_close(*held)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -120,13 +120,6 @@ def test_states_and_attentions_of_every_token(name: str, attn: str, rows: int) -
     for field in (*SEEN, *OF_ENCODER, "scores"):
         assert_close(both.ours[field], both.plain[field])
     assert len(both.ours.cross_attentions) == both.ours.sequences.shape[1] - 1
-
-
-def test_the_prompts_entries_behind_a_decoder_prompt() -> None:
-    given = {"decoder_input_ids": torch.tensor([[0, 17, 40, 8]] * 2)}
-    both = compared(tiny_pair("t5"), lambda: call(2, **GREEDY, **ALL, **given), 4)
-    for field in SEEN:
-        assert_close(both.ours[field], both.plain[field])
 
 
 @pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
@@ -149,10 +142,6 @@ def test_a_cache_of_the_callers_comes_back_filled() -> None:
     assert ours.get_seq_length() == plain.get_seq_length() == 30
 
 
-def test_a_static_cache_by_name() -> None:
-    compared(tiny_pair("t5"), lambda: call(2, **GREEDY, cache_implementation="static"), 1)
-
-
 def test_what_the_encoder_returned_may_be_given() -> None:
     model, given = tiny_pair("t5"), call(3, **SAMPLED)
     ids = given.pop("input_ids")
@@ -167,18 +156,7 @@ def test_what_the_encoder_returned_may_be_given() -> None:
         ours = model.generate(**given, encoder_outputs=read, speculative=config)
     assert ours.tolist() == plain.tolist()
     assert drafter.seen is None  # ids that stand for nothing
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
-
-
-def unsure(model: Any) -> Any:
-    """A copy that mostly, but not always, writes the same."""
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(0.05 * parameter.std() * noise)
-    return other
+    speculated(model)
 
 
 @pytest.mark.parametrize("settings", [GREEDY, {**SAMPLED, "num_return_sequences": 2}])
@@ -190,11 +168,10 @@ def test_an_assistant_with_an_encoder(name: str, settings: dict[str, Any]) -> No
     config = lookahead_hf.SpeculativeConfig(drafters=("assistant",), budget=16)
     torch.manual_seed(7)
     with lookahead_hf.enabled(model):
-        given = call(3, **settings, assistant_model=unsure(model))
+        given = call(3, **settings, assistant_model=unsure(model, 0.05))
         ours = model.generate(**given, speculative=config)
     assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
+    stats = speculated(model)
     assert stats.per_source["assistant"].accepted > 0
     if settings is GREEDY:
         assert stats.tokens_per_step > 2
@@ -207,13 +184,8 @@ def test_an_assistant_with_an_encoder_has_nothing_to_read_without_one() -> None:
         lookahead_hf.enabled(model),
         pytest.warns(RuntimeWarning, match="can assist none that has no encoder"),
     ):
-        ours = model.generate(
-            prompt(),
-            max_new_tokens=10,
-            do_sample=False,
-            assistant_model=tiny_pair("t5"),
-            speculative=True,
-        )
+        given = {"assistant_model": tiny_pair("t5"), "speculative": True}
+        ours = model.generate(prompt(), max_new_tokens=10, do_sample=False, **given)
     assert ours.tolist() == plain.tolist()
 
 
@@ -270,3 +242,4 @@ def test_a_plain_call_of_another_thread_counts_as_before(name: str) -> None:
     with lookahead_hf.enabled(model):
         ours = model.generate(**call(2, **GREEDY), speculative=config).tolist()
     assert ours == got[0] == expected
+    speculated(model)

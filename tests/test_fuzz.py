@@ -88,15 +88,17 @@ def are_options(value: Any) -> bool:
     )
 
 
+def is_auto_or_bool(value: Any) -> bool:
+    return type(value) is bool or is_text(value, ("auto",))
+
+
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "drafters": are_drafters,
     "max_draft_nodes": lambda value: is_int(value, 1, MOST_DRAFT_NODES),
     "budget": lambda value: is_text(value, ("auto",)) or is_int(value, 0, 64),
     "verification": lambda value: is_text(value, VERIFICATIONS),
     "draft_invariant": lambda value: type(value) is bool,
-    "cuda_graphs": lambda value: type(value) is bool or is_text(value, ("auto",)),
-    "recorded_steps": lambda value: type(value) is bool or is_text(value, ("auto",)),
-    "packed_weights": lambda value: type(value) is bool or is_text(value, ("auto",)),
+    **dict.fromkeys(("cuda_graphs", "recorded_steps", "packed_weights"), is_auto_or_bool),
     "pool": lambda value: value is None or isinstance(value, (str, os.PathLike)),
     "learn": lambda value: value is False,  # without a pool there is nothing to learn
     "on_fallback": lambda value: is_text(value, ON_FALLBACK),
@@ -240,64 +242,47 @@ def test_an_assistant_that_is_no_model(model: Model, value: Any) -> None:
     model.refuses("assistant_model must be", lambda: model.generate(**call))
 
 
-def test_a_pool_that_is_not_there(model: Model) -> None:
-    for path in ("nowhere/pool", Path("nowhere/pool"), ""):
-        config = SpeculativeConfig(pool=path)
-        model.refuses("pool build", lambda config=config: model.generate(speculative=config))
-
-
-WRONG_CALLS: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "an option's value": (
-        lambda _: {"speculative": {"options": {"ngram": {"min_ngram": 0}}}},
-        "min_ngram=0",
-    ),
+WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "an option's value": ({"speculative": {"options": {"ngram": {"min_ngram": 0}}}}, "min_ngram=0"),
     "an option's name": (
-        lambda _: {"speculative": {"options": {"recycling": {"topk": 3}}}},
+        {"speculative": {"options": {"recycling": {"topk": 3}}}},
         "options of the drafter 'recycling'",
     ),
-    "a pool that is not there": (
-        lambda folder: {"speculative": {"pool": str(folder / "none")}},
+    "no pool there": (
+        {"speculative": {"pool": "nowhere/pool"}},
         "cannot be read (No such file or directory): build one with `lookahead-hf pool build`",
     ),
-    "a pool that is a folder": (
-        lambda folder: {"speculative": SpeculativeConfig(pool=folder)},
+    "no pool of that name": ({"speculative": {"pool": ""}}, "pool build"),
+    "a folder for a pool": (
+        {"speculative": SpeculativeConfig(pool=Path(__file__).parent)},
         "cannot be read (Is a directory)",
     ),
-    "a pool that is a text": (
-        lambda folder: {"speculative": SpeculativeConfig(pool=text_file(folder))},
-        "text.txt is no pool, or a damaged one",
+    "a text for a pool": (
+        {"speculative": SpeculativeConfig(pool=Path(__file__))},
+        "test_fuzz.py is no pool, or a damaged one",
     ),
-    "no assistant": (lambda _: {"speculative": "assistant"}, "pass assistant_model="),
+    "no assistant": ({"speculative": "assistant"}, "pass assistant_model="),
     "predictions": (
-        lambda _: {"speculative": True, "prediction": [[3], [4], [5]]},
+        {"speculative": True, "prediction": [[3], [4], [5]]},
         "prediction holds 3 texts",
     ),
     "too many nodes": (
-        lambda _: {"speculative": {"max_draft_nodes": 10**9}},
+        {"speculative": {"max_draft_nodes": 10**9}},
         "max_draft_nodes must be an int from 1 to 4096, not 1000000000",
     ),
 }
 
 
-def text_file(folder: Path) -> Path:
-    path = folder / "text.txt"
-    path.write_text("no pool")
-    return path
-
-
 @pytest.mark.parametrize(("call", "says"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_no_model_is_tried_before_all_else_is_right(
-    call: Callable[[Path], dict[str, Any]],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    call: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(self_test, "TRIED", frozenset())
     model = tiny("llama", num_hidden_layers=1)
     forwards: list[Any] = []
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
     with lookahead_hf.enabled(model):
-        refused(says, lambda: model.generate(prompt(), max_new_tokens=2, **call(tmp_path)))
+        refused(says, lambda: model.generate(prompt(), max_new_tokens=2, **call))
         assert not forwards
         model.generate(prompt(), max_new_tokens=2, speculative=True)
     assert len(forwards) > 2  # a trial, the prompt and a step

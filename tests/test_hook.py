@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import lookahead_hf
 from lookahead_hf.hook import Hook
+from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import prompt, tiny
 
@@ -34,13 +35,6 @@ def everywhere() -> Any:
     lookahead_hf.enable_everywhere()
     yield
     lookahead_hf.disable_everywhere()
-
-
-def run(model: Any, **kwargs: Any) -> torch.Tensor:
-    ids = prompt()
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **kwargs
-    )
 
 
 def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,28 +64,14 @@ def test_without_hook_the_argument_is_refused(model: Any) -> None:
 def test_enabled_model_decodes_by_us_and_disable_leaves_no_trace(
     model: Any, decoding: PlainDecoding
 ) -> None:
-    before, of_class, of_config = (
-        dict(vars(model)),
-        dict(vars(GenerationMixin)),
-        vars(GenerationConfig).copy(),
-    )
+    before = [dict(vars(each)) for each in (model, GenerationMixin, GenerationConfig)]
     expected = run(model)
-    assert lookahead_hf.enable(model) is model
+    assert lookahead_hf.enable(model) is lookahead_hf.enable(model) is model  # twice is once
     assert torch.equal(run(model, speculative=True), expected)
     assert len(decoding.calls) == 1
-    assert set(vars(model)) == {*before, "generate"}
+    assert set(vars(model)) == {*before[0], "generate"}
     lookahead_hf.disable(model)
-    assert vars(model) == before
-    assert dict(vars(GenerationMixin)) == of_class
-    assert vars(GenerationConfig) == of_config
-
-
-def test_enabling_twice_is_enabling_once(model: Any, decoding: PlainDecoding) -> None:
-    lookahead_hf.enable(lookahead_hf.enable(model))
-    run(model, speculative=True)
-    assert len(decoding.calls) == 1
-    lookahead_hf.disable(model)
-    assert "generate" not in vars(model)
+    assert [dict(vars(each)) for each in (model, GenerationMixin, GenerationConfig)] == before
     lookahead_hf.disable(model)
 
 
@@ -134,9 +114,6 @@ def test_enabled_restores_what_it_found(model: Any) -> None:
             lookahead_hf.disable(model)
         assert vars(model)["generate"] is hook
     assert "generate" not in vars(model)
-
-
-def test_enabled_restores_after_an_exception(model: Any) -> None:
     with pytest.raises(KeyError), lookahead_hf.enabled(model):
         raise KeyError
     assert "generate" not in vars(model)
@@ -260,15 +237,13 @@ def test_functional_form_patches_nothing(model: Any, decoding: PlainDecoding) ->
     assert len(decoding.calls) == 1
     assert vars(model) == before
     assert GenerationMixin.generate is STOCK
-
-
-def test_functional_form_on_an_enabled_model(model: Any, decoding: PlainDecoding) -> None:
+    lookahead_hf.set_default(model, None)
     lookahead_hf.enable(model)
-    lookahead_hf.generate(model, prompt(), max_new_tokens=4)
-    assert len(decoding.calls) == 1
+    lookahead_hf.generate(model, ids, **arguments)
+    assert len(decoding.calls) == 2
     with pytest.warns(lookahead_hf.SpeculationFallbackWarning):
-        lookahead_hf.generate(model, prompt(), max_new_tokens=4, num_beams=2)
-    assert len(decoding.calls) == 1
+        lookahead_hf.generate(model, ids, **arguments, num_beams=2)
+    assert len(decoding.calls) == 2
 
 
 @pytest.mark.parametrize(

@@ -31,31 +31,15 @@ def test_greedy_ragged(name: str, attn: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["alone", "left"])
 def test_same_seed_same_text(kind: str, warpers: dict[str, Any]) -> None:
     inputs = {"input_ids": prompt()} if kind == "alone" else padded(kind)
-    model = tiny("llama")
-    compare(model, inputs, do_sample=True, max_new_tokens=40, pad_token_id=0, **warpers)
+    compare(tiny("llama"), inputs, **{**GREEDY, "do_sample": True, **warpers})
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_rows_end_at_their_own_eos(do_sample: bool) -> None:
-    model = tiny("llama")
-    eos = list(range(3, 12))
-    compare(
-        model,
-        padded("left", rows=4),
-        do_sample=do_sample,
-        max_new_tokens=60,
-        pad_token_id=0,
-        eos_token_id=eos,
-    )
+    ends = {**GREEDY, "do_sample": do_sample, "eos_token_id": list(range(3, 12))}
+    compare(tiny("llama"), padded("left", rows=4), **{**ends, "max_new_tokens": 60})
 
 
 def test_several_sequences_of_one_prompt() -> None:
-    compare(
-        tiny("llama"),
-        {"input_ids": prompt()},
-        do_sample=True,
-        top_k=0,
-        num_return_sequences=3,
-        max_new_tokens=30,
-        pad_token_id=0,
-    )
+    settings = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 3}
+    compare(tiny("llama"), {"input_ids": prompt()}, **settings)

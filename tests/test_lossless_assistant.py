@@ -13,14 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.drafting import Drafter
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
 from lookahead_hf.drafting.sources.lookahead import LookaheadDrafter
-from tests.helpers.calls import padded
+from tests.helpers.calls import GREEDY, compare, padded
+from tests.helpers.compared import compared
 from tests.helpers.models import VOCAB, characters, prompt, tiny
 from tests.helpers.unsure import unsure
 
-GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "top_k": 20}
 MODES = pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 BATCHES = pytest.mark.parametrize("kind", ["alone", "left", "holes"])
@@ -28,26 +27,6 @@ BATCHES = pytest.mark.parametrize("kind", ["alone", "left", "holes"])
 
 def inputs_of(kind: str) -> dict[str, torch.Tensor]:
     return {"input_ids": prompt()} if kind == "alone" else padded(kind, rows=4)
-
-
-def compare(
-    model: Any, drafter: Drafter, inputs: dict[str, torch.Tensor], **kwargs: Any
-) -> lookahead_hf.SpeculativeStats:
-    """Assert that a drafter leaves plain's text and generator state; return what it did."""
-    torch.manual_seed(7)
-    plain = model.generate(**inputs, **kwargs)
-    after = torch.get_rng_state()
-    torch.manual_seed(7)
-    config = SpeculativeConfig(drafters=(drafter,), budget=64)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **kwargs, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    assert torch.equal(torch.get_rng_state(), after)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    assert stats.num_accepted > 0
-    return stats
 
 
 def translated(model: Any) -> tuple[Any, PreTrainedTokenizerFast]:
@@ -71,7 +50,7 @@ def translated(model: Any) -> tuple[Any, PreTrainedTokenizerFast]:
 def test_the_target_as_its_own_assistant_is_always_right(name: str, beam: int) -> None:
     model = tiny(name)
     drafter = AssistantDrafter(model, num_draft=5, beam=beam, min_reach=0.0)
-    stats = compare(model, drafter, {"input_ids": prompt()}, **GREEDY)
+    stats = compare(model, {"input_ids": prompt()}, drafter, **GREEDY)
     # 1 token after the prompt, 6 steps of 5 + 1, and a seventh for the last 3.
     assert stats.accepted_histogram == (0, 0, 1, 0, 0, 6)
     assert stats.per_source["assistant"].exclusive == stats.num_accepted
@@ -84,7 +63,7 @@ def test_the_target_as_its_own_assistant_is_always_right(name: str, beam: int) -
 def test_an_assistant(name: str, beam: int, kind: str, mode: dict[str, Any]) -> None:
     model = tiny(name)
     drafter = AssistantDrafter(unsure(model), beam=beam)
-    stats = compare(model, drafter, inputs_of(kind), **mode)
+    stats = compare(model, inputs_of(kind), drafter, **mode)
     assert stats.num_accepted < stats.num_drafted
     assert len({row.row_steps for row in stats.row_stats}) > 1 or kind == "alone"
 
@@ -92,10 +71,8 @@ def test_an_assistant(name: str, beam: int, kind: str, mode: dict[str, Any]) -> 
 @BATCHES
 def test_an_assistant_of_another_architecture(kind: str) -> None:
     model = tiny("llama")
-    stats = compare(
-        model, AssistantDrafter(tiny("gpt2"), top_k=20, num_draft=2), inputs_of(kind), **GREEDY
-    )
-    assert stats.max_width > 1
+    drafter = AssistantDrafter(tiny("gpt2"), top_k=20, num_draft=2)
+    assert compare(model, inputs_of(kind), drafter, **GREEDY).max_width > 1
 
 
 @MODES
@@ -110,7 +87,7 @@ def test_an_assistant_of_another_vocabulary(kind: str, mode: dict[str, Any]) -> 
         num_draft=5,
         min_reach=0.0,
     )
-    stats = compare(model, drafter, inputs_of(kind), **mode)
+    stats = compare(model, inputs_of(kind), drafter, **mode)
     if mode is GREEDY:  # it says the same in other words
         assert stats.num_accepted >= 0.9 * stats.num_drafted
         assert stats.accepted_histogram[5] >= 6
@@ -120,21 +97,14 @@ def test_one_drafter_object_serves_one_call_after_the_other() -> None:
     model = tiny("llama")
     drafter = AssistantDrafter(unsure(model))
     for kind in ("alone", "left", "alone"):
-        compare(model, drafter, inputs_of(kind), **GREEDY)
+        compare(model, inputs_of(kind), drafter, **GREEDY)
 
 
 def test_an_assistant_beside_other_sources() -> None:
     model = tiny("llama")
-    config = SpeculativeConfig(
-        drafters=(AssistantDrafter(unsure(model)), "ngram", LookaheadDrafter()), budget=64
-    )
-    inputs = padded("left")
-    plain = model.generate(**inputs, **GREEDY)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **GREEDY, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
+    drafters = (AssistantDrafter(unsure(model)), "ngram", LookaheadDrafter())
+    call = {**padded("left"), **GREEDY}
+    stats = compared(model, lambda: dict(call), 14, drafters=drafters).stats
     assert all(source.accepted > 0 for source in stats.per_source.values())
 
 
@@ -154,14 +124,14 @@ def test_an_assistant_that_cannot_be_served_costs_its_drafts_only() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_jacobi_window(name: str, kind: str, mode: dict[str, Any]) -> None:
     drafter = LookaheadDrafter(window=5, ngram_size=4, num_ngrams=5)
-    stats = compare(tiny(name), drafter, inputs_of(kind), **{**mode, "max_new_tokens": 60})
+    stats = compare(tiny(name), inputs_of(kind), drafter, **{**mode, "max_new_tokens": 60})
     assert stats.max_width > 1
     assert stats.num_moved > 0
 
 
 def test_a_jacobi_window_works_with_processors() -> None:
     mode = {**SAMPLED, "repetition_penalty": 1.05, "no_repeat_ngram_size": 6}
-    compare(tiny("llama"), LookaheadDrafter(), padded("left"), **mode)
+    compare(tiny("llama"), padded("left"), LookaheadDrafter(), **mode)
 
 
 def test_a_draft_that_is_right_to_its_end_loses_no_token() -> None:
@@ -169,7 +139,7 @@ def test_a_draft_that_is_right_to_its_end_loses_no_token() -> None:
     with torch.no_grad():
         model.lm_head.weight.zero_()  # every token is as likely, so the first is repeated for ever
     drafter = LookaheadDrafter(window=4, ngram_size=5)
-    stats = compare(model, drafter, {"input_ids": prompt()}, **GREEDY)
+    stats = compare(model, {"input_ids": prompt()}, drafter, **GREEDY)
     longest = 4 + 3  # the chain of the window and the levels above its last column
     assert stats.accepted_histogram[longest:] == (stats.accepted_histogram[longest],)
     assert stats.accepted_histogram[longest] >= 3

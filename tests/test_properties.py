@@ -17,6 +17,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt
+from tests.helpers.outputs import assert_close
 from tests.helpers.random_calls import DRAFTING, MODELS, PAIRS, RandomCall, calls, smallest
 from tests.helpers.scripted import RandomTrees, Scripted, continuations, empty
 
@@ -162,21 +163,9 @@ def assert_same(ours: Ran, plain: Ran, call: RandomCall) -> None:
     if not isinstance(plain.output, torch.Tensor):
         assert ours.output.keys() == plain.output.keys()
         for name in (*OUTPUT, *(f"decoder_{name}" for name in OUTPUT), "encoder_hidden_states"):
-            assert_close(ours.output.get(name), plain.output.get(name))
+            assert_close(ours.output.get(name), plain.output.get(name), atol=1e-6, rtol=1e-5)
     if plain.cache is not None:
         assert_same_cache(ours.cache, plain.cache, call)
-
-
-def assert_close(ours: Any, plain: Any) -> None:
-    """The same tuples of tensors, up to what rounding leaves of double precision."""
-    if isinstance(plain, tuple):
-        assert len(ours) == len(plain)
-        for a, b in zip(ours, plain, strict=True):
-            assert_close(a, b)
-    elif plain is not None:
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
-    else:
-        assert ours is None
 
 
 def assert_same_cache(ours: Any, plain: Any, call: RandomCall) -> None:

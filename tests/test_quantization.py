@@ -13,9 +13,10 @@ from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
 import lookahead_hf
 from lookahead_hf.quantization import quantised_activations
+from tests.helpers.calls import run
+from tests.helpers.compared import speculated
 from tests.helpers.models import prompt, tiny
 
-SETTINGS = {"max_new_tokens": 24, "do_sample": False}
 BUDGET = lookahead_hf.SpeculativeConfig(budget=8)
 
 
@@ -67,41 +68,21 @@ def test_what_a_config_says(config: Any, how: str | None) -> None:
     assert quantised_activations(model) == how
 
 
-@pytest.fixture
-def quantised() -> Any:
-    model = tiny("llama")
+def quantise(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch moves this to another package
         torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
-    return lookahead_hf.enable(model)
 
 
-def test_it_is_said_once(quantised: Any) -> None:
-    ids = prompt()
-    mask = torch.ones_like(ids)
-    quantised.generate(ids, attention_mask=mask, **SETTINGS)
-    quantised.generate(ids, attention_mask=mask, **SETTINGS, speculative=False)
+def test_it_is_said_once_of_what_is_quantised_now() -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    run(model, max_new_tokens=24, speculative=BUDGET)  # nothing is said
+    quantise(model)
+    run(model)
+    run(model, speculative=False)
     with pytest.warns(UserWarning, match="quantises activations") as caught:
-        quantised.generate(ids, attention_mask=mask, **SETTINGS, speculative=BUDGET)
+        ids = prompt()
+        model.generate(ids, max_new_tokens=24, do_sample=False, speculative=BUDGET)
     assert caught[0].filename == __file__
-    stats = lookahead_hf.last_stats(quantised)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
-    quantised.generate(ids, attention_mask=mask, **SETTINGS, speculative=BUDGET)
-
-
-def test_a_model_that_is_quantised_after_its_first_call() -> None:
-    ids = prompt()
-    call = {"attention_mask": torch.ones_like(ids), **SETTINGS, "speculative": BUDGET}
-    model = lookahead_hf.enable(tiny("llama"))
-    model.generate(ids, **call)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
-    with pytest.warns(UserWarning, match="quantises activations"):
-        model.generate(ids, **call)
-
-
-def test_of_others_nothing_is_said() -> None:
-    ids = prompt()
-    model = lookahead_hf.enable(tiny("llama"))
-    model.generate(ids, attention_mask=torch.ones_like(ids), **SETTINGS, speculative=BUDGET)
+    speculated(model)
+    run(model, speculative=BUDGET)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
-from lookahead_hf.cli.real_model import ensure_demo_model
-from tests.helpers.real_texts import encode, texts
+from tests.helpers.compared import speculated
+from tests.helpers.real_texts import encode, load_real_model, texts
 
 NEW_TOKENS = 32
 CONFIG = lookahead_hf.SpeculativeConfig(budget=16)
@@ -20,14 +19,10 @@ CONFIG = lookahead_hf.SpeculativeConfig(budget=16)
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[tuple[Any, Any]]:
-    folder = ensure_demo_model()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    lookahead_hf.enable(model)
     threads = torch.get_num_threads()
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    yield model, tokenizer
+    yield load_real_model(torch.float32)
     torch.set_num_threads(threads)
 
 
@@ -38,10 +33,7 @@ def assert_equal(model: Any, inputs: Any, **kwargs: Any) -> lookahead_hf.Specula
     torch.manual_seed(3)
     ours = model.generate(**call, speculative=CONFIG)
     assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    return stats
+    return speculated(model)
 
 
 def test_greedy_one_by_one(loaded: tuple[Any, Any]) -> None:
@@ -62,5 +54,4 @@ def test_ragged_batches_of_four(loaded: tuple[Any, Any], do_sample: bool) -> Non
     for first in range(0, 8, 4):
         batch = encode(tokenizer, prompts[first : first + 4])
         stats = assert_equal(model, batch, do_sample=do_sample, **kwargs)
-        assert stats.num_accepted > 0
         assert len({row.num_accepted for row in stats.row_stats}) > 1

@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
+from tests.helpers.compared import speculated
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import VOCAB, characters
 from tests.helpers.outputs import assert_close
@@ -45,15 +46,13 @@ def same(model: Any, speculative: Any = None, **call: Any) -> lookahead_hf.Specu
     with lookahead_hf.enabled(model):
         ours = model.generate(**call, speculative=speculative or DRAFTS)
     assert type(ours) is type(plain)
-    for key in plain if isinstance(plain, dict) else ():
-        if key in ("segments", "past_key_values"):
-            continue
-        assert_close(ours[key], plain[key])
+    if isinstance(plain, dict):
+        for key in plain.keys() - {"segments", "past_key_values"}:
+            assert_close(ours[key], plain[key])
     texts = [out["sequences"] if isinstance(out, dict) else out for out in (ours, plain)]
     assert texts[0].tolist() == texts[1].tolist()
     assert torch.equal(torch.get_rng_state(), after)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    stats = speculated(model)
     if isinstance(ours, ModelOutput):
         assert ours.speculative_stats == stats
     return stats
@@ -145,8 +144,7 @@ def test_an_assistant_hears_every_segment() -> None:
     with lookahead_hf.enabled(model):
         got = model.generate(**call, assistant_model=tiny_whisper(), speculative=DRAFTS)
     assert got.tolist() == expected.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
+    stats = speculated(model)
     # It is the model itself, but what must not be written it may draft.
     assert stats.per_source["assistant"].accepted > 0.5 * stats.num_accepted
 
@@ -160,8 +158,7 @@ def test_every_model_of_the_process() -> None:
     finally:
         lookahead_hf.disable_everywhere()
     assert got.tolist() == expected.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    speculated(model)
 
 
 def test_a_decoder_that_is_told_rotary_positions() -> None:
@@ -195,8 +192,7 @@ def test_a_pipeline_without_beams(which: str, times: str | None) -> None:
     expected = plain(heard, **call)
     assert len(set(expected["text"])) > 3
     assert ours(heard, **call) == expected
-    stats = lookahead_hf.last_stats(ours.model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    speculated(ours.model)
     assert ours(heard, **call, speculative=False) == expected
     assert lookahead_hf.last_stats(ours.model) is None
 

@@ -13,6 +13,7 @@ from transformers import GenerationMixin, LlamaForCausalLM
 
 import lookahead_hf
 from lookahead_hf.hook import unwrap
+from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import prompt, tiny
 
@@ -22,13 +23,6 @@ STOCK = GenerationMixin.generate
 @pytest.fixture
 def model() -> Any:
     return tiny("llama")
-
-
-def run(model: Any, **kwargs: Any) -> torch.Tensor:
-    ids = prompt()
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **kwargs
-    )
 
 
 class Wrapper:

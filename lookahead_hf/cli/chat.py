@@ -8,15 +8,10 @@ from typing import Any
 
 import click
 
-from lookahead_hf.cli.comparison import (
-    Stage,
-    Timed,
-    first_difference,
-    run_plain,
-    run_speculative,
-)
+from lookahead_hf.cli.comparison import Stage, Timed, run_plain, run_speculative
 from lookahead_hf.cli.generate import as_data, open_stage
 from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.near_ties import first_difference
 from lookahead_hf.cli.parsing import Arguments, command, generation_options
 from lookahead_hf.cli.screen import Screen, as_text
 from lookahead_hf.config import DEFAULT_DRAFTERS
@@ -72,7 +67,7 @@ class Conversation:
         from transformers import DynamicCache
 
         start = prompt[:-1]
-        known = first_difference(tuple(self._cached), tuple(start))
+        known = first_difference(self._cached, start)
         known = len(start) if known is None else known
         try:
             if known and known < len(self._cached):

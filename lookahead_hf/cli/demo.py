@@ -6,17 +6,11 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from lookahead_hf.cli.comparison import (
-    Parting,
-    Stage,
-    explain_parting,
-    first_difference,
-    run_plain,
-    run_speculative,
-)
+from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
 from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.generate import open_stage
 from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.near_ties import MOST_ULPS, Parting, describe, find_partings
 from lookahead_hf.cli.parsing import DTYPES, Arguments, command, model_options
 from lookahead_hf.cli.screen import CommandError, Screen, as_text
 
@@ -37,7 +31,14 @@ class Outcome:
     plain_speed: float
     speculative_speed: float
     tokens_per_step: float
-    num_same: int | None  # None: the texts are identical
+    parting: Parting | None  # None: the texts are identical
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the texts part where rounding does not explain it."""
+        return self.parting is not None and not (
+            self.parting.is_near_tie and self.dtype != "float32"
+        )
 
 
 @command("demo", _EXAMPLES)
@@ -68,8 +69,10 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
         outcomes += [_show_prompt(stage, title, prompt) for title, prompt in prompts.items()]
     screen.result([asdict(outcome) for outcome in outcomes])
     _show_table(outcomes, screen)
-    if any(each.dtype == "float32" and each.num_same is not None for each in outcomes):
-        raise CommandError("An fp32 text differs from plain's: this is a bug, please report it.")
+    if any(outcome.is_wrong for outcome in outcomes):
+        raise CommandError(
+            "A text differs from plain's without a near tie: please report this bug."
+        )
 
 
 def _show_prompt(stage: Stage, title: str, prompt: str) -> Outcome:
@@ -83,32 +86,38 @@ def _show_prompt(stage: Stage, title: str, prompt: str) -> Outcome:
     speculative = run_speculative(stage, inputs)
     assert speculative.stats is not None
     screen.line(f"\n{speculative.stats}", "dim")
-    index = first_difference(plain.ids, speculative.ids)
-    if index is None:
+    call = {**inputs, **stage.generation}
+    parting = find_partings(stage.model, call, [plain.ids], [[speculative.ids]])[0][0]
+    if parting is None:
         screen.line(f"\nidentical: all {len(plain.ids)} tokens", "bold green")
     else:
-        _show_parting(stage, explain_parting(stage, inputs, plain, speculative, index))
+        _show_parting(stage, parting)
     return Outcome(
         stage.dtype,
         title,
         plain.tokens_per_second,
         speculative.tokens_per_second,
         speculative.stats.tokens_per_step,
-        index,
+        parting,
     )
 
 
-def _show_parting(stage: Stage, found: Parting) -> None:
+def _show_parting(stage: Stage, parting: Parting) -> None:
+    place, tokenizer = parting.place, stage.tokenizer
+    plain, other = (
+        "the end" if token is None else repr(tokenizer.decode([token]))
+        for token in (place.plain, place.other)
+    )
     stage.screen.line(
-        f"\nThe texts part after {found.index} identical tokens: plain took {found.plain}, the "
-        f"speculative run {found.speculative}.",
+        f"\nThe texts part after {place.num_same} identical tokens: plain took {plain}, the "
+        f"speculative run {other}.",
         "bold yellow",
     )
+    distance = "far apart" if parting.ulps is None else f"at most {parting.ulps} ulps apart"
     stage.screen.line(
-        f"There plain's two best logits are {found.gap:.4f} apart; {stage.dtype} numbers of that "
-        f"size are {found.spacing:.4f} apart, and computing the same context in one block instead "
-        f"of token by token, without any drafting, moves these two logits by "
-        f"{found.block_shift:.4f} against each other."
+        f"In plain's own step the logits of these two tokens are {distance}; an ulp, the distance "
+        f"of neighbouring {stage.dtype} numbers of that size, is {parting.spacing:.4f}. Up to "
+        f"{MOST_ULPS} ulps are a near tie, which rounding can turn."
     )
 
 
@@ -121,12 +130,15 @@ def _show_table(outcomes: list[Outcome], screen: Screen) -> None:
             f"{each.speculative_speed:.1f}",
             f"{each.speculative_speed / each.plain_speed:.2f}",
             f"{each.tokens_per_step:.2f}",
-            "identical" if each.num_same is None else f"part after {each.num_same}",
+            "identical" if each.parting is None else f"part after {each.parting.place.num_same}",
         ]
         for each in outcomes
     ]
     screen.line()
     screen.table(headers, rows)
+    for dtype in dict.fromkeys(each.dtype for each in outcomes):
+        partings = [each.parting for each in outcomes if each.dtype == dtype]
+        screen.line(f"{dtype}: {describe(partings)}")
     screen.line(
         "Each speed is one call, prefill and display included. A step is one forward of the "
         "model; plain generate makes exactly one token per step. In fp32 the texts are identical. "

@@ -147,10 +147,11 @@ def timed_call(
         handle.remove()
     sequences = getattr(output, "sequences", output)
     new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    return Call(seconds, tuple(_until_end(row, end_ids) for row in new), forwards)
+    return Call(seconds, tuple(until_end(row, end_ids) for row in new), forwards)
 
 
-def _until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
+def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
+    """The tokens of a row up to and with its end token."""
     ends = [index for index, token in enumerate(row) if token in end_ids]
     return tuple(row[: ends[0] + 1] if ends else row)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from lookahead_hf.cli import measuring
+from lookahead_hf.cli import measuring, near_ties
 from tests.helpers.tiny_chat import DRAFTING, byte_tokenizer, save_tiny_chat
 
 
@@ -31,12 +32,16 @@ def test_all_systems_are_compared(
     tmp_path: Path,
     batch: int,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ways = {**measuring.systems(batch), measuring.OURS: {"speculative": DRAFTING}}
     monkeypatch.setattr(benchmark, "systems", lambda size: ways)
     words = ["--model", folder, "--families", "qa,translation", "--prompts-per-family", "2"]
-    words += ["--rounds", "1", "--new-tokens", "40", "--batch", str(batch)]
+    words += ["--rounds", "2", "--new-tokens", "40", "--batch", str(batch)]
     benchmark.main([*words, "--json", str(tmp_path / "out.json")])
+    shown = capsys.readouterr().out
+    assert shown.count("| identical, 4 of 4 |") == 2 * 2  # both rounds of two texts a family
+    assert shown.count("| identical, 8 of 8 |") == 2  # ours with and without drafts, all families
     lines = json.loads((tmp_path / "out.json").read_text())["lines"]
     by_name = {(line["family"], line["system"]): line for line in lines}
     systems = {system for _, system in by_name}
@@ -48,6 +53,40 @@ def test_all_systems_are_compared(
     assert by_name["all", "speculative"]["identical"] == 1.0
     assert by_name["all", "speculative"]["tokens_per_step"] > 1.0
     assert by_name["all", "budget 0"]["tokens_per_step"] == 1.0
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_text_that_parts_elsewhere_than_at_a_near_tie_fails_the_benchmark(
+    benchmark: ModuleType,
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_near: bool,
+) -> None:
+    """A token of every speculative text is replaced by another, which a bound may excuse."""
+    whole = measuring.timed_call
+
+    def changed(
+        model: object, batch: object, arguments: dict[str, object], *rest: object
+    ) -> object:
+        call = whole(model, batch, arguments, *rest)  # type: ignore[arg-type]
+        if not arguments.get("speculative"):
+            return call
+        rows = tuple((*row[:5], (row[5] + 1) % 100, *row[6:]) for row in call.rows)
+        return replace(call, rows=rows)
+
+    monkeypatch.setattr(measuring, "timed_call", changed)
+    monkeypatch.setattr(near_ties, "MOST_ULPS", 10**9 if is_near else 4)
+    monkeypatch.setattr(near_ties, "SHIFTS", (0, 10**9))
+    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "2", "--rounds", "1"]
+    words += ["--new-tokens", "8", "--no-cache-only"]
+    if is_near:
+        benchmark.main(words)
+    else:
+        with pytest.raises(SystemExit, match="BUG"):
+            benchmark.main(words)
+    said = "parts at near ties only" if is_near else "BUG: parts beyond near ties"
+    assert f"| {said}, 2 of 2" in capsys.readouterr().out
 
 
 def test_a_familys_speed_is_all_its_tokens_by_all_its_seconds(benchmark: ModuleType) -> None:
@@ -97,7 +136,7 @@ def test_an_interrupted_run_gives_what_there_is(
     benchmark.main([*words, "--new-tokens", "8", "--rounds", "1"])
     shown = capsys.readouterr()
     assert "interrupted" in shown.err
-    assert shown.out.count("of 1 |") == 2 * 4  # one text each, in its family and in all
+    assert shown.out.count("% of 1 |") == 2 * 4  # one text each, in its family and in all
 
 
 def test_random_weights_are_another_model_of_the_same_kind(

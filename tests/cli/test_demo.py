@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli import comparison, main
-from lookahead_hf.cli.comparison import Stage, Timed, explain_parting, first_difference
-from lookahead_hf.cli.loading import encode_chat
-from lookahead_hf.cli.screen import Screen
-from tests.helpers.tiny_chat import DRAFTING, stage_on
-
-
-@pytest.fixture(scope="module")
-def stage(folder: str) -> Stage:
-    return stage_on(folder, 12, Screen())
-
-
-def said(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+from lookahead_hf.cli import comparison, demo, main
+from lookahead_hf.cli.comparison import Timed, run_speculative
+from tests.helpers.tiny_chat import DRAFTING
 
 
 def test_demo_shows_identical_texts_and_what_was_drafted(
@@ -34,7 +23,8 @@ def test_demo_shows_identical_texts_and_what_was_drafted(
     shown = capsys.readouterr().out
     assert "identical: all 80 tokens" in shown
     assert "‹" in shown and "›" in shown
-    steps = float(shown.splitlines()[-2].split()[-2])
+    assert "float32: identical, 1 of 1" in shown
+    steps = float(shown.splitlines()[-3].split()[-2])
     assert steps > 1.0
 
 
@@ -45,7 +35,7 @@ def test_demo_and_generate_as_json(
     common = ["--model", folder, "--new-tokens", "24", "--json"]
     assert main(["demo", *common, "--dtypes", "float32", "--prompt", "abc abc"]) == 0
     (outcome,) = json.loads(capsys.readouterr().out)
-    assert outcome["dtype"] == "float32" and outcome["num_same"] is None
+    assert outcome["dtype"] == "float32" and outcome["parting"] is None
     assert main(["generate", *common, "abc abc"]) == 0
     speculative = json.loads(capsys.readouterr().out)
     assert main(["generate", *common, "--plain", "abc abc"]) == 0
@@ -54,33 +44,23 @@ def test_demo_and_generate_as_json(
     assert speculative["stats"]["num_accepted"] > 0 and plain["stats"] is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_demo_fails_where_texts_part_without_a_near_tie(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    def changed(*arguments: Any) -> Timed:
+        timed = run_speculative(*arguments)
+        return replace(timed, ids=(*timed.ids[:5], (timed.ids[5] + 1) % 100, *timed.ids[6:]))
+
+    monkeypatch.setattr(demo, "run_speculative", changed)
+    words = ["demo", "--model", folder, "--dtype", dtype, "--new-tokens", "8", "--prompt", "abc"]
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    assert "The texts part after 5 identical tokens" in shown.out
+    assert "BUG: parts beyond near ties, 1 of 1" in shown.out and "report this bug" in shown.err
+
+
 def test_generate_prints_the_statistics(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "--model", folder, "--new-tokens", "40", "--sample", "0.5,0.9"]
     assert main([*words, "--stats", "abc abc"]) == 0
     assert "tokens per step" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "index"),
-    [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 4, 3), 1), ((1, 2), (1, 2, 3), 2)],
-)
-def test_first_difference(left: Any, right: Any, index: int | None) -> None:
-    assert first_difference(left, right) == index
-
-
-def test_a_parting_shows_the_logits_of_plain(stage: Stage) -> None:
-    inputs = encode_chat(stage.model, stage.tokenizer, said("abc abc"))
-    output = stage.model.generate(
-        **inputs, **stage.generation, return_dict_in_generate=True, output_logits=True
-    )
-    plain = tuple(output.sequences[0, inputs["input_ids"].shape[1] :].tolist())
-    best, second = output.logits[7][0].topk(2).indices.tolist()
-    assert plain[7] == best
-    other = (*plain[:7], second, *plain[8:])
-    found = explain_parting(stage, inputs, Timed(plain, 1.0), Timed(other, 1.0), 7)
-    expected = output.logits[7][0][best] - output.logits[7][0][second]
-    assert found.gap == pytest.approx(expected.item(), abs=1e-5)
-    assert found.block_shift == pytest.approx(0.0, abs=1e-4)
-    assert found.plain == repr(stage.tokenizer.decode([best]))
-    spacing = torch.nextafter(output.logits[7][0][best], torch.tensor(torch.inf))
-    assert found.spacing == pytest.approx((spacing - output.logits[7][0][best]).abs().item())

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 import lookahead_hf
+from lookahead_hf.drafting import Drafter
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt
-from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 
@@ -40,21 +41,16 @@ def padded(kind: str, rows: int = 3, length: int = 14) -> dict[str, torch.Tensor
 
 
 def compare(
-    model: Any, inputs: dict[str, torch.Tensor], **kwargs: Any
+    model: Any, inputs: dict[str, torch.Tensor], drafter: Drafter | None = None, **kwargs: Any
 ) -> lookahead_hf.SpeculativeStats:
     """Assert that speculation gives plain's text and generator state; return what it did."""
+    fields = {} if drafter is None else {"drafters": (drafter,)}
     columns = inputs["input_ids"].shape[1]
-    torch.manual_seed(7)
-    plain = model.generate(**inputs, **kwargs)
-    after = torch.get_rng_state()
-    config = scripted(continuations(plain, columns), RandomTrees())
-    torch.manual_seed(7)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **kwargs, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    assert torch.equal(torch.get_rng_state(), after)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.fallback_reason is None
-    assert stats.num_accepted > 0
-    return stats
+    return compared(model, lambda: {**inputs, **kwargs}, columns, **fields).stats
+
+
+def run(model: Any, **settings: Any) -> Any:
+    """Generate six tokens greedily."""
+    ids = prompt()
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    return model.generate(ids, **{**call, **settings})

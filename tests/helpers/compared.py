@@ -46,11 +46,16 @@ def compared(
         ours = model.generate(**call(), speculative=config)
     assert _ids(ours).tolist() == _ids(plain).tolist()
     assert torch.equal(torch.get_rng_state(), after)
+    return Compared(plain, ours, speculated(model))
+
+
+def speculated(model: Any) -> lookahead_hf.SpeculativeStats:
+    """The statistics of this model's last call, which accepted draft tokens."""
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     assert stats.fallback_reason is None
     assert stats.num_accepted > 0
-    return Compared(plain, ours, stats)
+    return stats
 
 
 def _ids(output: Any) -> torch.Tensor:

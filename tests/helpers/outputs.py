@@ -15,15 +15,14 @@ ALL = {
 }
 
 
-def assert_close(ours: Any, plain: Any) -> None:
+def assert_close(ours: Any, plain: Any, atol: float = 2e-3, rtol: float = 1e-3) -> None:
+    """Assert that tensors, or tuples of them, are equal up to rounding and infinite alike."""
     if plain is None or isinstance(plain, torch.Tensor):
         assert type(ours) is type(plain)
         if plain is not None:
             assert ours.shape == plain.shape
-            finite = torch.isfinite(plain)
-            assert torch.equal(torch.isfinite(ours), finite)
-            assert torch.allclose(ours[finite], plain[finite], atol=2e-3, rtol=1e-3)
+            assert torch.allclose(ours, plain, atol=atol, rtol=rtol, equal_nan=True)
         return
     assert len(ours) == len(plain)
     for a, b in zip(ours, plain, strict=True):
-        assert_close(a, b)
+        assert_close(a, b, atol, rtol)

@@ -1,4 +1,4 @@
-"""Prompts for the real model and the texts that it writes."""
+"""The real model, prompts for it, and its calls."""
 
 from __future__ import annotations
 
@@ -8,21 +8,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPTS = Path(__file__).parents[1] / "benchmarks" / "data" / "prompts_dev.jsonl"
+import lookahead_hf
+from lookahead_hf.cli.real_model import ensure_demo_model
+
+PROMPTS = Path(__file__).parents[2] / "benchmarks" / "data" / "prompts_dev.jsonl"
 
 
-def texts(per_family: int, longest: int = 1500) -> list[str]:
-    """Prompts of every family, short enough for a test."""
+def load_real_model(dtype: torch.dtype) -> tuple[Any, Any]:
+    """The demo's model, enabled, and its tokenizer, which pads on the left."""
+    folder = ensure_demo_model()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return lookahead_hf.enable(model), tokenizer
+
+
+def texts(per_family: int, longest: int = 1500, skip: int = 0) -> list[str]:
+    """Prompts of every family, short enough for a test.
+
+    Args:
+        per_family: How many.
+        longest: Most characters of a prompt.
+        skip: Prompts of each family to leave out; the first 8 were used to tune drafting.
+    """
     families: dict[str, list[str]] = defaultdict(list)
     for line in PROMPTS.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if len(row["prompt"]) <= longest and len(families[row["family"]]) < per_family:
-            families[row["family"]].append(row["prompt"])
-    return [text for family in families.values() for text in family]
+        families[row["family"]].append(row["prompt"])
+    short = ([text for text in all_[skip:] if len(text) <= longest] for all_ in families.values())
+    return [text for chosen in short for text in chosen[:per_family]]
 
 
 def encode(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
+    """Prompts as chats, `input_ids` and `attention_mask` [rows, columns], padded on the left."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     rendered = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    return tokenizer(rendered, return_tensors="pt", padding=True, add_special_tokens=False)
+    encoded = tokenizer(rendered, return_tensors="pt", padding=True, add_special_tokens=False)
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}

@@ -1,0 +1,212 @@
+"""Find where texts part from plain's, and whether two tokens are nearly tied there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lookahead_hf.cli.screen import CommandError
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_ULPS = 4
+"""Rounding may move two logits this far against each other, in units of the last place."""
+
+SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+"""Shifts of a logit that are tried, in units of the last place."""
+
+Text = Sequence[int]
+
+
+class Place(NamedTuple):
+    """Where a row of a batch parts from plain's, and the two tokens; None is the end of a text."""
+
+    row: int
+    num_same: int  # tokens before it
+    plain: int | None
+    other: int | None
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first token of a row that differs from plain's.
+
+    Attributes:
+        place: The row, the number of tokens before it, and the two tokens.
+        ulps: How far one of the two logits must move before plain decoding takes the other token,
+            in units of the last place; None where no shift that was tried is enough.
+        spacing: The distance between neighbouring numbers of the model's dtype, at the larger of
+            the two logits.
+    """
+
+    place: Place
+    ulps: int | None
+    spacing: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.ulps is not None and self.ulps <= MOST_ULPS
+
+
+def describe(partings: Sequence[Parting | None]) -> str:
+    """Say how many texts part from plain's, and whether all of them do so at near ties."""
+    found = [parting for parting in partings if parting is not None]
+    if not found:
+        return f"identical, {len(partings)} of {len(partings)}"
+    beyond = [parting for parting in found if not parting.is_near_tie]
+    if beyond:
+        return f"BUG: parts beyond near ties, {len(beyond)} of {len(partings)}"
+    most = max(parting.ulps or 0 for parting in found)
+    return f"parts at near ties only, {len(found)} of {len(partings)} (at most {most} ulps)"
+
+
+def find_partings(
+    model: Any,
+    call: Mapping[str, Any],
+    plain: Sequence[Text],
+    others: Sequence[Sequence[Text]],
+    seed: int = 0,
+) -> list[list[Parting | None]]:
+    """Compare texts with plain's; where they part, run plain decoding once more and look closely.
+
+    The logits are those of plain decoding itself: its batch, its cache, one token per step. One
+    logit after the other is then shifted, and plain's own processors and its own choice (the
+    largest score, or the draw for this seed and step) decide again.
+
+    Args:
+        model: An enabled model.
+        call: Arguments of plain's `generate`, inputs included.
+        plain: New tokens of each row by plain decoding, up to and with the end token.
+        others: The same of other runs of that call.
+        seed: Seed of all these runs.
+
+    Returns:
+        For each of `others` and each of its rows how it parts from plain's; None: it is identical.
+
+    Raises:
+        CommandError: Plain decoding did not write the same text again.
+    """
+    places = [
+        [_place(row, *pair) for row, pair in enumerate(zip(plain, rows, strict=True))]
+        for rows in others
+    ]
+    wanted = {place for rows in places for place in rows if place is not None}
+    found = _look(model, call, wanted, plain, seed) if wanted else {}
+    return [[found[place] if place else None for place in rows] for rows in places]
+
+
+def _place(row: int, plain: Text, other: Text) -> Place | None:
+    index = first_difference(plain, other)
+    if index is None:
+        return None
+    tokens = (text[index] if index < len(text) else None for text in (plain, other))
+    return Place(row, index, *tokens)
+
+
+def first_difference(left: Text, right: Text) -> int | None:
+    """Index of the first token that differs, None where the texts are identical."""
+    if list(left) == list(right):
+        return None
+    pairs = zip(left, right, strict=False)
+    shorter = min(len(left), len(right))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+def _look(
+    model: Any, call: Mapping[str, Any], wanted: set[Place], plain: Sequence[Text], seed: int
+) -> dict[Place, Parting]:
+    """Run plain decoding up to the last of these places, and look at each of them."""
+    import torch
+
+    # Without a token there is no logit: a text stopped where no end token made it.
+    found = {place: Parting(place, None, 0.0) for place in wanted if None in place}
+
+    def decode(
+        model: Any,
+        input_ids: torch.Tensor,  # [rows, columns]
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **kwargs: Any,
+    ) -> Any:
+        columns = input_ids.shape[1]
+
+        def watch(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            for place in wanted - found.keys():
+                if columns + place.num_same == ids.shape[1]:
+                    written = ids[place.row, columns:].tolist()
+                    _check_repeated(written == list(plain[place.row][: place.num_same]))
+                    rule = _Rule(logits_processor, generation_config.do_sample, ids, logits)
+                    found[place] = _measure(place, rule, model.dtype)
+            return logits_processor(ids, logits)
+
+        return model._sample(input_ids, watch, stopping_criteria, generation_config, **kwargs)
+
+    last = max(place.num_same for place in wanted)
+    settings = {**call, "max_new_tokens": last + 1, "speculative": False, "streamer": None}
+    torch.manual_seed(seed)
+    model.generate(**settings, custom_generate=decode)
+    _check_repeated(found.keys() == wanted)
+    return found
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How plain decoding chooses the next token of each row.
+
+    Attributes:
+        processors: Its logits processors, warpers included.
+        do_sample: Whether it draws the token.
+        ids: Its tokens so far, [rows, columns].
+        logits: The model's logits behind them, [rows, vocab].
+    """
+
+    processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    do_sample: bool
+    ids: torch.Tensor
+    logits: torch.Tensor
+
+    def token(self, row: int, token: int = 0, shift: float = 0.0) -> int:
+        """Choose the token of a row, with one of its logits shifted."""
+        import torch
+
+        logits = self.logits.clone()
+        logits[row, token] += shift
+        devices = [logits.device] if logits.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            scores = self.processors(self.ids, logits)
+            if self.do_sample:
+                return int(torch.multinomial(scores.softmax(-1), 1)[row])
+            return int(scores[row].argmax())
+
+
+def _measure(place: Place, rule: _Rule, dtype: torch.dtype) -> Parting:
+    """Shift the two logits of a place until plain decoding takes the other token."""
+    row, _, plain, other = place
+    assert plain is not None and other is not None
+    _check_repeated(rule.token(row) == plain)
+    spacing = _spacing(float(rule.logits[row, [plain, other]].abs().max()), dtype)
+    for ulps in SHIFTS:
+        shift = (ulps + 0.01) * spacing  # beyond a tie, which the smaller token id would win
+        if other in (rule.token(row, other, shift), rule.token(row, plain, -shift)):
+            return Parting(place, ulps, spacing)
+    return Parting(place, None, spacing)
+
+
+def _spacing(value: float, dtype: torch.dtype) -> float:
+    """Distance from a number of at least 0 to the next one that `dtype` can hold."""
+    import torch
+
+    return float(torch.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(value or 1.0))
+
+
+def _check_repeated(is_same: bool) -> None:
+    if not is_same:
+        raise CommandError(
+            "Plain generate did not write the same text again, so that its logits cannot be "
+            "compared. Does this model compute the same call twice with the same result?"
+        )
