@@ -40,8 +40,9 @@ def test_lines_of_a_file_are_prompts(
 def test_records_are_prompts(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"question": "abc abc"}\n\n{"question": "abcd"}\n')
-    more = ["--prompts", str(tmp_path / "mine.jsonl"), "--field", "question"]
+    records = '{"asked": {"text": "abc abc"}}\n\n{"asked": {"text": "abcd"}}\n'
+    (tmp_path / "mine.jsonl").write_text(records)
+    more = ["--prompts", str(tmp_path / "mine.jsonl"), "--field", "asked.text"]
     assert main(words(folder, *more)) == 0
     assert "2 of 2" in capsys.readouterr().out
 

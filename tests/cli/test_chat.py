@@ -131,22 +131,20 @@ def test_it_answers_until_an_empty_line(
     assert capsys.readouterr().out.count("tokens per step") == 2
 
 
-def test_plain_answers_say_nothing_of_steps(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(monkeypatch, "abc", "abcd")
-    assert main(["chat", "--model", folder, "--new-tokens", "8", "--plain", "--json"]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["stats"] is None and second["cached_tokens"] > 4
-
-
+@pytest.mark.parametrize("plain", [[], ["--plain"]])
 def test_json_has_a_line_per_turn(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plain: list[str],
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     say(monkeypatch, "", "abc", "  ", "abcd", "")
-    assert main(["chat", "--model", folder, "--new-tokens", "16", "--json"]) == 0
+    assert main(["chat", "--model", folder, "--new-tokens", "16", "--json", *plain]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["prompt"], first["cached_tokens"]) == ("abc", 0)
     assert second["cached_tokens"] > 4
-    assert second["stats"]["fallback_reason"] is None
+    if plain:
+        assert second["stats"] is None
+    else:
+        assert second["stats"]["fallback_reason"] is None
