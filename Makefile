@@ -1,10 +1,10 @@
 # make demo       build .venv, fetch a small model, show plain and speculative generation side by side
-# make test       build .venv, lint, type check, run the tests
+# make test       build .venv, lint, type check, run the tests (downloads the same model once)
 # make test-all   the same with the slow tests
-# make test-oldest  the tests with the oldest supported transformers, in a venv of its own
-# make test-ecosystem  the libraries that call `generate`, in a venv of its own (some gigabytes)
+# make test-oldest  the tests with the oldest supported transformers, in a separate venv
+# make test-ecosystem  the libraries that call `generate`, in a separate venv (some gigabytes)
 # make bench      the end-to-end benchmark (ARGS="--families code_edit --rounds 1")
-# make clean      remove what the above built; the model stays in the user's cache folder
+# make clean      remove everything that these built; the model stays in the user's cache folder
 #
 # On a machine without a GPU, torch's CPU wheels save some gigabytes:
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -12,10 +12,10 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
-# Processes that run the tests, each with one thread.
+# The number of processes that run the tests, each with one thread.
 WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
-# What never meets transformers, and processors as only the newest version takes them.
+# Tests that do not use transformers, and tests of processors that only the newest version has.
 NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests/cli --ignore tests/logits
 
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
@@ -50,7 +50,7 @@ bench: .venv/.tests
 clean:
 	rm -rf .venv .venv-oldest .venv-ecosystem build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# Each stamp is newer than what it was installed from, so a second `make` installs nothing.
+# A stamp is newer than the files that it depends on, so a second `make` installs nothing.
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 

@@ -114,9 +114,8 @@ def sampling(text: str) -> tuple[float, float]:
 def load(folder: str | None, dtype: str, device: str) -> tuple[Any, Any]:
     """A model and its tokenizer; without a name the demo's, from the cache."""
     from lookahead_hf.cli.real_model import ensure_demo_model
-    from lookahead_hf.cli.screen import PlainScreen
 
-    name = folder or str(ensure_demo_model(PlainScreen()))
+    name = folder or str(ensure_demo_model())
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,8 +1,9 @@
-"""Load the model of an example: `--model FOLDER_OR_HUB_NAME`, by default the demo's small one."""
+"""What the examples share: a model (`--model FOLDER_OR_HUB_NAME`), its prompts, and a stopwatch."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,7 +12,7 @@ import lookahead_hf
 
 
 def load() -> tuple[Any, Any]:
-    """An enabled model in fp32 and its tokenizer."""
+    """Load an enabled model in fp32 and its tokenizer, by default the demo's small model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help="a folder or a hub name")
     name = parser.parse_args().model or demo_model()
@@ -23,15 +24,14 @@ def load() -> tuple[Any, Any]:
 
 
 def demo_model() -> str:
-    """The folder of the demo's model, fetched once."""
+    """The folder of the demo's model, which is downloaded once."""
     from lookahead_hf.cli.real_model import ensure_demo_model
-    from lookahead_hf.cli.screen import PlainScreen
 
-    return str(ensure_demo_model(PlainScreen()))
+    return str(ensure_demo_model())
 
 
 def ask(tokenizer: Any, *prompts: str) -> Any:
-    """Prompts as the model expects them: `input_ids` and `attention_mask`, [prompts, columns]."""
+    """Encode prompts for a chat model: `input_ids` and `attention_mask`, [prompts, columns]."""
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
@@ -39,3 +39,17 @@ def ask(tokenizer: Any, *prompts: str) -> Any:
         for prompt in prompts
     ]
     return tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+
+
+def timed(generate: Any, **arguments: Any) -> tuple[Any, float]:
+    """Call `generate`; return the output and the seconds that it took."""
+    start = time.perf_counter()
+    output = generate(**arguments)
+    return output, time.perf_counter() - start
+
+
+def compare(model: Any, plain_seconds: float, seconds: float) -> None:
+    """Print the times of a plain and a speculative call, and the steps of the speculative one."""
+    stats = lookahead_hf.last_stats(model)
+    print(f"plain:       {plain_seconds:.2f} s, 1.00 tokens per step")
+    print(f"speculative: {seconds:.2f} s, {stats.tokens_per_step:.2f} tokens per step")

@@ -1,12 +1,10 @@
-"""Several turns on one cache of transformers: each turn computes only what is new."""
+"""Hold a conversation on one transformers cache: each turn computes only the new tokens."""
 
 from __future__ import annotations
 
 import torch
-from _model import ask, load
+from _model import ask, compare, load, timed
 from transformers import DynamicCache
-
-import lookahead_hf
 
 TURNS = (
     "Name three colours and say a sentence about each.",
@@ -15,22 +13,19 @@ TURNS = (
 )
 
 model, tokenizer = load()
-cache = DynamicCache(config=model.config)
+plain_cache, cache = (DynamicCache(config=model.config) for _ in range(2))
 ids = torch.empty(1, 0, dtype=torch.long)
 for turn in TURNS:
-    print(">", turn)
+    print("\n>", turn)
     ids = torch.cat([ids, ask(tokenizer, turn).input_ids], dim=1)
     known = cache.get_seq_length()
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=64,
-        do_sample=False,
-        speculative=True,
-    )
-    answer = output[0, ids.shape[1] :]
-    print(tokenizer.decode(answer, skip_special_tokens=True))
-    steps = lookahead_hf.last_stats(model).tokens_per_step
-    print(f"[{known} of {ids.shape[1]} tokens came from the cache, {steps:.2f} tokens per step]")
-    ids = output
+    call = {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 64}
+    call["do_sample"] = False
+    plain, plain_seconds = timed(model.generate, **call, past_key_values=plain_cache)
+    fast, seconds = timed(model.generate, **call, past_key_values=cache, speculative=True)
+
+    print(tokenizer.decode(fast[0, ids.shape[1] :], skip_special_tokens=True))
+    print("identical:", plain.equal(fast))
+    print(f"{known} of the prompt's {ids.shape[1]} tokens came from the cache")
+    compare(model, plain_seconds, seconds)
+    ids = fast

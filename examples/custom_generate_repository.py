@@ -1,10 +1,10 @@
-"""Speculation as a repository of the hub: nothing is enabled, the call names the folder."""
+"""Speculate through a `custom_generate` repository: the call names it, nothing is enabled."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from _model import ask, load
+from _model import ask, compare, load, timed
 
 import lookahead_hf
 
@@ -15,9 +15,11 @@ lookahead_hf.disable(model)
 inputs = ask(tokenizer, "Write the numbers from one to ten in words, then write them again.")
 limits = {"max_new_tokens": 64, "do_sample": False}
 
-plain = model.generate(**inputs, **limits)
-fast = model.generate(**inputs, **limits, custom_generate=str(REPOSITORY), trust_remote_code=True)
+plain, plain_seconds = timed(model.generate, **inputs, **limits)
+named = {"custom_generate": str(REPOSITORY), "trust_remote_code": True}
+fast, seconds = timed(model.generate, **inputs, **limits, **named)
 
 print(tokenizer.decode(fast[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 print("identical:", plain.equal(fast))
+compare(model, plain_seconds, seconds)
 print(lookahead_hf.last_stats(model))

@@ -1,8 +1,8 @@
-"""Say what the answer will probably be: here the same question was asked a little differently."""
+"""Give a prediction of the answer: here, the answer to a slightly different question."""
 
 from __future__ import annotations
 
-from _model import ask, load
+from _model import ask, compare, load, timed
 
 import lookahead_hf
 
@@ -14,9 +14,11 @@ first = ask(tokenizer, task.format(name="average"))
 before = model.generate(**first, **limits)[0, first.input_ids.shape[1] :]
 
 changed = ask(tokenizer, task.format(name="mean_of"))
-plain = model.generate(**changed, **limits)
-fast = model.generate(**changed, **limits, speculative=True, prediction=before)
+plain, plain_seconds = timed(model.generate, **changed, **limits)
+predicted = {"speculative": True, "prediction": before}
+fast, seconds = timed(model.generate, **changed, **limits, **predicted)
 
 print(tokenizer.decode(fast[0, changed.input_ids.shape[1] :], skip_special_tokens=True))
 print("identical:", plain.equal(fast))
+compare(model, plain_seconds, seconds)
 print(lookahead_hf.last_stats(model))

@@ -1,8 +1,8 @@
-"""The same text with and without speculation, and what the library says about the call."""
+"""Generate a text with and without speculation, and read the statistics of the call."""
 
 from __future__ import annotations
 
-from _model import ask, load
+from _model import ask, compare, load, timed
 
 import lookahead_hf
 
@@ -13,10 +13,12 @@ FUNCTION = """def area(width, height):
 
 model, tokenizer = load()
 inputs = ask(tokenizer, f"Print this function again:\n\n```python\n{FUNCTION}\n```")
+limits = {"max_new_tokens": 64, "do_sample": False}
 
-plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)
-fast = model.generate(**inputs, max_new_tokens=64, do_sample=False, speculative=True)
+plain, plain_seconds = timed(model.generate, **inputs, **limits)
+fast, seconds = timed(model.generate, **inputs, **limits, speculative=True)
 
 print(tokenizer.decode(fast[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 print("identical:", plain.equal(fast))
+compare(model, plain_seconds, seconds)
 print(lookahead_hf.last_stats(model))

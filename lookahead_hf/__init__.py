@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # typing's own costs half of what importing this package takes
+TYPE_CHECKING = False  # importing typing would double the time that this import takes
 if TYPE_CHECKING:
     from typing import Any
 
@@ -67,11 +67,11 @@ _HOME = {
     "pipeline": "pipelines",
     "warm_up": "warmup",
 }
-"""The module of each public name; the others live in `hook`."""
+"""The module of each public name; all other names are in `hook`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name where it is first asked for: most of them need torch."""
+    """Import a public name on its first use, since most of them need torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'hook')}"), name)

@@ -1,7 +1,7 @@
 """Importing this module enables speculation for every model of the process.
 
-A program that imports nothing of ours is run as `python -m lookahead_hf.auto PROGRAM [argument
-...]`, where PROGRAM is a command that a package installs, a module, or a file that ends in .py.
+For a program that does not import it, run `python -m lookahead_hf.auto PROGRAM [argument ...]`.
+PROGRAM is a command that a package installs, a module, or a file that ends in .py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ enable_everywhere()
 
 
 def run_program(words: Sequence[str]) -> None:
-    """Run a program in this process, whose models all take `speculative=`.
+    """Run a program in this process, where every model takes `speculative=`.
 
     Args:
-        words: Its name and its arguments.
+        words: The program's name and its arguments.
     """
     if not words:
         raise SystemExit("usage: python -m lookahead_hf.auto PROGRAM [argument ...]")

@@ -1,4 +1,4 @@
-"""What a call of `generate` may ask for: `SpeculativeConfig` and its presets."""
+"""The options of a speculative call: `SpeculativeConfig` and its presets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "lookahead")
-"""Drafters that a configuration can name."""
+"""The drafters that a configuration can name."""
 
 DEFAULT_DRAFTERS = ("ngram", "recycling")
-"""What drafts where a configuration names nothing."""
+"""The drafters of a configuration that names none."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -25,10 +25,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "lookahead": {"drafters": ("lookahead",), "budget": 64},
     }
 )
-"""Names that `speculative=` takes, and the fields that each of them sets."""
+"""The names that `speculative=` takes, and the fields that each name sets."""
 
 MOST_DRAFT_NODES = 4096
-"""Most that `max_draft_nodes` may ask for: drafts are grown in arrays of that many nodes."""
+"""The upper limit of `max_draft_nodes`: drafts grow in arrays of that many nodes."""
 
 VERIFICATIONS = ("exact", "rejection")
 ON_FALLBACK = ("warn", "error", "silent")
@@ -36,24 +36,23 @@ ON_FALLBACK = ("warn", "error", "silent")
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to speculate: which drafters, how many draft tokens, what to do where it cannot be done.
+    """How to speculate: which drafters, how many draft tokens, and what to do about a fallback.
 
     Attributes:
-        drafters: Names of built-in drafters, or Drafter objects; None is the default set.
-        max_draft_nodes: Most draft tokens per row and step, up to 4,096.
-        budget: "auto" measures what draft tokens cost and takes what pays; an int is up to that
-            many per row in every step, whatever they cost.
-        verification: "exact": the text of plain `generate`, also the same sample for the same seed;
-            "rejection": samples of the same distribution, more of them accepted where an assistant
-            drew the drafts.
-        draft_invariant: Whether the text, bit for bit, may not depend on what was drafted, in half
-            precision too: every step is one block of the same shape, and drafts are chains, or
-            trees where our kernel attends. Costs more per step, and memory for the longest text
-            that the call may write from the start.
-        cuda_graphs: Whether steps on a CUDA device are captured once and replayed: "auto" where the
-            text may become long enough to pay for it; True or False always or never. What was
-            captured stays with the model, K and V included. Where it cannot be done, the statistics
-            say why.
+        drafters: Names of built-in drafters, or Drafter objects; None takes the default drafters.
+        max_draft_nodes: The most draft tokens per row and step, up to 4,096.
+        budget: "auto" measures what draft tokens cost and drafts as many as pay. An int drafts up
+            to that many tokens per row in every step, whatever they cost.
+        verification: "exact" writes the text of plain `generate`, and with a seed its sample.
+            "rejection" samples from the same distribution; it accepts more drafts of an assistant.
+        draft_invariant: If True, the text does not depend on the drafts, bit for bit, in half
+            precision too. Every step is then one block of the same shape. Drafts are chains, or
+            trees where the package's own kernel computes the attention. This costs time in every
+            step, and from the start the memory for the longest text that the call may write.
+        cuda_graphs: Whether steps on a CUDA device are captured once and replayed: "auto" captures
+            if the text may become long enough to pay for it, True always, False never. Captured
+            graphs stay with the model, and so do their K and V. If steps cannot be captured, the
+            statistics give the reason.
         recorded_steps: No longer has an effect; True and False warn.
         packed_weights: Whether linear layers on a CPU multiply by copies of their weights that are
             laid out for blocks of tokens: "auto" once a model has run a while, where the copies
@@ -62,13 +61,13 @@ class SpeculativeConfig:
             of the block in any case, the same numbers up to rounding. Weights that were written to
             between calls are packed anew. In the middle of a call a write counts at once, unless it
             goes through `.data`, which counts from the next call on.
-        pool: What the drafter "pool" draws from: an `NgramPool` or the path of one; naming one adds
-            the drafter. Without it "pool" fills an empty one that is kept with the model.
-        learn: Whether generated texts are added to the pool. Not by default: what one user's text
-            holds must not show in another's speed.
-        on_fallback: What to do where a call cannot be speculated: "warn" (once per model and
+        pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
+            drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
+        learn: Whether generated texts are added to the pool. The default is False, so that the
+            speed of one user's text reveals nothing about another's.
+        on_fallback: What happens if a call cannot be speculated: "warn" (once per model and
             reason), "error" or "silent".
-        options: Options of drafters that are given by name, `{drafter name: {option: value}}`.
+        options: Options of drafters given by name, `{drafter name: {option: value}}`.
     """
 
     drafters: tuple[Any, ...] | None = None
@@ -85,7 +84,11 @@ class SpeculativeConfig:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that is not allowed."""
+        """Check the fields.
+
+        Raises:
+            ValueError: A value is not allowed.
+        """
         if self.drafters is not None:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
         _check_nodes(self.max_draft_nodes, self.budget)
@@ -94,7 +97,7 @@ class SpeculativeConfig:
         if self.draft_invariant and self.verification == "rejection":
             raise ValueError(
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
-                "decide which sample comes out"
+                "decide which sample is drawn"
             )
         for name in ("cuda_graphs", "recorded_steps", "packed_weights"):
             value = getattr(self, name)
@@ -110,33 +113,34 @@ class SpeculativeConfig:
         named = self._names()
         if self.learn and "pool" not in named:
             raise ValueError(
-                "learn=True adds what is generated to a pool, but this configuration drafts from "
-                'none: give pool= too, or name the drafter "pool"'
+                "learn=True adds generated texts to a pool, but this configuration has none: pass "
+                'pool= too, or name the drafter "pool"'
             )
         object.__setattr__(self, "options", _checked_options(self.options, named))
 
     def _names(self) -> set[str]:
-        """Drafters that a call may make by their names."""
+        """The names of the drafters that a call may build."""
         given = DEFAULT_DRAFTERS if self.drafters is None else self.drafters
         named = {drafter for drafter in given if isinstance(drafter, str)}
-        # These two come with arguments of the call.
+        # The call's arguments bring these two.
         return named | {"prediction", "assistant"} | ({"pool"} if self.pool is not None else set())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for a generation config or a file.
 
         Raises:
-            ValueError: A field holds an object, which only a call can carry.
+            ValueError: A field holds an object, which only the argument of a call can be.
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: _as_json(value, name) for name, value in fields.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Build a configuration from what `to_dict` returned.
+        """Build a configuration from the dict that `to_dict` returned.
 
         Raises:
-            ValueError: An unknown field, an object where a JSON value belongs, a value not allowed.
+            ValueError: A field is unknown, holds an object instead of a JSON value, or has a value
+                that is not allowed.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
@@ -152,13 +156,13 @@ class SpeculativeConfig:
 
     @classmethod
     def resolve(cls, value: Any) -> SpeculativeConfig | None:
-        """Turn what was given as `speculative=` into a configuration; None where it says no.
+        """Turn the argument `speculative=` into a configuration; None means plain `generate`.
 
         Args:
             value: True, False, None, the name of a preset, a dict of fields, or a configuration.
 
         Raises:
-            ValueError: Anything else.
+            ValueError: `value` is anything else.
         """
         if value is None or value is False:
             return None
@@ -181,20 +185,20 @@ class SpeculativeConfig:
         """Turn the `speculative` entry of a generation config into a configuration.
 
         Raises:
-            ValueError: The entry is an object, or not understood. transformers writes an object
-                into the file as null, without a word, and copies it in every call.
+            ValueError: The entry is an object, or `resolve` refuses it. transformers saves an
+                object as null without a warning, and copies it in every call.
         """
         if not isinstance(value, (bool, str, dict, type(None))):
             raise ValueError(
                 f"a generation config holds speculative={value!r}: there it must be True, False, "
                 "a preset's name or a dict of JSON values, such as `config.to_dict()` returns; "
-                "pass an object in the call, as `generate(..., speculative=config)`"
+                "pass an object in the call, as in `generate(..., speculative=config)`"
             )
         return cls.resolve(value)
 
 
 def drafter_name(drafter: Any) -> str:
-    """The name of a drafter that is given by name or as an object."""
+    """Return the name of a drafter that was given by name or as an object."""
     if isinstance(drafter, str):
         return drafter
     try:
@@ -204,7 +208,7 @@ def drafter_name(drafter: Any) -> str:
 
 
 def check_int(name: str, value: Any, least: int, most: int) -> None:
-    """Raise ValueError where an option is no int from `least` to `most`."""
+    """Raise ValueError if an option is not an int from `least` to `most`."""
     if not _is_int(value) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}, but must be an int in {least}..{most}")
 
@@ -214,12 +218,13 @@ def _checked_drafters(drafters: Any) -> tuple[Any, ...]:
         raise ValueError(f"drafters must be a tuple of names or Drafter objects, not {drafters!r}")
     drafters = tuple(drafters)
     if not drafters:
-        raise ValueError("drafters is empty: name one at least, or use speculative=False")
+        raise ValueError("drafters is empty: name at least one, or pass speculative=False")
     for drafter in drafters:
         _check_drafter(drafter)
     names = [drafter for drafter in drafters if isinstance(drafter, str)]
-    if len(names) > len(set(names)):
-        raise ValueError(f"drafters names one twice: {drafters!r}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"drafters contains a duplicate: {name!r}")
     return drafters
 
 
@@ -227,8 +232,8 @@ def _check_drafter(drafter: Any) -> None:
     if isinstance(drafter, str):
         if drafter not in BUILT_IN_DRAFTERS:
             raise ValueError(
-                f"there is no drafter {drafter!r}; there are {', '.join(BUILT_IN_DRAFTERS)}, and "
-                "Drafter objects of your own"
+                f"there is no drafter {drafter!r}: name one of {', '.join(BUILT_IN_DRAFTERS)}, or "
+                "pass a Drafter object of your own"
             )
     elif isinstance(drafter, type) or not callable(getattr(drafter, "propose", None)):
         raise ValueError(
@@ -266,7 +271,7 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _checked_options(options: Any, named: set[str]) -> dict[str, dict[str, Any]]:
-    """A private copy of the options; the drafters themselves check what is in them."""
+    """Return a private copy of the options; the drafters check the values."""
     if not isinstance(options, Mapping):
         raise ValueError(f"options must be a dict {{drafter name: dict}}, not {options!r}")
     for name, values in options.items():
@@ -279,15 +284,15 @@ def _checked_options(options: Any, named: set[str]) -> dict[str, dict[str, Any]]
 
 def _why_not(name: Any) -> str:
     if name in BUILT_IN_DRAFTERS:
-        return f"this configuration does not draft with it: name it in drafters=(..., {name!r})"
+        return f"this configuration does not draft with it: add it, as drafters=(..., {name!r})"
     return (
-        f"no drafter has options by that name: known are {', '.join(BUILT_IN_DRAFTERS)}; an object "
-        "gets its own where it is made"
+        f"there is no such drafter: name one of {', '.join(BUILT_IN_DRAFTERS)}; a Drafter object "
+        "gets its options when you create it"
     )
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """`value` with tuples as lists, refused where something in it is no JSON value."""
+    """Return `value` with tuples as lists; raise ValueError if a part of it is not a JSON value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -296,7 +301,7 @@ def _as_json(value: Any, where: str) -> Any:
         return {key: _as_json(each, f"{where}[{key!r}]") for key, each in value.items()}
     raise ValueError(
         f"{where} holds an object ({type(value).__name__}), which cannot be stored; pass the "
-        "configuration in the call instead, as `generate(..., speculative=config)`"
+        "configuration in the call instead, as in `generate(..., speculative=config)`"
     )
 
 

@@ -1,4 +1,4 @@
-"""Why a call runs plain `generate` instead: the closed list of reasons, and their report."""
+"""The reasons for which a call runs plain `generate` instead, and the warning about them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from lookahead_hf.model_state import state_of
 
 
 class FallbackReason(str, Enum):
-    """Every reason for which a call is not speculated, decided before its first token.
+    """Every reason for which a call is not speculated.
 
-    A custom `generate` that never calls our decoding is only noticed when its first token arrives.
+    The reason is known before the call's first token, with one exception: a custom `generate` that
+    never calls our decoding is only noticed when its first token arrives.
 
     Attributes:
-        text: The reason, as a clause.
-        fix: What the caller can do about it, to follow "To speculate, ".
+        text: The obstacle, as a clause.
+        fix: The remedy; it completes the sentence "To speculate, ...".
     """
 
     text: str
@@ -42,87 +43,91 @@ class FallbackReason(str, Enum):
     )
     CONTINUOUS_BATCHING = (
         "continuous_batching",
-        "the call goes to continuous batching",
+        "the call uses continuous batching",
         "leave cache_implementation out",
     )
     NO_CACHE = "no_cache", "decoding without a cache was asked for", "pass use_cache=True"
     CACHE_IMPLEMENTATION = (
         "cache_implementation",
-        "this cache implementation is not served",
+        "this cache implementation is not supported",
         "leave cache_implementation out",
     )
-    CACHE = "cache", "this cache cannot be rolled back row by row", "pass a DynamicCache, or none"
+    CACHE = (
+        "cache",
+        "this cache cannot be rolled back row by row",
+        "pass a DynamicCache, or no cache",
+    )
     MODEL = (
         "model",
-        "this architecture is not served",
-        "load another one: no argument of the call helps",
+        "this architecture is not supported",
+        "load another model: no argument of the call helps",
     )
     OWN_GENERATE = (
         "own_generate",
-        "the model has a generate of its own",
-        "let it pass custom_generate= on to transformers' generate, or remove it",
+        "the model has its own generate",
+        "let it pass custom_generate= to the generate of transformers, or remove it",
     )
     OWN_LOOP = (
         "own_loop",
-        "the model has a decoding loop of its own",
-        "load a class that leaves _sample to transformers: no argument of the call helps",
+        "the model has its own decoding loop",
+        "load a class that does not override _sample: no argument of the call helps",
     )
     STATEFUL = (
         "stateful",
         "the model keeps a recurrent state, which cannot be rolled back",
-        "load an architecture that keeps K and V alone: no argument of the call helps",
+        "load an architecture that caches only K and V: no argument of the call helps",
     )
     ENCODER_DECODER = (
         "encoder_decoder",
-        "this encoder-decoder architecture is not served",
+        "this encoder-decoder architecture is not supported",
         "load a T5, a BART or a related model: no argument of the call helps",
     )
     ATTENTION = (
         "attention",
-        "this attention implementation does not take our masks",
+        "this attention implementation does not accept the mask of a draft",
         'load the model with attn_implementation="sdpa"',
     )
     ADAPTER = (
         "adapter",
-        "an adapter changes the inputs of every forward",
-        "switch the adapter off, or use one that can be merged into the weights",
+        "an adapter changes the model's inputs in every forward",
+        "disable the adapter, or use one that can be merged into the weights",
     )
-    DROPOUT = "dropout", "the model is in training mode with an active dropout", "call model.eval()"
+    DROPOUT = "dropout", "the model is in training mode and uses dropout", "call model.eval()"
     CHECKPOINTING = (
         "checkpointing",
         "gradient checkpointing in training mode keeps no cache",
         "call model.eval()",
     )
     TOKEN_HEALING = "token_healing", "token healing changes the prompt", "pass token_healing=False"
-    ARGUMENT = "argument", "this argument of the model is not served", "leave it out"
+    ARGUMENT = "argument", "this argument of the model is not supported", "leave it out"
     INVARIANCE = (
         "invariance",
-        "in a mixture of experts a token's rounding depends on the other tokens of its expert",
+        "in a mixture of experts, a token's rounding depends on the other tokens of its expert",
         "leave draft_invariant out",
     )
     SYNCED_GPUS = (
         "synced_gpus",
         "processes that share the weights must run equally many forwards",
-        "pass synced_gpus=True in all of them",
+        "pass synced_gpus=True in every process",
     )
     TENSOR_PARALLEL = (
         "tensor_parallel",
-        "this way of sharing a model is not served",
-        "share its matrices over one dimension of processes, and nothing else",
+        "this way of splitting a model over processes is not supported",
+        "split its matrices over one dimension of processes, and nothing else",
     )
 
 
 class Unserved(Exception):
-    """This call cannot be speculated; raised before its first token, never seen by users."""
+    """This call cannot be speculated. It is raised before the first token; users never see it."""
 
     def __init__(self, reason: FallbackReason, detail: str = "", fix: str = "") -> None:
-        """`detail` names what was found; `fix` replaces the reason's own."""
+        """Take the reason; `detail` names the culprit, `fix` replaces the reason's remedy."""
         super().__init__(reason, detail, fix)
         self.reason, self.detail, self.fix = reason, detail, fix or reason.fix
 
     def __str__(self) -> str:
-        found = f" ({self.detail})" if self.detail else ""
-        return f"{self.reason.text}{found} [{self.reason}]. To speculate, {self.fix}"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.reason.text}{detail} [{self.reason}]. To speculate, {self.fix}"
 
 
 class SpeculationFallbackWarning(UserWarning):
@@ -130,16 +135,16 @@ class SpeculationFallbackWarning(UserWarning):
 
 
 class SpeculationFallbackError(ValueError):
-    """A call with `on_fallback="error"` cannot be speculated."""
+    """A call with `on_fallback="error"` asked for speculation and could not be speculated."""
 
 
 def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
-    """Report that a call runs plain `generate`, as its configuration asks.
+    """Report that a call runs plain `generate`.
 
     Args:
         model: The model; each reason is warned of once per model.
-        unserved: Why.
-        on_fallback: "warn", "error" or "silent".
+        unserved: The reason.
+        on_fallback: The configuration's choice: "warn", "error" or "silent".
 
     Raises:
         SpeculationFallbackError: With `on_fallback="error"`.
@@ -152,7 +157,7 @@ def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
 
 
 def _frames_of_libraries() -> int:
-    """Frames between the caller of this function and the code that called `generate`."""
+    """Count the frames between the caller of this function and the code that called `generate`."""
     count = 0
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
@@ -172,7 +177,7 @@ def _is_new(model: Any, reason: FallbackReason) -> bool:
 
 
 def check_settings(setting: Callable[[str], Any]) -> None:
-    """Raise Unserved where a generation setting asks for what cannot be speculated.
+    """Raise Unserved if a generation setting asks for decoding that cannot be speculated.
 
     Args:
         setting: Returns the value of a generation setting by name, as `generate` will see it.
@@ -186,7 +191,7 @@ def check_settings(setting: Callable[[str], Any]) -> None:
 
 
 SERVED_CACHES = ("dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
-"""Names of caches that stay on one device and are not quantised."""
+"""The names of caches that stay on one device and do not quantise."""
 
 _SETTINGS: tuple[tuple[Callable[[Any], bool], FallbackReason, str], ...] = (
     (lambda value: value == "paged", FallbackReason.CONTINUOUS_BATCHING, "cache_implementation"),

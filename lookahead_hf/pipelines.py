@@ -24,29 +24,29 @@ SERVED: dict[str, type[Any]] = {
     "any-to-any": AnyToAnyPipeline,
     "automatic-speech-recognition": AutomaticSpeechRecognitionPipeline,
 }
-"""Tasks whose pipelines hand `generate` what their caller asks of it."""
+"""The tasks whose pipelines pass a caller's arguments on to `generate`."""
 
 
 def pipeline(
     task: str | None = None, model: Any = None, *args: Any, speculative: Any = True, **kwargs: Any
 ) -> Any:
-    """Build a pipeline whose texts are generated speculatively.
+    """Build a pipeline that generates speculatively.
 
-    A single call decides otherwise by `pipe(..., speculative=False)`. The default belongs to the
-    pipeline: a model object that is given keeps its own for other callers.
+    Pass `pipe(..., speculative=False)` to switch speculation off for one call. The default belongs
+    to the pipeline: other callers of the same model object keep the model's own default.
 
     Args:
         task: As in `transformers.pipeline`.
         model: As in `transformers.pipeline`.
         *args: As in `transformers.pipeline`.
-        speculative: What `generate` takes as `speculative=`.
+        speculative: The argument `speculative=` of `generate`.
         **kwargs: As in `transformers.pipeline`.
 
     Returns:
         The pipeline.
 
     Raises:
-        ValueError: The pipeline does not generate text, or `speculative` is not understood.
+        ValueError: The pipeline does not generate text, or `speculative` has a wrong value.
     """
     SpeculativeConfig.resolve(speculative)
     kind = kwargs.get("pipeline_class") or _kind_of(task)
@@ -57,21 +57,21 @@ def pipeline(
     enable(pipe.model)
     pipe.__class__ = _NESTING.get(type(pipe), type(pipe))
     pipe._forward_params["speculative"] = speculative
-    # It tells whether a pool of n-grams is of this model, and reads a prediction.
+    # A call needs it to check a pool's fingerprint, and to encode a prediction.
     pipe._forward_params["speculative_tokenizer"] = _tokenizer(pipe)
     return pipe
 
 
 def _kind_of(task: str | None) -> type[Any] | None:
-    """The class of a task's pipelines; None where transformers has to find that out."""
+    """Return the class of a task's pipelines; None if only transformers can find it."""
     if task is None:
         return None
     try:
         _, description, _ = check_task(task)
-    except KeyError:  # no task, or a repository's own
+    except KeyError:  # an unknown task, or one that a repository defines
         return None
     kind = description["impl"]
-    if isinstance(kind, str):  # where it would be imported
+    if isinstance(kind, str):  # the path of a class that is not imported yet
         module, _, name = kind.rpartition(".")
         kind = getattr(importlib.import_module(module), name)
     found: type[Any] = kind
@@ -81,8 +81,8 @@ def _kind_of(task: str | None) -> type[Any] | None:
 def _check(task: str | None, kind: type[Any]) -> None:
     if not issubclass(kind, tuple(SERVED.values())):
         raise ValueError(
-            f"a {task or kind.__name__} pipeline does not generate text: speculation is for the "
-            f"tasks {', '.join(SERVED)}; build the others with transformers.pipeline"
+            f"a {task or kind.__name__} pipeline does not generate text: speculation supports the "
+            f"tasks {', '.join(SERVED)}; build other pipelines with transformers.pipeline"
         )
 
 
@@ -92,9 +92,9 @@ def _tokenizer(pipe: Any) -> Any:
     return getattr(getattr(pipe, "processor", None), "tokenizer", None)
 
 
-# These two kinds of pipelines take arguments of `generate` as `generate_kwargs` only: what else a
-# call names goes to the processor, which ignores it, and a call's `generate_kwargs` replace the
-# pipeline's.
+# The two pipelines below accept arguments of `generate` only as `generate_kwargs`. All other
+# arguments of a call go to the processor, which ignores them, and the `generate_kwargs` of a call
+# replace those of the pipeline.
 
 
 class SpeculativeImageTextToTextPipeline(ImageTextToTextPipeline):
@@ -118,7 +118,7 @@ class SpeculativeAnyToAnyPipeline(AnyToAnyPipeline):
 
 
 def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tuple[Any, Any, Any]:
-    """A call's parameters for preprocess, forward and postprocess, `speculative` to the forward."""
+    """Add `speculative` to the forward's part of (preprocess, forward, postprocess)."""
     preprocess, forward, postprocess = parameters
     if speculative is not None:
         forward = {**forward, "speculative": speculative}
@@ -126,7 +126,7 @@ def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tup
 
 
 def _nested(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of the forward with ours where `generate` gets them, unless they are there."""
+    """Move our arguments of a forward into its `generate_kwargs`, whose own entries win."""
     ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
     return {**kwargs, "generate_kwargs": {**ours, **(kwargs.get("generate_kwargs") or {})}}
 

@@ -31,6 +31,7 @@ ROOMS = (
     {"generation.strategy"},
     {"hook"},
     {"auto", "cli", "pipelines", "warmup"},
+    {"__main__"},
 )
 """Rooms, lowest first. A room is a module or a whole package; those of a level see no other."""
 

@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from lookahead_hf.cli.comparison import Stage, Timed, run_plain, run_speculative
-from lookahead_hf.cli.generate import as_data, generation_arguments, generation_options
-from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
-from lookahead_hf.cli.parsing import Arguments, command
-from lookahead_hf.cli.screen import Screen
+from lookahead_hf.cli.generate import as_data, open_stage
+from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.near_ties import first_difference
+from lookahead_hf.cli.parsing import Arguments, command, generation_options
+from lookahead_hf.cli.screen import Screen, as_text
 from lookahead_hf.config import DEFAULT_DRAFTERS
 
 _EXAMPLES = """\
@@ -24,13 +25,13 @@ examples:
 
 
 class Conversation:
-    """What was said, the cache of it, and what drafts are made from.
+    """The messages so far, the model's cache of them, and the drafters.
 
-    The drafters last as long as the conversation: a turn adds its text to their index of n-grams,
-    and to what the model expected after each token.
+    The drafters last as long as the conversation: every turn adds its text to the index of n-grams
+    and its logits to the recycled ones.
 
     Args:
-        stage: The model, and what belongs to it.
+        stage: The model, its tokenizer and the settings.
         is_plain: Whether answers are generated without speculation.
     """
 
@@ -42,7 +43,7 @@ class Conversation:
         self._cached: list[int] = []  # the tokens that the cache holds
 
     def answer(self, said: str) -> tuple[Timed, int]:
-        """Generate the answer to a message; also the number of prompt tokens that were cached."""
+        """Generate the answer to a message; return it and how many prompt tokens were cached."""
         stage = self._stage
         self._messages.append({"role": "user", "content": said})
         inputs = encode_chat(stage.model, stage.tokenizer, self._messages)
@@ -59,38 +60,27 @@ class Conversation:
         return timed, known
 
     def _keep_prefix(self, prompt: list[int]) -> int:
-        """Let the cache hold what `prompt` begins with, but not all of it; say how much it is."""
-        known = _num_same(self._cached, prompt[:-1])
-        if not known or not _remove(self._cache, len(self._cached) - known):
-            self._cache, known = _empty_cache(self._stage.model), 0
+        """Shorten the cache to the tokens that `prompt` begins with; return their number.
+
+        At least one prompt token is left for the model to compute.
+        """
+        from transformers import DynamicCache
+
+        start = prompt[:-1]
+        known = first_difference(self._cached, start)
+        known = len(start) if known is None else known
+        try:
+            if known and known < len(self._cached):
+                self._cache.crop(known - len(self._cached))
+        except (RuntimeError, ValueError):  # a sliding window has already dropped what is needed
+            known = 0
+        if not known:
+            self._cache = DynamicCache(config=self._stage.model.config)
         return known
 
 
-def _num_same(left: list[int], right: list[int]) -> int:
-    """Tokens with which both begin."""
-    pairs = enumerate(zip(left, right, strict=False))
-    shorter = min(len(left), len(right))
-    return next((index for index, (a, b) in pairs if a != b), shorter)
-
-
-def _remove(cache: Any, count: int) -> bool:
-    """Take the last tokens out of a cache, False where it cannot."""
-    try:
-        if count:
-            cache.crop(-count)
-    except (RuntimeError, ValueError):  # a window or a recurrent state that has moved on
-        return False
-    return True
-
-
-def _empty_cache(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def _lasting_drafters() -> tuple[Any, ...]:
-    """The default drafters, of which nothing is forgotten between calls."""
+    """The default drafters, set to remember everything between calls."""
     from lookahead_hf.drafting.sources.ngram import NgramDrafter
     from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
     from lookahead_hf.ngram_pool import NumbaMissingError
@@ -98,23 +88,27 @@ def _lasting_drafters() -> tuple[Any, ...]:
     try:
         return NgramDrafter(keep=True), RecyclingDrafter(keep=True)
     except NumbaMissingError:
-        return DEFAULT_DRAFTERS  # whose names are warned of and left out
+        return DEFAULT_DRAFTERS  # given by name, they are left out with a warning
 
 
-def run(arguments: Arguments, screen: Screen) -> int:
-    """Answer until the user ends the conversation."""
+@command("chat", _EXAMPLES, indent=None)
+@generation_options()
+@click.option("--plain", is_flag=True, help="without speculation")
+def COMMAND(arguments: Arguments, screen: Screen) -> None:
+    """Talk to a model; an empty line or Ctrl-D ends.
+
+    Each answer is generated speculatively and shown live. The model's cache and the drafters are
+    kept from turn to turn. Where stdin is a file, each of its lines is a turn.
+    """
     import torch
 
-    use_threads(arguments.threads)
-    model, tokenizer = open_model(arguments.model, arguments.dtype, screen)
-    stage = Stage(model, tokenizer, generation_arguments(arguments), screen)
+    stage = open_stage(arguments, screen)
     conversation = Conversation(stage, arguments.plain)
     torch.manual_seed(arguments.seed)
-    for said in _lines(screen):
+    for said in _messages(screen):
         timed, known = conversation.answer(said)
-        screen.result({"prompt": said, "cached_tokens": known, **as_data(timed, tokenizer)})
+        screen.result({"prompt": said, "cached_tokens": known, **as_data(timed, stage.tokenizer)})
         screen.line(_summary(timed, known), "dim")
-    return 0
 
 
 def _summary(timed: Timed, known: int) -> str:
@@ -122,30 +116,15 @@ def _summary(timed: Timed, known: int) -> str:
     return f"{timed.tokens_per_second:.1f} tokens/s, {per_step}{known} tokens from the cache"
 
 
-def _lines(screen: Screen) -> Iterator[str]:
-    """What is said; an empty line ends it where people type, and is nothing in a file."""
+def _messages(screen: Screen) -> Iterator[str]:
+    """The user's messages; an empty line ends them on a terminal, and is skipped in a file."""
     while True:
         screen.write("\n> ", "bold")
         try:
-            line = input().strip()
+            line = as_text(input()).strip()
         except EOFError:
             return
         if line:
             yield line
         elif sys.stdin.isatty():
             return
-
-
-COMMAND = command(
-    "chat",
-    run,
-    help="talk to a model; an empty line or Ctrl-D ends",
-    about="A conversation, each answer generated speculatively and shown live. The model's cache "
-    "and what drafts are made from are kept from turn to turn. Lines of a file are turns too.",
-    examples=_EXAMPLES,
-    params=[
-        *generation_options(),
-        click.Option(["--plain"], is_flag=True, help="without speculation"),
-    ],
-    indent=None,
-)

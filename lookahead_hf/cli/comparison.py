@@ -1,4 +1,4 @@
-"""Run one prompt plainly and speculatively, and show both texts as they are written."""
+"""Generate from a prompt plainly or speculatively, and show the text live."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lookahead_hf.stats import SpeculativeStats
 
 @dataclass(frozen=True)
 class Stage:
-    """What stays the same from one text to the next."""
+    """A model, its tokenizer, its settings and the screen: what all texts of a command share."""
 
     model: Any
     tokenizer: Any
@@ -35,7 +35,7 @@ class Timed:
 
     ids: tuple[int, ...]
     seconds: float
-    stats: SpeculativeStats | None = None  # None of a plain call
+    stats: SpeculativeStats | None = None  # None for a plain call
 
     @property
     def tokens_per_second(self) -> float:
@@ -53,12 +53,12 @@ def run_speculative(
     """Generate one text speculatively and show it live, accepted tokens marked.
 
     Args:
-        stage: The model, and what belongs to it.
+        stage: The model, its tokenizer and the settings.
         inputs: Arguments of `generate` for this text.
         drafters: As in a `SpeculativeConfig`.
 
     Raises:
-        CommandError: This model cannot be speculated.
+        CommandError: The call cannot be speculated.
     """
     recorder = StepRecorder()
     config = SpeculativeConfig(drafters=(*drafters, recorder), on_fallback="error")

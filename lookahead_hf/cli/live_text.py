@@ -1,7 +1,8 @@
-"""Show a text while it is generated, with the tokens that a draft foresaw apart from the others."""
+"""Show a text while it is generated, with accepted draft tokens marked."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,10 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
 
 ACCEPTED_STYLE = "bold green"
-OPEN, CLOSE = "\u2039", "\u203a"
 
 
 class StepRecorder(Drafter):
-    """Proposes nothing and notes of each emitted token whether it was an accepted draft."""
+    """Proposes nothing; records for each emitted token whether it was an accepted draft token."""
 
     name = "recorder"
 
@@ -44,7 +44,7 @@ class LiveText:
 
     Args:
         tokenizer: Turns ids into text.
-        screen: Where the text goes; without colours, accepted text stands in single angle quotes.
+        screen: Where the text goes; without colours, accepted text is put in single angle quotes.
         recorder: Knows where each token came from; None marks nothing.
     """
 
@@ -55,6 +55,7 @@ class LiveText:
         self._ids: list[int] = []
         self._num_shown = 0
         self._shown = ""
+        self._open, self._close = ("", "") if screen.has_colour else quotes()
         self._marked = False
         self._past_prompt = False
         if recorder is not None:
@@ -69,12 +70,12 @@ class LiveText:
         self._show_known()
 
     def _show_known(self) -> None:
-        """Show the tokens that are here and whose origin is known."""
+        """Show the tokens that have arrived and whose origin is known."""
         known = len(self._ids) if self._recorder is None else len(self._recorder.was_drafted)
         self._show(min(known, len(self._ids)))
 
     def end(self) -> None:
-        """The text is over: show what was held back."""
+        """Show what was held back; the text is complete."""
         self._show(len(self._ids), last=True)
         self._mark(False)
         self._screen.line()
@@ -87,17 +88,22 @@ class LiveText:
                 continue
             fresh, self._shown = text[len(self._shown) :], text
             if fresh:
-                drafted = self._was_drafted(index)
-                self._mark(drafted)
-                self._screen.write(fresh, ACCEPTED_STYLE if drafted else "")
+                flags = self._recorder.was_drafted if self._recorder else []
+                self._mark(index < len(flags) and flags[index])
+                self._screen.write(fresh, ACCEPTED_STYLE if self._marked else "")
         self._num_shown = max(count, self._num_shown)
 
-    def _was_drafted(self, index: int) -> bool:
-        flags = self._recorder.was_drafted if self._recorder else []
-        return index < len(flags) and flags[index]
-
     def _mark(self, drafted: bool) -> None:
-        """Open or close the quotes that stand for colour."""
-        if drafted != self._marked and not self._screen.has_colour:
-            self._screen.write(OPEN if drafted else CLOSE)
+        """Write the opening or closing quote where accepted text begins or ends."""
+        if drafted != self._marked and self._open:
+            self._screen.write(self._open if drafted else self._close)
         self._marked = drafted
+
+
+def quotes() -> tuple[str, str]:
+    """The quotes around accepted text: single angle quotes where stdout can show them."""
+    try:
+        "\u2039\u203a".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "<", ">"
+    return "\u2039", "\u203a"

@@ -1,7 +1,8 @@
-"""Load the model of a command and write its prompts."""
+"""Load the model of a command and encode its prompts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +10,20 @@ from typing import Any
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, Screen
 
+NAMES = "takes a folder that save_pretrained wrote, or OWNER/NAME of the Hugging Face hub."
+"""What `--model` and `--tokenizer` take."""
 
-def open_model(name: str | None, dtype: str, screen: Screen) -> tuple[Any, Any]:
-    """A model that is enabled and warmed up, on the GPU where there is one, and its tokenizer.
+
+def open_model(
+    name: str | None, dtype: str, screen: Screen, threads: int | None = None
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer; enable the model and warm it up, on a GPU if there is one.
 
     Args:
         name: A folder or a name of the Hugging Face hub; None takes the demo's model.
         dtype: A torch dtype by name, "float32" or "bfloat16".
         screen: Where progress is shown.
+        threads: Torch's threads; None leaves the number to torch.
 
     Raises:
         CommandError: The model cannot be loaded.
@@ -26,6 +33,8 @@ def open_model(name: str | None, dtype: str, screen: Screen) -> tuple[Any, Any]:
 
     import lookahead_hf
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     logging.disable_progress_bar()
     folder = name or str(ensure_demo_model(screen))
     with screen.task(f"loading {folder} in {dtype}"):
@@ -43,33 +52,32 @@ def _load(folder: str, dtype: Any) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), tokenizer
-    except Exception as error:  # whatever a damaged file or a missing package makes of it
+    except Exception as error:  # a damaged file or a missing package may raise anything
         if is_out_of_memory(error):
             raise
         raise CommandError(
             f"The model {folder!r} could not be loaded: {type(error).__name__}: {error}\n"
-            "--model takes a folder that save_pretrained wrote, or OWNER/NAME of the Hugging Face "
-            "hub."
+            f"--model {NAMES}"
         ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is how torch says that a device or the host has no memory left."""
+    """Whether torch raised `error` because a device or the host has no memory left."""
     import torch
 
-    # Of the host's memory it says so by words only.
+    # For the host's memory, torch raises a RuntimeError that only its message tells apart.
     is_host = "can't allocate memory" in str(error)
     return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 @contextmanager
 def within_positions(model: Any, columns: int, new_tokens: int) -> Iterator[None]:
-    """Let a text that outgrows a model's table of positions be one message.
+    """Turn the error of a text that outgrows a model's table of positions into a message.
 
     Args:
-        model: What generates.
-        columns: Tokens of the prompt.
-        new_tokens: Most tokens that are to follow.
+        model: The model that generates.
+        columns: The number of prompt tokens.
+        new_tokens: The most tokens that may follow.
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
@@ -78,21 +86,13 @@ def within_positions(model: Any, columns: int, new_tokens: int) -> Iterator[None
         if most is None or columns + new_tokens <= most or is_out_of_memory(error):
             raise
         raise CommandError(
-            f"This model knows {most} positions, and {columns} tokens of the prompt and up to "
-            f"{new_tokens} new ones are more. Take a shorter prompt or fewer --new-tokens."
+            f"This model knows {most} positions, but the prompt has {columns} tokens and up to "
+            f"{new_tokens} may follow. Take a shorter prompt or fewer --new-tokens."
         ) from error
 
 
-def use_threads(count: int | None) -> None:
-    """Give torch this many threads; None leaves its choice."""
-    import torch
-
-    if count is not None:
-        torch.set_num_threads(count)
-
-
 def encode_chat(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """What `generate` takes for a conversation: ids and mask [1, columns], and the pad token."""
+    """Encode a conversation for `generate`: ids and mask, [1, columns], and the pad token."""
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
@@ -102,3 +102,28 @@ def encode_chat(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> d
     chosen = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return {**chosen, "pad_token_id": pad}
+
+
+def text_of(record: str | bytes, field: str, where: str) -> str:
+    """Return a field of a JSON record.
+
+    Args:
+        record: The JSON text of an object.
+        field: The field's name; dots lead into nested objects.
+        where: The record's place, for messages.
+
+    Raises:
+        ValueError: The record is not JSON, or it has no such field with a text.
+    """
+    try:
+        value = json.loads(record)
+    except ValueError as error:
+        raise ValueError(f"{where}: this is not JSON ({error})") from error
+    for name in field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            known = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
+            raise ValueError(f"{where}: no field {name!r} but {known}; --field names another")
+        value = value[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: the field {field!r} is not a text; --field names another")
+    return value

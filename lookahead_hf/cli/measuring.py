@@ -1,9 +1,9 @@
-"""Timed calls of `generate`: one text or batch by several systems, round after round."""
+"""Timed calls of `generate`: every batch by several systems, round after round."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ PLAIN, LOOKUP, OURS = "plain", "HF prompt lookup", "speculative"
 
 
 def systems(batch_size: int = 1) -> dict[str, dict[str, Any]]:
-    """The arguments that plain generation, HF's prompt lookup and ours add to `generate`."""
+    """The systems to compare, each with the arguments that it adds to `generate`."""
     known: dict[str, dict[str, Any]] = {PLAIN: {}}
     if batch_size == 1:  # HF's assisted decoding takes no batches
         known[LOOKUP] = {"prompt_lookup_num_tokens": 10}
@@ -26,7 +26,7 @@ def systems(batch_size: int = 1) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are generated in one call."""
+    """Prompts that one call generates from."""
 
     family: str
     indices: tuple[int, ...]  # of the prompts within their family
@@ -53,22 +53,22 @@ class Call:
 
 @dataclass
 class Run:
-    """What the rounds of one batch by one system gave."""
+    """The calls of one batch by one system, one per round."""
 
     family: str
     system: str
     calls: list[Call] = field(default_factory=list)
-    stats: list[dict[str, Any]] = field(default_factory=list)  # ours only, one per round
+    stats: list[dict[str, Any]] = field(default_factory=list)  # of speculative systems only
 
     @property
     def middle(self) -> int:
-        """The round of median speed: in half precision a round may write another text."""
+        """The round of median speed; in half precision, rounds may write different texts."""
         order = sorted(range(len(self.calls)), key=lambda at: self.calls[at].speed)
         return order[(len(order) - 1) // 2]
 
     @property
     def call(self) -> Call:
-        """The call of median speed, which stands for all."""
+        """The call of median speed, which represents the run."""
         return self.calls[self.middle]
 
 
@@ -79,17 +79,17 @@ def measure(
     shared: dict[str, Any],
     rounds: int,
 ) -> Iterator[list[Run]]:
-    """Run every batch by every system, round after round; yield what there is after every batch.
+    """Run every batch by every system, round after round; yield the runs so far after every batch.
 
     Args:
         model: An enabled model.
-        batches: What to generate from.
-        ways: The arguments that each system adds to `generate`, by its name.
+        batches: The prompts.
+        ways: The arguments that each system adds to `generate`, by the system's name.
         shared: The arguments that all systems pass to `generate`.
-        rounds: How often.
+        rounds: How often each batch is run.
 
     Raises:
-        CommandError: A call that was to be speculated ran plainly.
+        CommandError: A speculative call ran plain `generate`.
     """
     end_ids = end_tokens(model)
     for extra in ways.values():
@@ -107,7 +107,7 @@ def measure(
 
 
 def _rotated(ways: Mapping[str, dict[str, Any]], by: int) -> Iterable[tuple[str, dict[str, Any]]]:
-    """The systems in another order each time: what runs first meets colder caches."""
+    """The systems in another order each time, since the first one meets colder caches."""
     items = list(ways.items())
     shift = by % len(items)
     return items[shift:] + items[:shift]
@@ -138,22 +138,16 @@ def timed_call(
     handle = model.register_forward_pre_hook(count)
     torch.manual_seed(seed)
     try:
-        wait = _synchronizer(model.device)
         start = time.perf_counter()
         output = model.generate(**inputs, **arguments)
-        wait()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     finally:
         handle.remove()
     sequences = getattr(output, "sequences", output)
     new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return Call(seconds, tuple(until_end(row, end_ids) for row in new), forwards)
-
-
-def _synchronizer(device: torch.device) -> Callable[[], None]:
-    import torch
-
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
@@ -163,6 +157,6 @@ def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """The token ids at which a text of this model ends."""
+    """The token ids that end a text of this model."""
     ids = model.generation_config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())

@@ -2,125 +2,103 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
 import click
 
-from lookahead_hf.cli.loading import is_out_of_memory
-from lookahead_hf.cli.screen import CommandError, JsonScreen, Screen, open_screen
+from lookahead_hf.cli.screen import JsonScreen, Screen, open_screen
 
 Arguments = SimpleNamespace
-"""The values of a command's parameters, by name."""
+"""The values of a command's arguments and options, by name."""
 
-Run = Callable[[Arguments, Screen], int]
-"""What a command does: returns the exit code."""
+Run = Callable[[Arguments, Screen], None]
+"""The body of a command."""
 
-OUT_OF_MEMORY = "Take a smaller model, --dtype bfloat16, or fewer --new-tokens."
-
-
-class Group(click.Group):
-    """Commands that are listed where a name is none of them."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """As click does."""
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            known = f"{error.message} There are {', '.join(self.commands)}."
-            raise click.UsageError(known, ctx) from None
+DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+POSITIVE = click.IntRange(min=1)
 
 
-def command(
-    name: str,
-    run: Run,
-    *,
-    help: str,
-    about: str,
-    examples: str,
-    params: Sequence[click.Parameter] = (),
-    indent: int | None = 2,
-) -> click.Command:
-    """A command with its examples and `--json`.
+def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run], click.Command]:
+    """Turn a function into a command with `--json`; its docstring is the command's help.
 
     Args:
-        name: The command.
-        run: What it does.
-        help: What it does, for the list of commands.
-        about: What it does, for its own help.
+        name: The command's name.
         examples: Command lines that work.
-        params: Its arguments and options.
-        indent: Of what it writes as JSON; None writes one line per result.
+        indent: The indentation of the JSON; None writes one line per result.
     """
-    as_json = click.Option(["--json"], is_flag=True, help="the result as JSON on stdout")
 
-    @click.pass_context
-    def call(context: click.Context, /, **values: Any) -> int:
-        if values.pop("json"):
-            return _guarded(run, Arguments(**values), JsonScreen(indent))
-        colour = context.find_root().params["no_colour"]
-        return _guarded(run, Arguments(**values), open_screen(False if colour else None))
+    def decorate(run: Run) -> click.Command:
+        @click.option("--json", "as_json", is_flag=True, help="the result as JSON on stdout")
+        @click.pass_context
+        def call(context: click.Context, /, as_json: bool, **values: Any) -> None:
+            is_plain = context.find_root().params["no_colour"]
+            run(Arguments(**values), JsonScreen(indent) if as_json else open_screen(is_plain))
 
-    return click.Command(
-        name,
-        callback=call,
-        params=[*params, as_json],
-        short_help=help,
-        help=about,
-        epilog=examples_of(examples),
+        call.__click_params__ += getattr(run, "__click_params__", [])  # type: ignore[attr-defined]
+        return click.command(name, help=run.__doc__, epilog=as_written(examples))(call)
+
+    return decorate
+
+
+def as_written(text: str) -> str:
+    """Mark the paragraphs of a help text, so that click keeps their lines as they are."""
+    return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.strip("\n").split("\n\n"))
+
+
+def model_options(new_tokens: int) -> Callable[[Run], Run]:
+    """Options of every command that generates."""
+    return _all_of(
+        click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
+        click.option("--new-tokens", type=POSITIVE, default=new_tokens, show_default=True),
+        click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
     )
 
 
-def examples_of(text: str) -> str:
-    """Text whose lines click leaves as they are."""
-    return "\n\n".join(f"\b\n{part}" for part in text.strip("\n").split("\n\n"))
+def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
+    """Options of the commands that generate in one dtype, greedily or sampled."""
+    return _all_of(
+        model_options(new_tokens),
+        click.option("--dtype", type=DTYPES, default="float32", show_default=True),
+        click.option(
+            "--sample",
+            metavar="T,TOP_P",
+            callback=_sampling,
+            help="sample with this temperature and top-p (default: greedy decoding)",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="for --sample"),
+    )
 
 
-def _guarded(run: Run, arguments: Arguments, screen: Screen) -> int:
-    """Run a command; what a user can do something about is one message."""
+def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
+    """Several decorators as one; the help lists the options in this order."""
+    return lambda run: reduce(lambda inner, option: option(inner), reversed(options), run)
+
+
+def _sampling(context: Any, option: Any, value: str | None) -> tuple[float, float] | None:
+    """Temperature and top-p, from `0.7,0.95`."""
+    if value is None:
+        return None
     try:
-        return run(arguments, screen)
-    except CommandError as error:
-        return _failed(str(error))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        said = str(error).strip().partition("\n")[0] or "no memory is left"
-        return _failed(f"out of memory ({said}). {OUT_OF_MEMORY}")
+        temperature, top_p = map(float, value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not two numbers, such as 0.7,0.95") from None
+    if not 0 < temperature < float("inf"):
+        raise click.BadParameter(
+            f"the temperature is {temperature:g}, but must be above 0; leave --sample out for "
+            "greedy decoding"
+        )
+    if not 0 < top_p <= 1:
+        raise click.BadParameter(f"top-p is {top_p:g}, but must be above 0 and at most 1")
+    return temperature, top_p
 
 
-def _failed(message: str) -> int:
-    print(f"lookahead-hf: {message}", file=sys.stderr)
-    return 1
-
-
-positive = click.IntRange(min=1)
-
-
-class Sampling(click.ParamType):
-    """Temperature and top-p, as `0.7,0.95`."""
-
-    name = "T,TOP_P"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[float, float]:
-        """The two numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            temperature, top_p = map(float, str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not two numbers, such as 0.7,0.95", param, ctx)
-        if not 0 < temperature < float("inf"):
-            self.fail(f"the temperature is {temperature:g}, but must be above 0; without --sample "
-                      "decoding is greedy", param, ctx)  # fmt: skip
-        if not 0 < top_p <= 1:
-            self.fail(f"top-p is {top_p:g}, but must be above 0 and at most 1", param, ctx)
-        return temperature, top_p
+def generation_arguments(arguments: Arguments) -> dict[str, Any]:
+    """The arguments of `generate` that the options ask for."""
+    chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
+    if arguments.sample:
+        temperature, top_p = arguments.sample
+        chosen |= {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    return chosen

@@ -1,26 +1,26 @@
-"""`lookahead-hf pool`: build, look at, merge and check files of n-grams across requests."""
+"""`lookahead-hf pool`: build, show, merge and check pools, files of n-grams to draft from."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lookahead_hf.cli.parsing import Arguments, Group, Run, command, examples_of
+from lookahead_hf.cli.loading import NAMES, text_of
+from lookahead_hf.cli.parsing import Arguments, as_written, command
 from lookahead_hf.cli.screen import CommandError, Screen
 
 if TYPE_CHECKING:
-    from lookahead_hf.ngram_pool import NgramPool, PoolInfo
+    from lookahead_hf.ngram_pool import NgramPool
 
 DEFAULT_TOKENS = 10_000_000
 
 PIECE = 1 << 16
-"""Bytes of a text file, up to the end of a line, that are tokenised and held as one text."""
+"""Bytes of a text file that become one text of the pool; the last line of it stays whole."""
 
 RECORDS = 256
 """Records of a JSON lines file that are tokenised at once."""
@@ -39,53 +39,62 @@ Drafting from it:
 """
 
 
-def _with_messages(run: Run) -> Run:
-    """Let a file that is missing, damaged or of another tokenizer be one message."""
+class _Actions(click.Group):
+    """The actions on pools; a file that is missing, damaged or unsuitable is one message."""
 
-    def guarded(arguments: Arguments, screen: Screen) -> int:
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does."""
         try:
-            return run(arguments, screen)
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
         except (ImportError, OSError, ValueError) as error:
             raise CommandError(str(error)) from error
 
-    return guarded
+
+_FILE = click.Path(path_type=Path)
+_FILES = click.argument("files", nargs=-1, required=True, type=_FILE)
 
 
-def _build(arguments: Arguments, screen: Screen) -> int:
+@command("build", _EXAMPLES)
+@_FILES
+@click.option("--tokenizer", required=True, help="a folder or a hub name")
+@click.option("--output", type=_FILE, default="pool.safetensors", show_default=True)
+@click.option(
+    "--field", default="text", show_default=True, help="of each JSON record; dots lead inside"
+)
+@click.option(
+    "--max-tokens",
+    type=int,
+    default=DEFAULT_TOKENS,
+    metavar="N",
+    help="beyond that the oldest leave (default: 10 million)",
+)
+def _build(arguments: Arguments, screen: Screen) -> None:
+    """Tokenise texts into a new pool.
+
+    A file is one text, or one JSON record with a text per line where its name ends in .jsonl.
+    """
     from lookahead_hf.drafting.sources.pool import fingerprint
     from lookahead_hf.ngram_pool import NgramPool
 
-    total = sum(file.stat().st_size for file in arguments.files)
-    with _quiet_transformers():
-        with screen.task(f"loading the tokenizer {arguments.tokenizer}"):
-            tokenizer = _load_tokenizer(arguments.tokenizer)
-        pool = NgramPool(
-            arguments.max_tokens,
-            vocab_size=len(tokenizer),
-            tokenizer_fingerprint=fingerprint(tokenizer),
-        )
-        with screen.task(f"reading {len(arguments.files)} files", total) as report:
-            done = 0
-            for file in arguments.files:
-                for texts, num_bytes in _texts(file, arguments.field):
-                    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
-                        pool.add(ids)
-                    done += num_bytes
-                    report(done)
-    return _save(pool, arguments, screen)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Do not hear that texts are longer than a model reads at once, which is no matter here."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    files = arguments.files
+    total = sum(file.stat().st_size for file in files)
+    with screen.task(f"loading the tokenizer {arguments.tokenizer}"):
+        tokenizer = _load_tokenizer(arguments.tokenizer)
+    pool = NgramPool(
+        arguments.max_tokens,
+        vocab_size=len(tokenizer),
+        tokenizer_fingerprint=fingerprint(tokenizer),
+    )
+    with screen.task(f"reading {len(files)} files", total) as report:
+        done = 0
+        for texts, num_bytes in chain.from_iterable(_texts(f, arguments.field) for f in files):
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                pool.add(ids)
+            done += num_bytes
+            report(done)
+    _save(pool, arguments.output, screen)
 
 
 def _load_tokenizer(name: str) -> Any:
@@ -95,74 +104,45 @@ def _load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise CommandError(
-            f"The tokenizer {name!r} could not be loaded: {error}\n"
-            "--tokenizer takes a folder that save_pretrained wrote, or OWNER/NAME of the Hugging "
-            "Face hub."
+            f"The tokenizer {name!r} could not be loaded: {error}\n--tokenizer {NAMES}"
         ) from error
 
 
 def _texts(file: Path, field: str) -> Iterator[tuple[list[str], int]]:
-    """The texts of a file, some at a time, and how many bytes of it they take."""
+    """Portions of a file: some texts, and how many bytes of the file they take."""
     with file.open("rb") as lines:
         if file.suffix == ".jsonl":
-            yield from _records(file, lines, field)
-            return
-        piece: list[bytes] = []
-        size = 0
-        for line in lines:
-            piece.append(line)
-            size += len(line)
-            if size >= PIECE:
-                yield [_decoded(file, b"".join(piece))], size
-                piece, size = [], 0
-        if piece:
-            yield [_decoded(file, b"".join(piece))], size
+            numbered = enumerate(lines, 1)
+            while portion := list(islice(numbered, RECORDS)):
+                texts = [
+                    text_of(line, field, f"{file}, line {number}")
+                    for number, line in portion
+                    if line.strip()
+                ]
+                yield texts, sum(len(line) for _, line in portion)
+        else:
+            while piece := b"".join(lines.readlines(PIECE)):
+                try:
+                    yield [piece.decode()], len(piece)
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{file} is not a text in UTF-8 ({error})") from error
 
 
-def _records(file: Path, lines: Any, field: str) -> Iterator[tuple[list[str], int]]:
-    texts: list[str] = []
-    size = 0
-    for number, line in enumerate(lines, 1):
-        size += len(line)
-        if line.strip():
-            texts.append(_field_of(line, field, f"{file}, line {number}"))
-        if len(texts) == RECORDS:
-            yield texts, size
-            texts, size = [], 0
-    if texts:
-        yield texts, size
-
-
-def _field_of(line: bytes, field: str, where: str) -> str:
-    """A record's text."""
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON ({error})") from error
-    for name in field.split("."):
-        if not isinstance(value, dict) or name not in value:
-            known = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
-            raise ValueError(f"{where}: no field {name!r} but {known}; --field names another")
-        value = value[name]
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: the field {field!r} is no text; --field names another")
-    return value
-
-
-def _decoded(file: Path, content: bytes) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8 ({error})") from error
-
-
-def _info(arguments: Arguments, screen: Screen) -> int:
+@command("info", _EXAMPLES)
+@click.argument("file", type=_FILE)
+def _info(arguments: Arguments, screen: Screen) -> None:
+    """Print what a pool holds."""
     from lookahead_hf.ngram_pool import NgramPool
 
-    return _show(NgramPool.load(arguments.file), arguments.file, screen)
+    _show(NgramPool.load(arguments.file), arguments.file, screen)
 
 
-def _merge(arguments: Arguments, screen: Screen) -> int:
+@command("merge", _EXAMPLES)
+@click.argument("output", type=_FILE)
+@_FILES
+@click.option("--max-tokens", type=int, metavar="N", help="default: room for all of them")
+def _merge(arguments: Arguments, screen: Screen) -> None:
+    """Write several pools as one, in their order."""
     from lookahead_hf.ngram_pool import NgramPool, store
 
     for file in arguments.files:
@@ -174,103 +154,49 @@ def _merge(arguments: Arguments, screen: Screen) -> int:
     if most is None:
         held = sum(info.num_tokens + info.num_texts for info in infos)
         most = max(held, *(info.max_tokens for info in infos))
-    merged = NgramPool(most)  # what the pools say of their tokenizer becomes its own
+    merged = NgramPool(most)  # it takes over what the pools record about their tokenizer
     with screen.task(f"merging {len(pools)} pools"):
         for pool in pools:
             merged.merge(pool)
-    return _save(merged, arguments, screen)
+    _save(merged, arguments.output, screen)
 
 
-def _save(pool: NgramPool, arguments: Arguments, screen: Screen) -> int:
-    with screen.task(f"writing {arguments.output}"):
-        pool.save(arguments.output)
-    return _show(pool, arguments.output, screen)
-
-
-def _check(arguments: Arguments, screen: Screen) -> int:
+@command("check", _EXAMPLES)
+@click.argument("file", type=_FILE)
+def _check(arguments: Arguments, screen: Screen) -> None:
+    """Read all of a pool and compare its checksum."""
     from lookahead_hf.ngram_pool import store
 
     with screen.task(f"reading {arguments.file}"):
         store.check(arguments.file)
     screen.result({"file": str(arguments.file), "intact": True})
     screen.line(f"{arguments.file} is intact")
-    return 0
 
 
-def _show(pool: NgramPool, file: Path, screen: Screen) -> int:
-    screen.result({"file": str(file), **asdict(pool.info)})
+def _save(pool: NgramPool, file: Path, screen: Screen) -> None:
+    with screen.task(f"writing {file}"):
+        pool.save(file)
+    _show(pool, file, screen)
+
+
+def _show(pool: NgramPool, file: Path, screen: Screen) -> None:
+    info = pool.info
+    screen.result({"file": str(file), **asdict(info)})
+    vocabulary = "unknown" if info.vocab_size is None else f"{info.vocab_size:,} tokens"
     screen.line(str(file), "bold")
-    for name, value in _readable(pool.info).items():
-        screen.line(f"  {name}: {value}")
-    return 0
+    screen.line(f"  tokens: {info.num_tokens:,} of {info.max_tokens:,} at most")
+    screen.line(f"  texts: {info.num_texts:,}")
+    screen.line(f"  n-grams: {info.num_ngrams:,} (of 1, 2, 4 and 8 tokens)")
+    screen.line(f"  size: {info.nbytes / 1e6:,.1f} MB")
+    screen.line(f"  vocabulary: {vocabulary}")
+    screen.line(f"  tokenizer: {info.tokenizer_fingerprint or 'unknown'}")
 
 
-def _readable(info: PoolInfo) -> dict[str, str]:
-    return {
-        "tokens": f"{info.num_tokens:,} of {info.max_tokens:,} at most",
-        "texts": f"{info.num_texts:,}",
-        "n-grams": f"{info.num_ngrams:,} (of 1, 2, 4 and 8 tokens)",
-        "size": f"{info.nbytes / 1e6:,.1f} MB",
-        "vocabulary": "not said" if info.vocab_size is None else f"{info.vocab_size:,} tokens",
-        "tokenizer": info.tokenizer_fingerprint or "not said",
-    }
-
-
-_FILE = click.Path(path_type=Path)
-
-
-def _action(name: str, text: str, run: Run, *params: click.Parameter) -> click.Command:
-    about = f"{text[0].upper()}{text[1:]}."
-    return command(
-        name, _with_messages(run), help=text, about=about, examples=_EXAMPLES, params=params
-    )
-
-
-def _files() -> click.Parameter:
-    return click.Argument(["files"], nargs=-1, required=True, type=_FILE)
-
-
-def _max_tokens(default: int | None, text: str) -> click.Parameter:
-    return click.Option(["--max-tokens"], type=int, default=default, metavar="N", help=text)
-
-
-COMMAND = Group(
+COMMAND = _Actions(
     "pool",
-    short_help="build and look after files of n-grams to draft from",
-    help="Builds, shows, merges and checks pools: n-grams of texts to draft from.",
-    epilog=examples_of(_EXAMPLES),
-    subcommand_metavar="ACTION [ARGUMENTS]...",
+    commands=[_build, _info, _merge, _check],
+    help="Build, show, merge and check files of n-grams to draft from.",
+    epilog=as_written(_EXAMPLES),
+    subcommand_metavar="build|info|merge|check [ARGUMENTS]...",
     no_args_is_help=False,
-    commands=[
-        _action(
-            "build",
-            "tokenise texts into a new pool; records where a name ends in .jsonl",
-            _build,
-            _files(),
-            click.Option(["--tokenizer"], required=True, help="a folder or a name of the hub"),
-            click.Option(["--output"], type=_FILE, default="pool.safetensors", show_default=True),
-            click.Option(
-                ["--field"],
-                default="text",
-                show_default=True,
-                help="of each JSON record, dots lead inside",
-            ),
-            _max_tokens(DEFAULT_TOKENS, "beyond that the oldest leave (default: 10 million)"),
-        ),
-        _action("info", "print what a pool holds", _info, click.Argument(["file"], type=_FILE)),
-        _action(
-            "merge",
-            "write several pools as one, in their order",
-            _merge,
-            click.Argument(["output"], type=_FILE),
-            _files(),
-            _max_tokens(None, "default: room for all of them"),
-        ),
-        _action(
-            "check",
-            "read all of a pool and compare its checksum",
-            _check,
-            click.Argument(["file"], type=_FILE),
-        ),
-    ],
 )

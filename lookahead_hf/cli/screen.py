@@ -1,83 +1,62 @@
-"""What a command shows: coloured text, tables and progress with rich, plain text without it."""
+"""What a command shows: coloured text, tables and progress on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 Report = Callable[[int], None]
-"""Told how much of a task is done, in the unit of its total."""
+"""Takes how much of a task is done, in the unit of its total."""
 
 
 class CommandError(Exception):
     """Ends a command with one message for the user and exit code 1."""
 
 
-class Screen(Protocol):
-    """Where a command writes."""
-
-    @property
-    def has_colour(self) -> bool:
-        """Whether styles can be seen."""
-
-    def line(self, text: str = "", style: str = "") -> None:
-        """Write one line."""
-
-    def write(self, text: str, style: str = "") -> None:
-        """Write text as it is, without a line end, and show it at once."""
-
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Write a table, the first column to the left and the others to the right."""
-
-    def result(self, data: Any) -> None:
-        """Give a program what `line` and `table` tell people; nothing where people read."""
-
-    @contextmanager
-    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
-        """Show that something is under way; of a known `total` of a `unit`, how far it is."""
-
-
-class PlainScreen:
-    """Text alone: for pipes, files, and machines without rich."""
+class Screen:
+    """Where a command writes; this one writes plain text, for pipes and files."""
 
     has_colour = False
 
     def line(self, text: str = "", style: str = "") -> None:
-        print(text, flush=True)
+        """Write one line."""
+        self.write(f"{text}\n", style)
 
     def write(self, text: str, style: str = "") -> None:
+        """Write text without a line end, and show it at once."""
         print(text, end="", flush=True)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        lines = [headers, *rows]
-        widths = [max(len(cells[column]) for cells in lines) for column in range(len(headers))]
-        for cells in lines:
-            first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            self.line("  ".join([cells[0].ljust(len(first)), *others]))
+        """Write a table: the first column is aligned left, the others right."""
+        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+        for first, *others in [headers, *rows]:
+            aligned = map(str.rjust, others, widths[1:])
+            self.line("  ".join([first.ljust(widths[0]), *aligned]))
 
     def result(self, data: Any) -> None:
-        pass
+        """Write what a program reads instead of lines and tables; people see nothing of it."""
 
     @contextmanager
     def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
+        """Show that a task is under way and, with a `total` of a `unit`, how much of it is done."""
         print(f"{label} ...", file=sys.stderr, flush=True)
         yield lambda done: None
 
 
-class RichScreen:
-    """Colours, tables and progress bars by rich."""
+class RichScreen(Screen):
+    """Colours, tables and progress bars of rich."""
 
     has_colour = True
 
     def __init__(self) -> None:
         from rich.console import Console
 
-        # Models write square brackets and colons too; they mean nothing here.
+        # The texts of models contain square brackets and colons, which are not markup here.
         self._out = Console(highlight=False, markup=False, emoji=False)
-        self._err = Console(stderr=True, highlight=False)
 
     def line(self, text: str = "", style: str = "") -> None:
         self._out.print(text, style=style or None)
@@ -97,68 +76,59 @@ class RichScreen:
             table.add_row(*map(Text, row))
         self._out.print(table)
 
-    def result(self, data: Any) -> None:
-        pass
-
     @contextmanager
     def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
         from rich import progress
+        from rich.console import Console
 
         columns: list[Any] = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
         if total is not None:
-            columns.append(progress.BarColumn())
             is_size = unit == "bytes"
+            columns.append(progress.BarColumn())
             columns.append(progress.DownloadColumn() if is_size else progress.MofNCompleteColumn())
-        with progress.Progress(*columns, console=self._err, transient=True) as bar:
+        with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=done)
 
 
-class JsonScreen:
-    """One JSON object per result on stdout and nothing else there: for programs.
+class JsonScreen(Screen):
+    """Results as JSON on stdout and nothing else there, for programs.
 
     Args:
         indent: As in `json.dumps`; None writes JSON lines.
     """
 
-    has_colour = False
-
     def __init__(self, indent: int | None = 2) -> None:
         self._indent = indent
-        self._tasks = _rich_or_plain(sys.stderr.isatty())
-
-    def line(self, text: str = "", style: str = "") -> None:
-        pass
+        if sys.stderr.isatty():
+            self.task = RichScreen().task  # type: ignore[method-assign]
 
     def write(self, text: str, style: str = "") -> None:
-        pass
-
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        pass
+        """Write nothing, neither text nor lines and tables, which are written by this method."""
 
     def result(self, data: Any) -> None:
         print(json.dumps(data, indent=self._indent), flush=True)
 
-    @contextmanager
-    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
-        with self._tasks.task(label, total, unit) as report:
-            yield report
+
+def open_screen(is_plain: bool = False) -> Screen:
+    """Return a screen with colours where stdout is a terminal, unless plain text is asked for."""
+    return RichScreen() if sys.stdout.isatty() and not is_plain else Screen()
 
 
-def open_screen(colour: bool | None = None) -> Screen:
-    """The screen for this process.
+def write_any_character() -> None:
+    """Let stdout replace the characters that its encoding lacks, where it would raise an error.
+
+    Bytes on stdin that are no characters of its encoding are read as surrogates; see `as_text`.
+    """
+    for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def as_text(given: str) -> str:
+    """Read the bytes that the locale's encoding could not decode as UTF-8.
 
     Args:
-        colour: False asks for plain text; None takes colours where stdout is a terminal and rich is
-            installed.
+        given: Words of the command line or lines of stdin; such bytes are surrogates in them.
     """
-    return _rich_or_plain(colour is not False and sys.stdout.isatty())
-
-
-def _rich_or_plain(wants_rich: bool) -> Screen:
-    if not wants_rich:
-        return PlainScreen()
-    try:
-        return RichScreen()
-    except ImportError:
-        return PlainScreen()
+    return given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What timed calls add up to: tokens per second and per step, and how many texts are plain's."""
+"""Sum up timed calls: tokens per second and per step, and the share of texts equal to plain's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lookahead_hf.cli.measuring import PLAIN, Run
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the result: a system on a family, or on all of them."""
+    """One line of the result: a system on one family of prompts, or on all families."""
 
     family: str
     system: str
@@ -19,11 +19,11 @@ class Line:
     ratio: float
     tokens_per_step: float
     outside_forward: float | None  # share of the time after the prefill
-    identical: float  # share of the texts that are plain's
+    identical: float  # share of the texts that equal plain's
 
 
 def summarize(runs: list[Run]) -> list[Line]:
-    """A line per family and system, then the same over all families."""
+    """Return a line per family and system, then a line per system over all families."""
     families = list(dict.fromkeys(run.family for run in runs))
     lines = []
     for family in [*families, "all"]:
@@ -60,7 +60,7 @@ def _tokens_per_second(runs: list[Run]) -> float:
 
 
 def _tokens_per_step(runs: list[Run]) -> float:
-    """(emitted - rows) / row steps; systems without statistics have their forwards counted."""
+    """(emitted - rows) / row steps; without statistics, forwards count as steps."""
     if runs[0].stats:
         middle = [run.stats[run.middle] for run in runs]
         emitted = sum(stats["num_emitted"] - stats["rows"] for stats in middle)
@@ -73,7 +73,7 @@ def _tokens_per_step(runs: list[Run]) -> float:
 
 
 def _outside_forward(runs: list[Run]) -> float | None:
-    """Share of the wall time after the prefill that is not inside a forward of the target."""
+    """The share of the time after the prefill that is not spent in forwards of the target."""
     if not runs[0].stats:
         return None
     loop = inside = 0.0

@@ -19,14 +19,9 @@ from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
 from lookahead_hf.ngram_pool import SuffixIndex
-from tests.helpers.tiny_chat import DRAFTING, save_tiny_chat, stage_on
+from tests.helpers.tiny_chat import DRAFTING, stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +40,6 @@ def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
             raise EOFError from None
 
     monkeypatch.setattr(builtins, "input", read)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -135,28 +125,26 @@ def test_a_cache_that_cannot_be_shortened_is_made_anew(
 def test_it_answers_until_an_empty_line(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     say(monkeypatch, "abc", "abcd", "", "never asked")
     assert main(["chat", "--model", folder, "--new-tokens", "16"]) == 0
     assert capsys.readouterr().out.count("tokens per step") == 2
 
 
-def test_plain_answers_say_nothing_of_steps(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(monkeypatch, "abc", "abcd")
-    assert main(["chat", "--model", folder, "--new-tokens", "8", "--plain", "--json"]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["stats"] is None and second["cached_tokens"] > 4
-
-
+@pytest.mark.parametrize("plain", [[], ["--plain"]])
 def test_json_has_a_line_per_turn(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plain: list[str],
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     say(monkeypatch, "", "abc", "  ", "abcd", "")
-    assert main(["chat", "--model", folder, "--new-tokens", "16", "--json"]) == 0
+    assert main(["chat", "--model", folder, "--new-tokens", "16", "--json", *plain]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["prompt"], first["cached_tokens"]) == ("abc", 0)
     assert second["cached_tokens"] > 4
-    assert second["stats"]["fallback_reason"] is None
+    if plain:
+        assert second["stats"] is None
+    else:
+        assert second["stats"]["fallback_reason"] is None

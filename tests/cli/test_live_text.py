@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.cli.live_text import LiveText, StepRecorder
-from lookahead_hf.cli.screen import PlainScreen
+from lookahead_hf.cli.live_text import LiveText, StepRecorder, quotes
+from lookahead_hf.cli.screen import Screen
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 
@@ -44,7 +47,7 @@ def rows() -> Rows:
 
 
 def test_plain_text_is_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = LiveText(Bytes(), PlainScreen())
+    text = LiveText(Bytes(), Screen())
     text.put(torch.tensor([[1, 2]]))
     feed(text, "ab")
     assert capsys.readouterr().out == "ab"
@@ -52,12 +55,17 @@ def test_plain_text_is_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "\n"
 
 
+def test_quotes_are_ascii_where_stdout_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert quotes() == ("<", ">")
+
+
 @pytest.mark.parametrize("observed_first", [True, False])
 def test_accepted_tokens_are_marked(
     rows: Rows, observed_first: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = StepRecorder()
-    text = LiveText(Bytes(), PlainScreen(), recorder)
+    text = LiveText(Bytes(), Screen(), recorder)
     recorder.begin(rows)
     text.put(torch.tensor([[1, 2]]))
     feed(text, "a")
@@ -74,7 +82,7 @@ def test_accepted_tokens_are_marked(
 
 
 def test_a_character_is_shown_when_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    text = LiveText(Bytes(), PlainScreen())
+    text = LiveText(Bytes(), Screen())
     text.put(torch.tensor([[1]]))
     text.put(torch.tensor([0xC3]))
     assert capsys.readouterr().out == ""

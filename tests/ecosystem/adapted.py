@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import lookahead_hf
 from tests.ecosystem.callers import GREEDY, PROMPT
-from tests.ecosystem.room import Caller, Room
+from tests.ecosystem.room import Caller, Room, speculating
 
 PROMPTS = [PROMPT, "abcd"]
 
@@ -32,11 +33,7 @@ def _adapted(room: Room, speculative: Any, *configs: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "lora_" in name or "prompt" in name:
                 parameter.normal_(std=0.2)
-    model.eval()
-    if speculative:
-        lookahead_hf.enable(model)
-        lookahead_hf.set_default(model, speculative)
-    return model
+    return speculating(model.eval(), speculative)
 
 
 def _lora(**kwargs: Any) -> Any:
@@ -44,10 +41,6 @@ def _lora(**kwargs: Any) -> Any:
 
     targets = ["q_proj", "v_proj"]
     return peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=4, **kwargs)
-
-
-def lora(room: Room, speculative: Any) -> Any:
-    return _texts(_adapted(room, speculative, _lora()), room)
 
 
 def lora_around(room: Room, speculative: Any) -> Any:
@@ -60,10 +53,8 @@ def lora_around(room: Room, speculative: Any) -> Any:
 
 
 def lora_merged(room: Room, speculative: Any) -> Any:
-    model = _adapted(room, None, _lora()).merge_and_unload()
-    if speculative:
-        lookahead_hf.set_default(lookahead_hf.enable(model), speculative)
-    return _texts(model, room)
+    merged = _adapted(room, None, _lora()).merge_and_unload()
+    return _texts(speculating(merged, speculative), room)
 
 
 def lora_disabled(room: Room, speculative: Any) -> Any:
@@ -90,17 +81,10 @@ def lora_activated(room: Room, speculative: Any) -> Any:
     return _texts(_adapted(room, speculative, config), room)
 
 
-def prefix_tuning(room: Room, speculative: Any) -> Any:
+def virtual_tokens(room: Room, speculative: Any, kind: str) -> Any:
     import peft
 
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    return _texts(_adapted(room, speculative, config), room)
-
-
-def prompt_tuning(room: Room, speculative: Any) -> Any:
-    import peft
-
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    config = getattr(peft, f"{kind}TuningConfig")(task_type="CAUSAL_LM", num_virtual_tokens=4)
     return _texts(_adapted(room, speculative, config), room)
 
 
@@ -127,22 +111,12 @@ def prepared(room: Room, speculative: Any) -> Any:
     return _texts(wrapped, room)
 
 
-def int8_weights(room: Room, speculative: Any) -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return _torchao(room, speculative, Int8WeightOnlyConfig())
-
-
-def int8_activations(room: Room, speculative: Any) -> Any:
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
-
-    return _torchao(room, speculative, Int8DynamicActivationInt8WeightConfig())
-
-
-def _torchao(room: Room, speculative: Any, config: Any) -> Any:
+def by_torchao(room: Room, speculative: Any, config: str) -> Any:
+    from torchao import quantization
     from transformers import TorchAoConfig
 
-    return _texts(room.model(speculative, quantization_config=TorchAoConfig(config)), room)
+    chosen = TorchAoConfig(getattr(quantization, config)())
+    return _texts(room.model(speculative, quantization_config=chosen), room)
 
 
 def int8_by_torch(room: Room, speculative: Any) -> Any:
@@ -165,26 +139,38 @@ def nf4(room: Room, speculative: Any) -> Any:
 
 PEFT = ("peft",)
 ENABLE = "`enable(model)`"
-ROUNDING = "activations are quantised: no promise of the same text, said once"
+ROUNDING = "quantised activations: the same text is not promised, and one warning states this"
 
 CALLERS = [
-    Caller("PEFT, LoRA", ENABLE, lora, PEFT),
-    Caller("PEFT, LoRA around an enabled model", "`enable(model)`, before", lora_around, PEFT),
+    Caller(
+        "PEFT, LoRA", ENABLE, lambda room, asked: _texts(_adapted(room, asked, _lora()), room), PEFT
+    ),
+    Caller(
+        "PEFT, LoRA around an enabled model",
+        "`enable(model)` before the adapter",
+        lora_around,
+        PEFT,
+    ),
     Caller("PEFT, LoRA merged", ENABLE, lora_merged, PEFT),
     Caller("PEFT, LoRA disabled for a call", ENABLE, lora_disabled, PEFT),
     Caller("PEFT, two LoRA adapters in a batch", ENABLE, lora_mixed, PEFT),
     Caller("PEFT, transformers' add_adapter", ENABLE, lora_native, PEFT),
     Caller("PEFT, activated LoRA", ENABLE, lora_activated, PEFT, "adapter"),
-    Caller("PEFT, prefix tuning", ENABLE, prefix_tuning, PEFT),
-    Caller("PEFT, prompt tuning", ENABLE, prompt_tuning, PEFT),
+    Caller("PEFT, prefix tuning", ENABLE, partial(virtual_tokens, kind="Prefix"), PEFT),
+    Caller("PEFT, prompt tuning", ENABLE, partial(virtual_tokens, kind="Prompt"), PEFT),
     Caller("accelerate, dispatch_model", ENABLE, dispatched, ("accelerate",)),
     Caller("accelerate, disk_offload", ENABLE, offloaded, ("accelerate",)),
     Caller("accelerate, prepare", ENABLE, prepared, ("accelerate",)),
-    Caller("torchao, int8 weights", ENABLE, int8_weights, ("torchao",)),
+    Caller(
+        "torchao, int8 weights",
+        ENABLE,
+        partial(by_torchao, config="Int8WeightOnlyConfig"),
+        ("torchao",),
+    ),
     Caller(
         "torchao, int8 weights and activations",
         ENABLE,
-        int8_activations,
+        partial(by_torchao, config="Int8DynamicActivationInt8WeightConfig"),
         ("torchao",),
         promises=False,
         note=ROUNDING,
@@ -195,6 +181,6 @@ CALLERS = [
         ENABLE,
         nf4,
         ("bitsandbytes",),
-        note="one row and several rows use different kernels: a near tie can fall the other way",
+        note="one row and several rows use different kernels, which can turn a near tie",
     ),
 ]

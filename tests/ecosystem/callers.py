@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 import lookahead_hf
-from tests.ecosystem.room import Caller, Room
+from tests.ecosystem.room import Caller, Room, asking
 from tests.helpers.speech import (
     tiny_moonshine,
     tiny_whisper,
@@ -26,17 +26,14 @@ GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 def _pipe(room: Room, speculative: Any) -> Any:
     build = lookahead_hf.pipeline if speculative else transformers.pipeline
-    extra = {"speculative": speculative} if speculative else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(room.folder(None)).eval()
-    return build("text-generation", model=model, tokenizer=room.tokenizer(), device="cpu", **extra)
-
-
-def text_generation_chat(room: Room, speculative: Any) -> Any:
-    return _pipe(room, speculative)(SAID, **GREEDY)
-
-
-def text_generation_batches(room: Room, speculative: Any) -> Any:
-    return _pipe(room, speculative)([PROMPT, "abcd"], batch_size=2, **GREEDY)
+    return build(
+        "text-generation",
+        model=model,
+        tokenizer=room.tokenizer(),
+        device="cpu",
+        **asking(speculative),
+    )
 
 
 def text_generation_generator(room: Room, speculative: Any) -> Any:
@@ -68,79 +65,51 @@ def text_generation_enabled(room: Room, speculative: Any) -> Any:
 
 
 def text_generation_out_of_reach(room: Room, speculative: Any) -> Any:
-    extra = {"speculative": speculative} if speculative else {}
-    return _pipe(room, None)(PROMPT, **GREEDY, **extra)
+    return _pipe(room, None)(PROMPT, **GREEDY, **asking(speculative))
 
 
-def _speech(room: Room, speculative: Any, **more: Any) -> Any:
-    tokenizer = room.tokenizer()
-    parts = {
-        "model": tiny_moonshine(len(tokenizer)),
-        "tokenizer": tokenizer,
-        "feature_extractor": transformers.Wav2Vec2FeatureExtractor(),
-    }
-    settings = {"max_new_tokens": 40, **more}
-    return _written_down(speculative, parts)(wave(), generate_kwargs=settings)
-
-
-def _written_down(speculative: Any, parts: dict[str, Any]) -> Any:
+def _written_down(speculative: Any, **parts: Any) -> Any:
     build = lookahead_hf.pipeline if speculative else transformers.pipeline
-    extra = {"speculative": speculative} if speculative else {}
-    return build("automatic-speech-recognition", device="cpu", **parts, **extra)
+    return build("automatic-speech-recognition", device="cpu", **parts, **asking(speculative))
 
 
-def speech_by_default(room: Room, speculative: Any) -> Any:
-    return _speech(room, speculative)
-
-
-def speech_without_beams(room: Room, speculative: Any) -> Any:
-    return _speech(room, speculative, num_beams=1)
+def speech(room: Room, speculative: Any, **more: Any) -> Any:
+    tokenizer = room.tokenizer()
+    pipe = _written_down(
+        speculative,
+        model=tiny_moonshine(len(tokenizer)),
+        tokenizer=tokenizer,
+        feature_extractor=transformers.Wav2Vec2FeatureExtractor(),
+    )
+    return pipe(wave(), generate_kwargs={"max_new_tokens": 40, **more})
 
 
 def speech_by_whisper(room: Room, speculative: Any) -> Any:
-    parts = {
-        "model": tiny_whisper(),
-        "tokenizer": whisper_tokenizer(),
-        "feature_extractor": whisper_features(),
-    }
+    pipe = _written_down(
+        speculative,
+        model=tiny_whisper(),
+        tokenizer=whisper_tokenizer(),
+        feature_extractor=whisper_features(),
+    )
     settings = {"max_new_tokens": 40, "num_beams": 1}
-    pipe = _written_down(speculative, parts)
     return pipe(wave(5.0), generate_kwargs=settings, return_timestamps="word")
 
 
-def smolagents_generate(room: Room, speculative: Any) -> Any:
-    return _smolagent(room, speculative).generate(SHOWN, stop_sequences=["\x00"]).content
-
-
-def smolagents_stream(room: Room, speculative: Any) -> Any:
-    return [delta.content for delta in _smolagent(room, speculative).generate_stream(SHOWN)]
-
-
-def _smolagent(room: Room, speculative: Any) -> Any:
+def _agent(room: Room, speculative: Any) -> Any:
     from smolagents import TransformersModel
 
-    extra = {"speculative": speculative} if speculative else {}
-    return TransformersModel(model_id=room.folder(None), device_map="cpu", **GREEDY, **extra)
-
-
-def langchain_invoke(room: Room, speculative: Any) -> Any:
-    return _langchain(room, speculative).invoke(PROMPT)
-
-
-def langchain_batch(room: Room, speculative: Any) -> Any:
-    return _langchain(room, speculative).batch([PROMPT, "abcd"])
-
-
-def langchain_stream(room: Room, speculative: Any) -> Any:
-    return list(_langchain(room, speculative).stream(PROMPT))
+    return TransformersModel(
+        model_id=room.folder(None), device_map="cpu", **GREEDY, **asking(speculative)
+    )
 
 
 def _langchain(room: Room, speculative: Any) -> Any:
     from langchain_huggingface import HuggingFacePipeline
 
-    extra = {"speculative": speculative} if speculative else {}
     return HuggingFacePipeline.from_model_id(
-        model_id=room.folder(None), task="text-generation", pipeline_kwargs={**GREEDY, **extra}
+        model_id=room.folder(None),
+        task="text-generation",
+        pipeline_kwargs={**GREEDY, **asking(speculative)},
     )
 
 
@@ -165,8 +134,16 @@ CHAIN = '`from_model_id(..., pipeline_kwargs={"speculative": True})`'
 LANGCHAIN = ("langchain_huggingface",)
 
 CALLERS = [
-    Caller("pipeline text-generation, a chat", OURS, text_generation_chat),
-    Caller("pipeline text-generation, a list, batch_size=2", OURS, text_generation_batches),
+    Caller(
+        "pipeline text-generation, a chat",
+        OURS,
+        lambda room, asked: _pipe(room, asked)(SAID, **GREEDY),
+    ),
+    Caller(
+        "pipeline text-generation, a list, batch_size=2",
+        OURS,
+        lambda room, asked: _pipe(room, asked)([PROMPT, "abcd"], batch_size=2, **GREEDY),
+    ),
     Caller("pipeline text-generation, a generator", OURS, text_generation_generator),
     Caller("pipeline text-generation, stop_sequence", OURS, text_generation_stop),
     Caller("pipeline text-generation, a streamer", OURS, text_generation_streamer),
@@ -184,24 +161,54 @@ CALLERS = [
     Caller(
         "pipeline automatic-speech-recognition",
         OURS,
-        speech_by_default,
+        speech,
         expects="beams",
-        note="asks for num_beams=5 by default; the warning says num_beams=1",
+        note="the pipeline's default is num_beams=5; the warning names the remedy num_beams=1",
     ),
     Caller(
         "pipeline automatic-speech-recognition, num_beams=1",
         NO_BEAMS,
-        speech_without_beams,
+        lambda room, asked: speech(room, asked, num_beams=1),
     ),
     Caller(
         "pipeline automatic-speech-recognition, Whisper, words of several segments",
         NO_BEAMS,
         speech_by_whisper,
     ),
-    Caller("smolagents, generate", AGENT, smolagents_generate, ("smolagents",), auto=True),
-    Caller("smolagents, stream", AGENT, smolagents_stream, ("smolagents",), auto=True),
-    Caller("LangChain, invoke", CHAIN, langchain_invoke, LANGCHAIN, auto=True),
-    Caller("LangChain, batch", CHAIN, langchain_batch, LANGCHAIN, auto=True),
-    Caller("LangChain, stream", CHAIN, langchain_stream, LANGCHAIN, auto=True),
+    Caller(
+        "smolagents, generate",
+        AGENT,
+        lambda room, asked: _agent(room, asked).generate(SHOWN, stop_sequences=["\x00"]).content,
+        ("smolagents",),
+        auto=True,
+    ),
+    Caller(
+        "smolagents, stream",
+        AGENT,
+        lambda room, asked: [each.content for each in _agent(room, asked).generate_stream(SHOWN)],
+        ("smolagents",),
+        auto=True,
+    ),
+    Caller(
+        "LangChain, invoke",
+        CHAIN,
+        lambda room, asked: _langchain(room, asked).invoke(PROMPT),
+        LANGCHAIN,
+        auto=True,
+    ),
+    Caller(
+        "LangChain, batch",
+        CHAIN,
+        lambda room, asked: _langchain(room, asked).batch([PROMPT, "abcd"]),
+        LANGCHAIN,
+        auto=True,
+    ),
+    Caller(
+        "LangChain, stream",
+        CHAIN,
+        lambda room, asked: list(_langchain(room, asked).stream(PROMPT)),
+        LANGCHAIN,
+        auto=True,
+    ),
     Caller("datasets, map", "`enable(model)`", map_of_datasets, ("datasets",)),
 ]

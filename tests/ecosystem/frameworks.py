@@ -5,36 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import lookahead_hf
 from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
-from tests.ecosystem.room import ENTRY, Caller, Room
-
-
-def llama_index_complete(room: Room, speculative: Any) -> Any:
-    return _llama_index(room, speculative).complete(PROMPT).text
-
-
-def llama_index_stream(room: Room, speculative: Any) -> Any:
-    return [piece.delta for piece in _llama_index(room, speculative).stream_complete(PROMPT)]
+from tests.ecosystem.room import ENTRY, Caller, Room, asking
 
 
 def _llama_index(room: Room, speculative: Any) -> Any:
     from llama_index.llms.huggingface import HuggingFaceLLM
 
-    extra = {"speculative": speculative} if speculative else {}
     return HuggingFaceLLM(
-        model=_enabled(room, speculative),
+        model=room.enabled(speculative),
         tokenizer=room.tokenizer(),
         max_new_tokens=NEW_TOKENS,
         context_window=256,
-        generate_kwargs={"do_sample": False, **extra},
+        generate_kwargs={"do_sample": False, **asking(speculative)},
     )
-
-
-def _enabled(room: Room, speculative: Any) -> Any:
-    """The model without a default; calls have to ask."""
-    model = room.model(None)
-    return lookahead_hf.enable(model) if speculative else model
 
 
 def haystack(room: Room, speculative: Any) -> Any:
@@ -58,9 +42,10 @@ def _haystack(room: Room, speculative: Any) -> Any:
     from haystack.dataclasses import ChatMessage
     from haystack_integrations.components.generators.transformers import TransformersChatGenerator
 
-    extra = {"speculative": speculative} if speculative else {}
     chat = TransformersChatGenerator(
-        model=room.folder(None), task="text-generation", generation_kwargs={**GREEDY, **extra}
+        model=room.folder(None),
+        task="text-generation",
+        generation_kwargs={**GREEDY, **asking(speculative)},
     )
     chat.warm_up()
     return chat, [ChatMessage.from_user(PROMPT)]
@@ -72,10 +57,9 @@ def outlines_json(room: Room, speculative: Any) -> Any:
 
     import outlines
 
-    model = outlines.from_transformers(_enabled(room, speculative), room.tokenizer())
-    extra = {"speculative": speculative} if speculative else {}
+    model = outlines.from_transformers(room.enabled(speculative), room.tokenizer())
     choice = Literal["abc abc abc abc abc abc abd", "abc abc abc abc abc abc abe"]
-    return model(PROMPT, choice, max_new_tokens=40, do_sample=False, **extra)
+    return model(PROMPT, choice, max_new_tokens=40, do_sample=False, **asking(speculative))
 
 
 def inspect_ai(room: Room, speculative: Any) -> Any:
@@ -96,8 +80,20 @@ HAYSTACK = '`generation_kwargs={"speculative": True}`'
 HAYSTACK_NEEDS = ("haystack_integrations.components.generators.transformers",)
 
 CALLERS = [
-    Caller("LlamaIndex, complete", INDEX, llama_index_complete, INDEX_NEEDS),
-    Caller("LlamaIndex, stream_complete", INDEX, llama_index_stream, INDEX_NEEDS),
+    Caller(
+        "LlamaIndex, complete",
+        INDEX,
+        lambda room, asked: _llama_index(room, asked).complete(PROMPT).text,
+        INDEX_NEEDS,
+    ),
+    Caller(
+        "LlamaIndex, stream_complete",
+        INDEX,
+        lambda room, asked: [
+            piece.delta for piece in _llama_index(room, asked).stream_complete(PROMPT)
+        ],
+        INDEX_NEEDS,
+    ),
     Caller("Haystack, run", HAYSTACK, haystack, HAYSTACK_NEEDS, auto=True),
     Caller("Haystack, streaming", HAYSTACK, haystack_stream, HAYSTACK_NEEDS, auto=True),
     Caller("Haystack, run_async", HAYSTACK, haystack_async, HAYSTACK_NEEDS, auto=True),
@@ -106,14 +102,14 @@ CALLERS = [
         "`enable(model)` and `from_transformers(model, ...)(prompt, choice, speculative=True)`",
         outlines_json,
         ("outlines",),
-        note="its processor keeps a guide per row",
+        note="the processor keeps a guide per row",
     ),
     Caller(
         "inspect-ai",
         ENTRY,
         inspect_ai,
         ("inspect_ai",),
-        note="runs batches in a thread of its own",
+        note="batches run in their own thread",
         auto=True,
     ),
 ]

@@ -2,75 +2,76 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-import lookahead_hf
 from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
-from tests.ecosystem.room import ENTRY, Caller, Room
+from tests.ecosystem.room import ENTRY, Caller, Room, asking
 
 PROMPTS = [PROMPT, "abcd", "xyz xyz xyz"]
 
 
-def lm_eval_generate(room: Room, speculative: Any, batch_size: int = 1) -> Any:
+def lm_eval(speculative: Any, model: Any, requests: list[tuple[Any, ...]]) -> Any:
+    """The answers of lm-eval to requests: texts, each with what else is shown of it."""
     from lm_eval.api.instance import Instance
+
+    asked = {"until": ["\x00"], "max_gen_toks": NEW_TOKENS, **asking(speculative)}
+    return model.generate_until(
+        [
+            Instance("generate_until", {}, (text, dict(asked), *more), index)
+            for index, (text, *more) in enumerate(requests)
+        ],
+        disable_tqdm=True,
+    )
+
+
+def lm_eval_texts(room: Room, speculative: Any, batch_size: int = 1) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     model = HFLM(room.folder(None), device="cpu", batch_size=batch_size, max_length=128)
-    asked = {"until": ["\x00"], "max_gen_toks": NEW_TOKENS}
-    if speculative:
-        asked["speculative"] = speculative
-    requests = [
-        Instance("generate_until", {}, (text, dict(asked)), index)
-        for index, text in enumerate(PROMPTS)
-    ]
-    return model.generate_until(requests, disable_tqdm=True)
+    return lm_eval(speculative, model, [(text,) for text in PROMPTS])
 
 
-def lm_eval_batches(room: Room, speculative: Any) -> Any:
-    return lm_eval_generate(room, speculative, batch_size=2)
-
-
-def lighteval_greedy(room: Room, speculative: Any) -> Any:
-    from lighteval.models.transformers.transformers_model import (
-        TransformersModel,
-        TransformersModelConfig,
-    )
+def lighteval(
+    room: Room, kind: Any, config: Any, folder: str, prompts: list[str], **shown: Any
+) -> list[str]:
+    """The answers of a model of lighteval."""
     from lighteval.tasks.requests import Doc
 
-    config = TransformersModelConfig(
-        model_name=room.folder(speculative),
-        device="cpu",
-        batch_size=2,
-        max_length=128,
-        model_parallel=False,
-        cache_dir=str(room.scratch / f"lighteval {bool(speculative)}"),
+    model = kind(
+        config(
+            model_name=folder,
+            device="cpu",
+            batch_size=2,
+            max_length=128,
+            model_parallel=False,
+            cache_dir=str(room.scratch / f"lighteval {kind.__name__} {Path(folder).name}"),
+        )
     )
-    model = TransformersModel(config)
     docs = [
-        Doc(query=text, choices=[""], gold_index=0, generation_size=NEW_TOKENS, id=str(index))
-        for index, text in enumerate(PROMPTS)
+        Doc(query=text, choices=[""], gold_index=0, generation_size=NEW_TOKENS, id=str(at), **shown)
+        for at, text in enumerate(prompts)
     ]
     for doc in docs:
         doc.sampling_methods = ["GENERATIVE"]
     return [answer.text for answer in model.greedy_until(docs)]
 
 
-def grpo(room: Room, speculative: Any) -> Any:
-    from trl import GRPOConfig, GRPOTrainer
+def lighteval_texts(room: Room, speculative: Any) -> Any:
+    from lighteval.models.transformers import transformers_model as models
 
-    return _rewarded(room, speculative, GRPOTrainer, GRPOConfig)
-
-
-def rloo(room: Room, speculative: Any) -> Any:
-    from trl import RLOOConfig, RLOOTrainer
-
-    return _rewarded(room, speculative, RLOOTrainer, RLOOConfig)
+    kinds = models.TransformersModel, models.TransformersModelConfig
+    return lighteval(room, *kinds, room.folder(speculative), PROMPTS)
 
 
-def _rewarded(room: Room, speculative: Any, trainer: Any, config: Any) -> list[str]:
-    """Two training steps; what is compared are the completions that were rewarded."""
+def rewarded(room: Room, speculative: Any, method: str) -> list[str]:
+    """The completions that were rewarded in two training steps."""
+    import trl
+
+    trainer, config = getattr(trl, f"{method}Trainer"), getattr(trl, f"{method}Config")
     seen: list[str] = []
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -80,7 +81,7 @@ def _rewarded(room: Room, speculative: Any, trainer: Any, config: Any) -> list[s
     settings = _settings(
         room, config, speculative, per_device_train_batch_size=4, num_generations=4
     )
-    model = _student(room, speculative)
+    model = room.enabled(speculative)
     trainer(
         model=model,
         args=settings,
@@ -93,11 +94,11 @@ def _rewarded(room: Room, speculative: Any, trainer: Any, config: Any) -> list[s
 
 
 def distillation(room: Room, speculative: Any) -> Any:
-    """Two training steps on the student's own texts; what is compared are its weights."""
+    """The student's weights after two training steps on its own texts."""
     from trl import DistillationConfig, DistillationTrainer
 
     settings = _settings(room, DistillationConfig, speculative, per_device_train_batch_size=2)
-    model = _student(room, speculative)
+    model = room.enabled(speculative)
     DistillationTrainer(
         model=model,
         teacher_model=room.folder(None),
@@ -120,14 +121,9 @@ def _settings(room: Room, config: Any, speculative: Any, **more: Any) -> Any:
         use_cpu=True,
         bf16=False,
         seed=0,
-        generation_kwargs={"speculative": speculative} if speculative else None,
+        generation_kwargs=asking(speculative) or None,
         **more,
     )
-
-
-def _student(room: Room, speculative: Any) -> Any:
-    model = room.model(None)
-    return lookahead_hf.enable(model) if speculative else model
 
 
 def _prompts() -> Any:
@@ -148,21 +144,35 @@ def training_mode(room: Room, speculative: Any) -> Any:
 GEN_KWARGS = "`--gen_kwargs speculative=True`"
 TRL = '`enable(model)` and `{}(generation_kwargs={{"speculative": True}})`'
 TRL_NEEDS = ("trl", "datasets")
-TRAINING = "the model is in training mode around it, with TRL's gradient checkpointing"
+TRAINING = "the model is in training mode before and after, with TRL's gradient checkpointing"
 
 CALLERS = [
-    Caller("lm-eval, one by one", GEN_KWARGS, lm_eval_generate, ("lm_eval",), auto=True),
-    Caller("lm-eval, batches", GEN_KWARGS, lm_eval_batches, ("lm_eval",), auto=True),
+    Caller("lm-eval, one by one", GEN_KWARGS, lm_eval_texts, ("lm_eval",), auto=True),
+    Caller(
+        "lm-eval, batches",
+        GEN_KWARGS,
+        lambda room, asked: lm_eval_texts(room, asked, batch_size=2),
+        ("lm_eval",),
+        auto=True,
+    ),
     Caller(
         "lighteval",
         ENTRY,
-        lighteval_greedy,
+        lighteval_texts,
         ("lighteval",),
-        note="asks for the scores of every call",
+        note="requests the scores of every call",
         auto=True,
     ),
-    Caller("TRL, GRPO", TRL.format("GRPOConfig"), grpo, TRL_NEEDS, note=TRAINING),
-    Caller("TRL, RLOO", TRL.format("RLOOConfig"), rloo, TRL_NEEDS, note=TRAINING),
+    *(
+        Caller(
+            f"TRL, {method}",
+            TRL.format(f"{method}Config"),
+            partial(rewarded, method=method),
+            TRL_NEEDS,
+            note=TRAINING,
+        )
+        for method in ("GRPO", "RLOO")
+    ),
     Caller(
         "TRL, distillation",
         TRL.format("DistillationConfig"),

@@ -8,9 +8,10 @@ import torch
 import transformers
 
 import lookahead_hf
-from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
-from tests.ecosystem.harnesses import GEN_KWARGS
-from tests.ecosystem.room import ENTRY, Caller, Room, unprintable
+from tests.ecosystem.adapted import PROMPTS
+from tests.ecosystem.callers import GREEDY, PROMPT
+from tests.ecosystem.harnesses import GEN_KWARGS, lighteval, lm_eval
+from tests.ecosystem.room import ENTRY, Caller, Room, asking, speculating, unprintable
 
 TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}"
@@ -72,65 +73,33 @@ def picture() -> Any:
 def image_text_to_text(room: Room, speculative: Any) -> Any:
     model, processor = llava(room)
     build = lookahead_hf.pipeline if speculative else transformers.pipeline
-    extra = {"speculative": speculative} if speculative else {}
-    pipe = build("image-text-to-text", model=model, processor=processor, device="cpu", **extra)
+    pipe = build(
+        "image-text-to-text", model=model, processor=processor, device="cpu", **asking(speculative)
+    )
     return pipe(images=picture(), text="<image>" + PROMPT, generate_kwargs=GREEDY)
 
 
 def lm_eval_pictures(room: Room, speculative: Any) -> Any:
-    from lm_eval.api.instance import Instance
     from lm_eval.models.hf_vlms import HFMultimodalLM
 
     model = HFMultimodalLM(llava_folder(room, None), device="cpu", batch_size=2)
-    asked = {"until": ["\x00"], "max_gen_toks": NEW_TOKENS}
-    if speculative:
-        asked["speculative"] = speculative
-    requests = [
-        Instance("generate_until", {}, ("<image>" + text, dict(asked), {"visual": [picture()]}), at)
-        for at, text in enumerate((PROMPT, "abcd"))
-    ]
-    return model.generate_until(requests, disable_tqdm=True)
+    shown = {"visual": [picture()]}
+    return lm_eval(speculative, model, [("<image>" + text, shown) for text in PROMPTS])
 
 
 def lighteval_pictures(room: Room, speculative: Any) -> Any:
-    from lighteval.models.transformers.vlm_transformers_model import (
-        VLMTransformersModel,
-        VLMTransformersModelConfig,
-    )
-    from lighteval.tasks.requests import Doc
+    from lighteval.models.transformers import vlm_transformers_model as models
 
-    config = VLMTransformersModelConfig(
-        model_name=llava_folder(room, speculative),
-        device="cpu",
-        batch_size=2,
-        max_length=128,
-        model_parallel=False,
-        cache_dir=str(room.scratch / f"lighteval pictures {bool(speculative)}"),
-    )
-    docs = [
-        Doc(
-            query=text,
-            choices=[""],
-            gold_index=0,
-            generation_size=NEW_TOKENS,
-            id=str(at),
-            images=[picture()],
-        )
-        for at, text in enumerate((PROMPT, "abcd"))
-    ]
-    for doc in docs:
-        doc.sampling_methods = ["GENERATIVE"]
-    return [answer.text for answer in VLMTransformersModel(config).greedy_until(docs)]
+    kinds = models.VLMTransformersModel, models.VLMTransformersModelConfig
+    return lighteval(room, *kinds, llava_folder(room, speculative), PROMPTS, images=[picture()])
 
 
 def gguf(room: Room, speculative: Any) -> Any:
     """A file of 4-bit blocks, which transformers unpacks when it loads it."""
     folder = _written(room)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf").eval()
-    if speculative:
-        lookahead_hf.set_default(lookahead_hf.enable(model), speculative)
-    inputs = room.tokenizer()([PROMPT, "abcd"], return_tensors="pt", padding=True)
-    return model.generate(**inputs, **GREEDY, pad_token_id=0).tolist()
+    inputs = room.tokenizer()(PROMPTS, return_tensors="pt", padding=True)
+    return speculating(model, speculative).generate(**inputs, **GREEDY, pad_token_id=0).tolist()
 
 
 def _written(room: Room) -> str:
@@ -193,7 +162,7 @@ PIPELINE = Caller(
     "`lookahead_hf.pipeline(...)`",
     image_text_to_text,
     ("PIL",),
-    note="transformers' own drops a bare `speculative=True`; ours puts it into generate_kwargs",
+    note="transformers' pipeline drops `speculative=True`; ours moves it into generate_kwargs",
 )
 EVALUATION = [
     Caller("lm-eval, pictures", GEN_KWARGS, lm_eval_pictures, ("lm_eval", "PIL"), auto=True),

@@ -62,10 +62,27 @@ class Room:
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self._plain, padding_side="left")
 
+    def enabled(self, speculative: Any) -> Any:
+        """The model without a default; with `speculative`, its calls can ask for speculation."""
+        model = self.model(None)
+        return lookahead_hf.enable(model) if speculative else model
+
     def model(self, speculative: Any, **kwargs: Any) -> Any:
         """The model; with `speculative`, enabled and speculating by default."""
         model = AutoModelForCausalLM.from_pretrained(self.folder(speculative), **kwargs).eval()
         return lookahead_hf.enable(model) if speculative else model
+
+
+def asking(speculative: Any) -> dict[str, Any]:
+    """The argument that asks for speculation, or none."""
+    return {"speculative": speculative} if speculative else {}
+
+
+def speculating(model: Any, speculative: Any) -> Any:
+    """Enable a model and make speculation its default, if `speculative` is given."""
+    if speculative:
+        lookahead_hf.set_default(lookahead_hf.enable(model), speculative)
+    return model
 
 
 def unprintable(tokenizer: Any) -> list[int]:

@@ -2,7 +2,8 @@
 
     python -m tests.ecosystem.table docs/ecosystem.md
 
-What is not installed is marked so; `pip install "lookahead-hf[ecosystem]"` installs the most.
+The page marks libraries that are not installed; `pip install "lookahead-hf[ecosystem]"` installs
+most of them. The section "Not run" of the page is kept as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import transformers
 
 from tests.ecosystem import adapted, callers, frameworks, harnesses, pictures, servers
 from tests.ecosystem.room import NOT_REACHED, SPECULATES, Caller, Room, try_out
+
+NOT_RUN = "## Not run\n"
+"""The heading of the part of the page that people write; this program keeps it."""
 
 SECTIONS = {
     "Pipelines, servers, agents": [
@@ -39,12 +43,14 @@ class Elsewhere:
 
     Attributes:
         name: What generates.
-        tests: What pytest is to run, as on its command line.
-        result: What stands in the table where all of them pass.
+        file: The file of the tests.
+        tests: The names of the tests, with spaces between them.
+        result: The result that the table shows if all of them pass.
     """
 
     name: str
-    tests: tuple[str, ...]
+    file: str
+    tests: str
     result: str
 
 
@@ -53,128 +59,72 @@ _OWNERS, _PROCESSES = "tests/test_owners.py", "tests/distributed/test_coordinato
 TESTED_ELSEWHERE = (
     Elsewhere(
         "torch.compile(model), model.compile(), model.forward = torch.compile(...)",
-        (f"{_OWNERS}::test_compiled_models",),
-        "speculates, same text; the `generate` of torch.compile(model) runs the uncompiled model",
+        _OWNERS,
+        "test_compiled_models",
+        "speculates, same text; `generate` of torch.compile(model) runs the uncompiled model",
     ),
     Elsewhere(
         "DistributedDataParallel",
-        (f"{_OWNERS}::test_data_parallel",),
+        _OWNERS,
+        "test_data_parallel",
         "speculates, same text: `lookahead_hf.generate(wrapped, ...)`",
     ),
     Elsewhere(
         "FSDP2 fully_shard, before and after enable",
-        (f"{_OWNERS}::test_sharded_before_and_after",),
+        _OWNERS,
+        "test_sharded_before_and_after",
         "speculates, same text (one process)",
     ),
     Elsewhere(
         "FSDP2 fully_shard, two processes",
-        (
-            f"{_PROCESSES}::test_sharded_models_write_plains_text",
-            f"{_PROCESSES}::test_sharded_models_that_are_not_told_to_keep_step",
-        ),
-        "speculates, same text, also where the processes' texts end at different steps",
+        _PROCESSES,
+        "test_sharded_models_write_plains_text test_sharded_models_that_are_not_told_to_keep_step",
+        "speculates, same text, even if the texts of the processes end at different steps",
     ),
     Elsewhere(
         "DeepSpeed ZeRO-3, two processes",
-        ("tests/distributed/test_families.py::test_zero_3",),
+        "tests/distributed/test_families.py",
+        "test_zero_3",
         "speculates, same text",
     ),
     Elsewhere(
         "tensor parallel, two processes",
-        (
-            f"{_PROCESSES}::test_tensor_parallel_writes_plains_text",
-            f"{_PROCESSES}::test_one_clock_decides",
-            f"{_PROCESSES}::test_one_seed_decides",
-        ),
+        _PROCESSES,
+        "test_tensor_parallel_writes_plains_text test_one_clock_decides test_one_seed_decides",
         "speculates, same text; the first process decides",
     ),
     Elsewhere(
-        "a `generate` that is bound to the object, as unsloth's",
-        (f"{_OWNERS}::test_a_method_that_somebody_bound",),
-        "speculates, same text: `enable(model)` after it was bound",
+        "a `generate` bound to the model object, as by unsloth",
+        _OWNERS,
+        "test_a_method_that_somebody_bound",
+        "speculates, same text: call `enable(model)` after the method is bound",
     ),
     Elsewhere(
         "examples/custom_generate as a custom_generate repository",
-        (
-            f"{_OWNERS}::test_a_call_that_names_a_repository",
-            f"{_OWNERS}::test_a_model_loaded_from_such_a_repository",
-        ),
+        _OWNERS,
+        "test_a_call_that_names_a_repository test_a_model_loaded_from_such_a_repository",
         "speculates, same text",
     ),
     Elsewhere(
-        "a model with a custom_generate repository of its own",
-        (f"{_OWNERS}::test_a_repository_that_declares_to_pass_its_arguments_on",),
-        "speculates, same text, where the repository's function sets "
-        "`speculative_passthrough = True`: it passes its keyword arguments on to `generate`",
+        "a model that has its own custom_generate repository",
+        _OWNERS,
+        "test_a_repository_that_declares_to_pass_its_arguments_on",
+        "speculates, same text, if the repository's function sets "
+        "`speculative_passthrough = True`: it passes its keyword arguments to `generate`",
     ),
     Elsewhere(
         "the same, without that declaration",
-        (f"{_OWNERS}::test_a_repository_that_declares_nothing",),
+        _OWNERS,
+        "test_a_repository_that_declares_nothing",
         "plain generation (`own_generate`)",
     ),
     Elsewhere(
         "pipeline any-to-any",
-        ("tests/test_pipelines.py::test_pipelines_that_read_pictures",),
+        "tests/test_pipelines.py",
+        "test_pipelines_that_read_pictures",
         "speculates, same text: `lookahead_hf.pipeline`",
     ),
 )
-
-NOT_RUN = (
-    (
-        "transformers serve --continuous-batching, generate_batch, TRL with continuous batching",
-        "not reached: requests go to another engine, which never calls `generate`",
-    ),
-    ("guidance", "not reached: it calls the model's forward in a loop of its own"),
-    (
-        "instructor, pydantic-ai, dspy, litellm",
-        "no local backend: through `transformers serve`",
-    ),
-    ("transformers chat", "a client of `transformers serve`"),
-    (
-        "Gradio, Ray Data map_batches",
-        "not run: they call user code, as in examples/streaming.py, or `enable(model)` in an actor",
-    ),
-    ("vLLM, SGLang, ray.data.llm", "not reached: engines of their own"),
-    (
-        "pipeline document-question-answering",
-        "not run: the models that generate there (Donut) are of a type that is not served, and run "
-        "plainly (`encoder_decoder`)",
-    ),
-    (
-        "pipeline table-question-answering",
-        "not run: transformers has no tokenizer any more that gives tables to a model that "
-        "generates (TAPEX); TAPAS does not generate",
-    ),
-    (
-        "pipeline text-to-audio",
-        "not run: models with a `generate` of their own (Bark, MusicGen), or none",
-    ),
-    (
-        "lm-eval hf-audiolm-qwen",
-        "not run: it loads Qwen2-Audio only, which has 8 billion parameters; it calls `generate` "
-        "as the class for pictures does",
-    ),
-    (
-        "TRL: online DPO, GKD, GOLD, SDFT, SDPO and others of trl.experimental, callbacks",
-        "not run: they call `generate` as GRPO does",
-    ),
-    ("lighteval with continuous batching", "not reached, as above"),
-    (
-        "GPTQModel, AutoAWQ",
-        "not run, they need a GPU; their wrappers are looked into (tests/test_wrappers.py); AWQ's "
-        "fused layers bring a cache of their own and are to be left out",
-    ),
-    ("bitsandbytes LLM.int8", "not run, too slow on a CPU; its activations are quantised"),
-    (
-        "DeepSpeed init_inference",
-        "not run; with injected kernels it has a cache of its own: use the model without them",
-    ),
-    (
-        "pipelines of processes, tensor parallel models whose weights are sharded too",
-        "plain generation (`tensor_parallel`)",
-    ),
-)
-"""Rows that this machine cannot run, or that there is nothing to run of."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +174,8 @@ def run_apart(caller: Caller) -> Line:
 
 def run_tests(row: Elsewhere) -> str:
     """What the table says of a row, by its tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *row.tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    command += [f"{row.file}::{test}" for test in row.tests.split()]
     said = subprocess.run(command, capture_output=True, text=True, timeout=900)
     last = said.stdout.strip().splitlines()[-1:]
     if said.returncode:
@@ -234,8 +185,8 @@ def run_tests(row: Elsewhere) -> str:
     return row.result
 
 
-def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str]) -> str:
-    """The page in Markdown."""
+def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str], rest: str) -> str:
+    """The page in Markdown; `rest` is its last section, which people write."""
     parts = [_INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__)]
     for title, lines in sections.items():
         parts.append(
@@ -244,33 +195,34 @@ def as_page(sections: dict[str, list[Line]], elsewhere: dict[str, str]) -> str:
         for line in lines:
             name = f"{line.name} ({line.version})" if line.version else line.name
             parts[-1] += f"\n| {name} | {line.result} | {line.how} | {line.note} |"
-    for title, rows in (("Other tests", elsewhere.items()), ("Not run", NOT_RUN)):
-        table = "\n".join(f"| {name} | {text} |" for name, text in rows)
-        parts.append(f"## {title}\n\n| what | result |\n|---|---|\n{table}")
-    return "\n\n".join(parts) + "\n"
+    table = "\n".join(f"| {name} | {text} |" for name, text in elsewhere.items())
+    parts.append(f"## Other tests\n\n| what | result |\n|---|---|\n{table}")
+    return "\n\n".join([*parts, rest])
 
 
 _INTRODUCTION = """\
-# Who calls `generate`, and what comes of it
+# Callers of `generate`
 
-Written by `python -m tests.ecosystem.table docs/ecosystem.md` with torch {torch} and transformers
-{transformers} on a CPU. Every caller runs twice on tiny random models, plainly and speculatively,
-each in a process of its own; "speculates" means that drafts were accepted, "same text" that all it
-returned was equal. tests/ecosystem asserts the same of whatever is installed. In each case what
-stands under "switched on by" was done, and nothing more.
+`python -m tests.ecosystem.table docs/ecosystem.md` wrote this page, with torch {torch} and
+transformers {transformers} on a CPU. Every caller runs twice on tiny random models, plainly and
+speculatively, each in a process of its own. "speculates" means that drafts were accepted; "same
+text" means that the caller returned the same result both times. tests/ecosystem asserts this for
+every library that is installed. The column "switched on by" names everything that was done to get
+speculation.
 
-Two things switch speculation on, and both are needed. First `generate` must know of it:
+Speculation needs two things. First, `generate` must know the argument `speculative`:
 
-* `lookahead_hf.enable(model)`, where the model is at hand;
-* `import lookahead_hf.auto` anywhere in the process, for models that a library loads itself. A
-  program that imports nothing of yours is started as `python -m lookahead_hf.auto PROGRAM ...`,
-  such as `python -m lookahead_hf.auto lm_eval --model hf ... --gen_kwargs speculative=True`;
-* `lookahead_hf.pipeline(...)` does it for the pipeline's model.
+* call `lookahead_hf.enable(model)` if you have the model;
+* `import lookahead_hf.auto` anywhere in the process if a library loads the model. For a program
+  that you cannot edit, run `python -m lookahead_hf.auto PROGRAM ...`, for example
+  `python -m lookahead_hf.auto lm_eval --model hf ... --gen_kwargs speculative=True`;
+* `lookahead_hf.pipeline(...)` enables the pipeline's model.
 
-Without it transformers refuses the argument `speculative`, and an entry in a generation config does
-nothing. Then something must ask for it: the argument `speculative=True` of a call, or, where the
-caller passes no arguments on, `lookahead_hf.set_default(model, True)`, which is kept as
-`model.generation_config.speculative`, also by `save_pretrained`."""
+Without this, transformers refuses the argument, and an entry in a generation config has no effect.
+
+Second, the call must ask for speculation: with the argument `speculative=True` or, if the caller
+passes no arguments on, with `lookahead_hf.set_default(model, True)`. The default is stored as
+`model.generation_config.speculative`, and `save_pretrained` keeps it."""
 
 
 def main(words: list[str]) -> None:
@@ -287,7 +239,9 @@ def main(words: list[str]) -> None:
     for row in TESTED_ELSEWHERE:
         elsewhere[row.name] = run_tests(row)
         print(f"{row.name}: {elsewhere[row.name]}", file=sys.stderr)
-    Path(words[0]).write_text(as_page(sections, elsewhere))
+    page = Path(words[0])
+    rest = page.read_text().partition(NOT_RUN)
+    page.write_text(as_page(sections, elsewhere, NOT_RUN + rest[2]))
 
 
 if __name__ == "__main__":

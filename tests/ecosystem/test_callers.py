@@ -59,7 +59,7 @@ def test_caller(caller: Caller, room: Room) -> None:
 def test_speech_is_told_what_to_do_about_its_beams(room: Room) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        callers.speech_by_default(room, SPECULATIVE)
+        callers.speech(room, SPECULATIVE)
     (said,) = [each for each in caught if "beams" in str(each.message)]
     assert said.category is lookahead_hf.SpeculationFallbackWarning
     assert "num_beams=1" in str(said.message)

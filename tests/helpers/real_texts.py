@@ -12,14 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead_hf
 from lookahead_hf.cli.real_model import ensure_demo_model
-from lookahead_hf.cli.screen import PlainScreen
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "data" / "prompts_dev.jsonl"
 
 
 def load_real_model(dtype: torch.dtype) -> tuple[Any, Any]:
     """The demo's model, enabled, and its tokenizer, which pads on the left."""
-    folder = ensure_demo_model(PlainScreen())
+    folder = ensure_demo_model()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     return lookahead_hf.enable(model), tokenizer

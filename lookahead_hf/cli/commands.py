@@ -1,0 +1,70 @@
+"""Read the command line, run the command, and turn failures into messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from lookahead_hf.cli import bench, chat, demo, env, generate, pool
+from lookahead_hf.cli.loading import is_out_of_memory
+from lookahead_hf.cli.parsing import as_written
+from lookahead_hf.cli.screen import CommandError, write_any_character
+
+_EPILOG = """\
+examples:
+  lookahead-hf demo
+  lookahead-hf generate --model Qwen/Qwen3-0.6B "Write a haiku about caches"
+  lookahead-hf bench --model Qwen/Qwen3-0.6B --prompts mine.txt
+  lookahead-hf env > environment.txt
+
+With --json, stdout holds the result as JSON (chat: one line per turn) and nothing else.
+
+exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
+"""
+
+COMMANDS = click.Group(
+    "lookahead-hf",
+    commands=[module.COMMAND for module in (demo, generate, chat, bench, pool, env)],
+    subcommand_metavar="demo|generate|chat|bench|pool|env [ARGUMENTS]...",
+    params=[click.Option(["--no-colour"], is_flag=True, help="plain text on a terminal too")],
+    help="Speculative decoding for transformers: the same text, faster.",
+    epilog=as_written(_EPILOG),
+    no_args_is_help=False,
+)
+"""`lookahead-hf` with all its commands."""
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Run one command and return the exit code; see `lookahead_hf.cli.main`."""
+    write_any_character()
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with COMMANDS.make_context("lookahead-hf", words) as context:
+            COMMANDS.invoke(context)
+            return 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except CommandError as error:
+        return _failed(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0] or "no memory is left"
+        remedy = "Take a smaller model, --dtype bfloat16, or fewer --new-tokens."
+        return _failed(f"out of memory ({reason}). {remedy}")
+
+
+def _failed(message: str) -> int:
+    print(f"lookahead-hf: {message}", file=sys.stderr)
+    return 1
