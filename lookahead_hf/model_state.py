@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,10 +22,16 @@ class ModelState:
     Attributes:
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
+        attention_users: Calls in progress that have our attention under the model's.
+        position_users: Calls in progress that have replaced how the model counts positions.
+        undo_positions: What puts the model's own counting back.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
+    attention_users: set[object] = field(default_factory=set)
+    position_users: set[object] = field(default_factory=set)
+    undo_positions: list[Callable[[], None]] = field(default_factory=list)
 
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""

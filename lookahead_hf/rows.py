@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Rows:
@@ -114,6 +118,20 @@ class Rows:
         if self._context is not self._ids:
             self._context[row, self._prompt_length[row] + count] = token_id
         self.num_emitted[row] = count + 1
+
+    def rewrite(self, row: int, ids: torch.Tensor) -> None:
+        """Take over what a processor or criterion has written into a row's ids, [columns].
+
+        Plain's text has it too, while the cache keeps the tokens that were fed.
+        """
+        new, old = ids.cpu().numpy(), self.ids(row)
+        if np.array_equal(new, old):
+            return
+        old[:] = new
+        if self._context is not self._ids:
+            assert self._attended is not None
+            kept = np.concatenate([new[: self._width][self._attended[row]], new[self._width :]])
+            self._context[row, : len(kept)] = kept
 
     def end(self, row: int) -> None:
         """The row's text ends with the token it emitted last; what follows are pads."""

@@ -40,6 +40,9 @@ INVARIANT_WIDTH = 16
 """Tokens per row of every block where the text may not depend on the draft: the same for all
 drafters and budgets. A chain of 15 is seldom accepted further."""
 
+MOST_RESTS = 15
+"""Most steps without a draft after one that has spoiled its step."""
+
 CHAIN_OF = 64
 """Nodes of the tree from which such a chain is taken."""
 
@@ -140,6 +143,8 @@ class DraftSession:
         self._seconds = 0.0
         self._failed = False
         self._begun = False
+        self._rest = self._resting = 0
+        self._was_spoiled = False
 
     @property
     def source_counts(self) -> dict[str, SourceCounts]:
@@ -172,7 +177,8 @@ class DraftSession:
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
     def _propose(self, rows: Rows) -> DraftTree | None:
-        wanted = self._budget.wanted()
+        self._resting = max(0, self._resting - 1)
+        wanted = 0 if self._resting else self._budget.wanted()
         self._roster.begin_step(wanted > 0)
         self._ensemble.asked = self._roster.asked
         draft = self._drafted(rows, wanted) if wanted else None
@@ -193,6 +199,12 @@ class DraftSession:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             self._timed(lambda: self._ensemble.prepare(outputs.logits, copy))
 
+    def spoiled(self, outputs: Any) -> None:
+        """A draft spoiled its step, which was run again: rest for some steps, ever more of them."""
+        self._rest = min(2 * self._rest + 1, MOST_RESTS)
+        self._resting, self._was_spoiled = self._rest + 1, True
+        self.prepare(outputs)
+
     def observe(
         self,
         rows: Rows,
@@ -204,7 +216,9 @@ class DraftSession:
         """Learn from a step that took `step_seconds` beside the drafting."""
         if self._begun:
             self._timed(lambda: self._ensemble.observe(rows, draft, verdict, logits))
-            self._guarded(lambda: self._account(draft, verdict, step_seconds))
+            if not self._was_spoiled:  # whose seconds are those of two steps
+                self._guarded(lambda: self._account(draft, verdict, step_seconds))
+            self._was_spoiled = False
 
     def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float) -> None:
         """Learn what the step cost and brought."""

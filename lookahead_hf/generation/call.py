@@ -200,6 +200,19 @@ class Call:
         """The draft of a step, the same in all processes that run these rows."""
         return self.processes.draft(lambda: self.drafts.propose(self.rows))
 
+    def unspoiled(self, draft: DraftTree, outputs: Any) -> tuple[DraftTree, Any]:
+        """The step, run again without its draft where that has made NaN of a row's logits."""
+        with self.record.phase("verify"):
+            is_spoiled = self.target.is_spoiled(outputs, self.rows.live)
+        if not is_spoiled:
+            return draft, outputs
+        with self.record.phase("forward"):
+            self.processes.step()
+            outputs = self.target.repeat_alone(self.rows)
+        with self.record.phase("draft"):
+            self.drafts.spoiled(outputs)
+        return DraftTree.empty(self.rows.num_rows), outputs
+
     def verify(self, draft: DraftTree, outputs: Any) -> Verdict:
         """Decide a step and let the caller see its tokens; what a streamer takes is not counted."""
         streamed = self.stream.seconds
@@ -248,8 +261,9 @@ class Call:
 
     def _sequences(self, columns: int) -> torch.Tensor:
         """Prompt and generated columns, [rows, columns] int64, finished rows padded."""
+        columns += self.rows.prompt_columns
         out = np.full((self.rows.num_rows, columns), self.pad or 0, np.int64)
         for row in range(self.rows.num_rows):
-            emitted = self.rows.emitted(row)[:columns]
-            out[row, : len(emitted)] = emitted
-        return torch.cat([self.input_ids, torch.from_numpy(out).to(self.input_ids.device)], 1)
+            ids = self.rows.ids(row)[:columns]  # of the prompt too, which a processor may edit
+            out[row, : len(ids)] = ids
+        return torch.from_numpy(out).to(self.input_ids.device)

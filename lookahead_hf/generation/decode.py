@@ -49,10 +49,9 @@ def decode(
     )
     rows, target, drafts, engine = call.rows, call.target, call.drafts, call.engine
     phase = call.record.phase
-    with ExitStack() as stack:
-        stack.enter_context(attention.laid_under(model))
+    # Entered by `with` itself: between an `enter_context` and its list an interrupt may fall.
+    with attention.laid_under(model), implicit_positions.laid_under(model), ExitStack() as stack:
         stack.enter_context(attention.left_to_kernel(call.by_kernel))
-        stack.enter_context(implicit_positions.laid_under(model))
         stack.enter_context(call)
         logits = call.prefill(stack)
         call.processes.step()
@@ -70,6 +69,7 @@ def decode(
                 outputs = target.forward(inputs)
             with phase("draft"):
                 drafts.prepare(outputs)
+            draft, outputs = call.unspoiled(draft, outputs)
             verdict = call.verify(draft, outputs)
             call.observe(verdict, outputs)
             with phase("commit"):

@@ -22,6 +22,7 @@ from lookahead_hf.runner import (
     passthrough_kwargs,
     positions,
     prefix_tuning,
+    spoiled,
     tree_attention,
 )
 from lookahead_hf.runner.prompt_states import PromptStates
@@ -82,6 +83,7 @@ class Runner:
         self.cache: AdoptedCache | None = None
         self.prompt = PromptStates(model)
         self._shape = shape
+        self._watch = spoiled.Watch(num_rows)
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
@@ -167,10 +169,10 @@ class Runner:
         """Give every token of the block its slot, column, position and mask."""
         assert self.cache is not None
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
-        tokens = np.zeros((self.num_rows, width), np.int64)
+        # Padding repeats the last token, since any other may have K and V that are not finite.
+        tokens = np.repeat(rows.last_tokens[:, None], width, 1)
         for row in range(self.num_rows):
             nodes = draft.token_ids[draft.row(row)]
-            tokens[row, 0] = rows.last_token(row)
             tokens[row, 1 : 1 + len(nodes)] = nodes
         return self._block(tokens, draft, _ahead(rows))
 
@@ -265,6 +267,22 @@ class Runner:
         with attention.step(device, inputs.trees), implicit_positions.step(inputs.columns):
             return self.model(**given, return_dict=True)
 
+    def is_spoiled(self, outputs: Any, live: np.ndarray) -> bool:
+        """Whether a draft may have spoiled the logits of a live row, [rows] bool."""
+        return self._watch.is_spoiled(self._not_finite(outputs), live)
+
+    def repeat_alone(self, rows: Rows) -> Any:
+        """Run a step again from its last tokens alone, in slots that no draft has written."""
+        assert self.cache is not None
+        spoiled.clear(self.cache.slots)
+        outputs = self.forward(self.layout(rows, DraftTree.empty(self.num_rows)))
+        self._watch.without_draft(self._not_finite(outputs))
+        return outputs
+
+    def _not_finite(self, outputs: Any) -> np.ndarray:
+        found: np.ndarray = spoiled.not_finite(outputs.logits).cpu().numpy()
+        return found
+
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.
 
@@ -321,6 +339,7 @@ class Runner:
         block = np.zeros((self.num_rows, width), np.int64)
         for row, fed in enumerate(tokens):
             block[row, : len(fed)] = fed
+            block[row, len(fed) :] = fed[-1] if fed else 0  # padding, as in `layout`
         draft = DraftTree.from_chains([[row[1:]] for row in tokens])
         return Runner.forward(self, self._block(block, draft, ahead))
 

@@ -85,20 +85,22 @@ class Lockstep:
         ids = self._ids(rows)
         raw = logits.to(copy=True, dtype=torch.float32, device=self._device)
         scores = self._processors(ids, raw)
+        _take_edits(rows, ids)
         for row in range(rows.num_rows):
             self._records.choose(row, scores[row], raw[row])
         tokens = self._chosen(scores).to("cpu").numpy().astype(np.int64)
         if self._pad is not None:
             tokens[rows.finished] = self._pad
-        for row, token in enumerate(tokens.tolist()):
+        chosen: list[int] = tokens.tolist()
+        for row, token in enumerate(chosen):
             rows.emit(row, token)
         self._ended = self._asked(rows)
         if self._pad is not None or self._ended.all():
             for row in np.flatnonzero(self._ended & rows.live).tolist():
                 rows.end(row)
-        for row, token in enumerate(tokens.tolist()):
+        for row, token in enumerate(chosen):
             self._stream.push(row, token)
-        return tokens
+        return rows.last_tokens
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
         """The tokens after these scores: [rows, vocab] -> [rows]."""
@@ -110,7 +112,9 @@ class Lockstep:
         """Rows that the criteria have ended by now, [rows] bool."""
         going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
         unfinished = torch.from_numpy(going).to(self._device)
-        unfinished = unfinished & ~self._criteria(self._ids(rows), self._records.scores_so_far())
+        ids = self._ids(rows)
+        unfinished = unfinished & ~self._criteria(ids, self._records.scores_so_far())
+        _take_edits(rows, ids)
         ended: np.ndarray = unfinished.to("cpu").numpy() == 0
         return ended
 
@@ -118,6 +122,11 @@ class Lockstep:
         """The batch as plain holds it, [rows, columns]."""
         ids = np.stack([rows.ids(row) for row in range(rows.num_rows)])
         return torch.from_numpy(ids).to(self._device)
+
+
+def _take_edits(rows: Rows, ids: torch.Tensor) -> None:  # [rows, columns]
+    for row, edited in enumerate(ids.cpu()):
+        rows.rewrite(row, edited)
 
 
 def _verdict(

@@ -14,7 +14,7 @@ class DraftViews(NamedTuple):
     """A step's draft on the device; node 0 is the row's last token.
 
     Attributes:
-        tokens: [rows, width] int64, 0 in padding.
+        tokens: [rows, width] int64, the last token again in padding.
         parents: Parent of each node, -1 for node 0 and in padding, [rows, width] int64.
         depth: 0 for node 0 and in padding, [rows, width] int64.
         bits: Bit j says that node j is an ancestor of it, or itself, [rows, width] int64.

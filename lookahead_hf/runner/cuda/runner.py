@@ -13,7 +13,7 @@ from lookahead_hf.cache.slots import SlotCache
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import torch_compile
+from lookahead_hf.runner import spoiled, torch_compile
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import Recording, Step
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
@@ -63,12 +63,14 @@ class DeviceOutputs:
         logits: The target's, [rows, width, vocab]; valid until the next step.
         copy: Brings to the host what was added to it.
         walk: `TreeWalk.packed`, [rows, 2 + width].
+        not_finite: Whether NaN is among the logits of a row, [rows].
         is_finite: As in `Scores`.
     """
 
     logits: torch.Tensor
     copy: HostCopy
     walk: Ticket
+    not_finite: Ticket
     is_finite: Ticket | None
 
 
@@ -198,9 +200,17 @@ class CudaRunner(Runner):
             scores = self._scoring(inputs.rows, inputs.draft, logits)
             packed = self._step.decide(inputs.width, scores.values, scores.noise).packed
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
-        walk = copy.add(packed)
+        walk, not_finite = copy.add(packed), copy.add(spoiled.not_finite(logits))
         copy.send()
-        return DeviceOutputs(logits, copy, walk, finite)
+        return DeviceOutputs(logits, copy, walk, not_finite, finite)
+
+    def repeat_alone(self, rows: Rows) -> DeviceOutputs:
+        self.forget()
+        outputs: DeviceOutputs = super().repeat_alone(rows)
+        return outputs
+
+    def _not_finite(self, outputs: DeviceOutputs) -> np.ndarray:
+        return outputs.not_finite.take()
 
     def _launch(self, width: int, visible: int) -> Step:
         """Replay the step, or run it where it was not recorded or is not what was recorded."""

@@ -37,7 +37,7 @@ def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.nd
     row = np.repeat(np.arange(rows.num_rows), sizes)
     place = np.arange(1, draft.num_nodes + 1) - np.repeat(draft.row_offsets[:-1], sizes)
     fields = np.zeros((4, rows.num_rows, width), np.int64)
-    fields[0, :, 0], fields[1] = rows.last_tokens, -1
+    fields[0], fields[1] = rows.last_tokens[:, None], -1  # padding too: see `Runner.layout`
     fields[0, row, place] = draft.token_ids
     fields[1, row, place] = draft.parents + 1
     fields[2, row, place] = draft.depth
