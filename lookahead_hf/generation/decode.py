@@ -49,8 +49,9 @@ def decode(
     )
     rows, target, drafts, engine = call.rows, call.target, call.drafts, call.engine
     phase = call.record.phase
-    # Entered by `with` itself: between an `enter_context` and its list an interrupt may fall.
-    with attention.laid_under(model), implicit_positions.laid_under(model), ExitStack() as stack:
+    attends, counts = attention.laid_under(model), implicit_positions.laid_under(model)
+    # Twice, since an interrupt may fall just where the inner one is left.
+    with attends, counts, attends, counts, ExitStack() as stack:
         stack.enter_context(attention.left_to_kernel(call.by_kernel))
         stack.enter_context(call)
         logits = call.prefill(stack)
