@@ -1,4 +1,4 @@
-"""Attention inside our forward: a group's query heads folded into rows, or our own kernel."""
+"""Attention inside our forwards: the query heads of a group as rows, or our own kernel."""
 
 from __future__ import annotations
 

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 import lookahead_hf
+from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.cache.slots import SlotCache, SlotGroup
 from tests.helpers.calls import padded
+from tests.helpers.cancels import Cancelled, CancelsLate
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
+from tests.helpers.number_caches import cache_of, feed
 from tests.helpers.scripted import RandomTrees, continuations, right, scripted
-
-
-def cache_of(window: int | None, lengths: list[int]) -> SlotCache:
-    """A cache of one layer in which token t of a row is the number t."""
-    cache = SlotCache(len(lengths))
-    cache.groups["only"] = SlotGroup(cache.extent, window)
-    store = torch.zeros(len(lengths), 4, 1, 2)
-    cache.add("only", store, store.clone())
-    for token in range(max(lengths)):
-        feed(cache, [token] * len(lengths), [token < length for length in lengths])
-    return cache
-
-
-def feed(cache: SlotCache, tokens: list[int], keeps: list[bool]) -> None:
-    cache.place(1)
-    states = torch.tensor(tokens, dtype=torch.float32)[:, None, None, None].expand(-1, 1, 1, 2)
-    cache.layers[0].update(states, states)
-    cache.lengths += np.array(keeps)
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -99,8 +82,6 @@ def test_memory_stays_near_plains_from_2048_tokens_on(name: str) -> None:
             model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
             for _ in range(2)
         )
-    from lookahead_hf import compat
-
     adopted = AdoptedCache(taken, None, 1, compat.layer_masks(model))
     per_column = bytes_of(plain) / sum(layer.keys.shape[2] for layer in plain.layers)
     worst = 0.0
@@ -121,25 +102,6 @@ def test_texts_far_beyond_the_window_are_plains(name: str, rows: int) -> None:
     inputs = padded("left", rows, 40)
     call = {**inputs, "max_new_tokens": 90, "do_sample": True, "top_k": 0, "pad_token_id": 0}
     assert compared(tiny(name), lambda: dict(call), 40).stats.num_moved > 0
-
-
-class Cancelled(Exception):
-    """What the caller's streamer raises."""
-
-
-class CancelsLate:
-    """Ends a call from within, after so many tokens."""
-
-    def __init__(self, most: int) -> None:
-        self.left = most
-
-    def put(self, value: torch.Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Cancelled
-
-    def end(self) -> None:
-        """Nothing to end."""
 
 
 def test_a_call_that_was_cancelled_hands_back_a_cache_to_go_on_with() -> None:
