@@ -63,18 +63,20 @@ class DraftTree:
         """Number of nodes of the largest row."""
         return int(np.diff(self.row_offsets).max(initial=0))
 
-    def padded(self, width: int) -> np.ndarray:
+    def padded(self, width: int, last_tokens: np.ndarray | None = None) -> np.ndarray:
         """Lay the rows out as blocks of one width: first the last token, then the row's nodes.
 
         Args:
             width: Tokens per row, at least `1 + max_nodes`.
+            last_tokens: The last token of each row, [rows]; without them their ids are 0.
 
         Returns:
             Token ids, parents and depths, [3, rows, width] int64. Node `i` of a row is at index
-            `1 + i`. Parents are such indices too, -1 for the last token and for padding. The last
-            token, whose id the draft does not know, and padding have id 0 and depth 0.
+            `1 + i`. Parents are such indices too, -1 for the last token and for padding. Padding
+            repeats the last token, which the model has an embedding for, at depth 0.
         """
         fields = np.zeros((3, self.num_rows, width), np.int64)
+        fields[0] = 0 if last_tokens is None else last_tokens[:, None]
         fields[1] = -1
         row = np.repeat(np.arange(self.num_rows), np.diff(self.row_offsets))
         nodes = self.token_ids, self.parents + 1, self.depth

@@ -122,6 +122,20 @@ class Rows:
             self._context[row, self._prompt_length[row] + count] = token_id
         self.num_emitted[row] = count + 1
 
+    def rewrite(self, row: int, ids: torch.Tensor) -> None:
+        """Take over what a processor or criterion has written into a row's ids, [columns].
+
+        Plain's text has it too, while the cache keeps the tokens that were fed.
+        """
+        new, old = ids.cpu().numpy(), self.ids(row)
+        if np.array_equal(new, old):
+            return
+        old[:] = new
+        if self._context is not self._ids:
+            assert self._attended is not None
+            kept = np.concatenate([new[: self._width][self._attended[row]], new[self._width :]])
+            self._context[row, : len(kept)] = kept
+
     def end(self, row: int) -> None:
         """End a row's text with the token that it emitted last; pads may follow."""
         self.finished[row] = True

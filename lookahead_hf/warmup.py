@@ -130,7 +130,7 @@ def _time_step(target: Runner, rows: Rows, token: int, num_nodes: int) -> float:
     """Seconds of a step that verifies a chain of `num_nodes` in every row and keeps nothing."""
     draft = DraftTree.from_chains([[[token] * num_nodes]] * rows.num_rows)
     start = time.perf_counter()
-    outputs = target.forward(target.layout(rows, draft))
+    outputs = target.launch(rows, draft)
     if isinstance(target, CudaRunner):
         outputs.walk.take()
         seconds = time.perf_counter() - start

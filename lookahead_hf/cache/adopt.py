@@ -68,17 +68,18 @@ class AdoptedCache:
 
     def _group(self, masks: Sequence[str], trims: bool) -> None:
         """Group layers with the same mask and window; all other layers hold the whole text."""
-        found: dict[str, set[int | None]] = {name: set() for name in masks}
+        found: dict[str, set[tuple[int | None, int | None]]] = {name: set() for name in masks}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             if hf_layers.read(layer) is not None:
-                found[name].add(hf_layers.window(layer))
+                found[name].add((hf_layers.window(layer), hf_layers.most_columns(layer)))
         whole = SlotGroup(self.slots.extent)
-        for name, windows in found.items():
-            window = windows.pop() if trims and len(windows) == 1 else None
-            group = whole if window is None else SlotGroup(self.slots.extent, window)
-            if window is not None:
-                group.dropped = np.maximum(self.slots.lengths - window, 0)
-            self.slots.groups[name] = group
+        for name, limits in found.items():
+            window, most = limits.pop() if trims and len(limits) == 1 else (None, None)
+            if window is None or most is None:
+                self.slots.groups[name] = whole
+                continue
+            self.slots.groups[name] = group = SlotGroup(self.slots.extent, window, most)
+            group.dropped = np.maximum(self.slots.lengths - group.num_kept, 0)
 
     def _take(self) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):

@@ -73,13 +73,15 @@ class SlotGroup:
         extent: Lengths of the rows.
         layers: K and V of the layers that hold something.
         window: Tokens before its own that a token may see, None for all.
+        num_kept: The same, or more where plain's layers hold more; 0 without a window.
         dropped: Tokens of each row that came before its first slot, [rows] int64.
         capacity: Slots that every layer has room for.
         block: Where the forward in progress writes.
     """
 
-    def __init__(self, extent: Extent, window: int | None = None) -> None:
+    def __init__(self, extent: Extent, window: int | None = None, num_kept: int = 0) -> None:
         self.extent, self.window = extent, window
+        self.num_kept = max(num_kept, window or 0)
         self.layers: list[Stores] = []
         self.dropped = np.zeros_like(extent.lengths)
         self.capacity = 0
@@ -154,7 +156,7 @@ class SlotGroup:
     def place(self, width: int) -> None:
         """Put the next `width` tokens of every row behind its length."""
         if self.window is not None and self.longest + width > self.capacity:
-            self._drop(np.minimum(self.lengths, self.window + self.extent.lead))
+            self._drop(np.minimum(self.lengths, self.num_kept + self.extent.lead))
         lengths = self.lengths
         self.reserve(int(lengths.max()) + width, width)
         visible = max(int(lengths.max()) + width, self.extent.shown or 0)

@@ -22,6 +22,8 @@ from lookahead_hf.compat.attention import (
     attention_name,
     eager_attention,
     has_only_flash_beside_eager,
+    has_stock_masks,
+    is_stock_attention,
     layer_masks,
     mask_kinds,
     register_attention,

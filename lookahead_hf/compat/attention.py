@@ -5,8 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    eager_mask,
+    sdpa_mask,
+)
 from transformers.modeling_utils import (
     ALL_ATTENTION_FUNCTIONS,
     AttentionInterface,
@@ -56,6 +63,26 @@ def eager_attention(module: nn.Module) -> Any:
     """Return the eager attention function of the file that defines a module."""
     forward = inspect.unwrap(type(module).forward)
     return forward.__globals__["eager_attention_forward"]
+
+
+def is_stock_attention(function: Any, module: nn.Module) -> bool:
+    """Whether attention is what transformers and torch make of it, and nobody has replaced it.
+
+    Args:
+        function: The registered function; None where the module's file has the function.
+        module: The attention module.
+    """
+    if function is None:
+        package = type(module).__module__.partition(".")[0]
+        return bool(eager_attention(module).__module__.partition(".")[0] == package)
+    stock = torch._C._nn.scaled_dot_product_attention
+    is_torchs = torch.nn.functional.scaled_dot_product_attention is stock
+    return is_torchs and function is sdpa_attention_forward
+
+
+def has_stock_masks(name: str) -> bool:
+    """Whether the masks of an attention implementation are made by transformers."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name) in (eager_mask, sdpa_mask)
 
 
 def has_only_flash_beside_eager(model: nn.Module) -> bool:

@@ -38,6 +38,9 @@ INVARIANT_WIDTH = 16
 """Tokens per row of every block with `draft_invariant`, the same for all drafters and budgets.
 Of a longer chain than 15 seldom more is accepted."""
 
+MOST_RESTS = 15
+"""Most steps without a draft after a draft whose K or V were not finite."""
+
 CHAIN_OF = 64
 """Nodes of the tree that such a chain is taken from."""
 
@@ -149,6 +152,7 @@ class DraftSession:
         self._prompt, self._max_new_tokens = target.prompt, max_new_tokens
         self._failed = False
         self._begun = False
+        self._rest = self._resting = 0
 
     @property
     def source_counts(self) -> dict[str, SourceCounts]:
@@ -181,7 +185,8 @@ class DraftSession:
 
     def _propose(self, rows: Rows) -> DraftTree | None:
         most = self._budget.most_nodes
-        if not most:
+        self._resting = max(0, self._resting - 1)
+        if not most or self._resting:
             self._ensemble.asked = self._ensemble.next_asked = [False] * len(self._sources)
             return None
         self._scheduler.begin_step()
@@ -201,6 +206,12 @@ class DraftSession:
         if self._begun:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy))
+
+    def spoiled(self, outputs: Any) -> None:
+        """Rest for some steps, each time for more, since a draft made NaN of its step's logits."""
+        self._rest = min(2 * self._rest + 1, MOST_RESTS)
+        self._resting = self._rest + 1
+        self.prepare(outputs)
 
     def observe(
         self,

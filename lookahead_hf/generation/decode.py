@@ -7,6 +7,7 @@ from typing import Any
 
 from lookahead_hf.generation.assembly import assemble
 from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.runner import attention, implicit_positions
 
 
 def decode(call: PreparedCall) -> Any:
@@ -22,7 +23,9 @@ def decode(call: PreparedCall) -> Any:
     session = assemble(call)
     rows, timed = session.rows, session.stats.timed
     drafts, runner, verifier = timed(session.drafts), timed(session.runner), timed(session.verifier)
-    with ExitStack() as stack:
+    attends, counts = attention.laid_under(call.model), implicit_positions.laid_under(call.model)
+    # Entered twice, since an interrupt may fall just where the inner one is left.
+    with attends, counts, attends, counts, ExitStack() as stack:
         stack.enter_context(session)
         verifier.first(rows, session.prefill(stack))
         drafts.begin(rows)
@@ -30,6 +33,7 @@ def decode(call: PreparedCall) -> Any:
             draft = drafts.propose(rows)
             step = runner.launch(rows, draft)
             drafts.prepare(step)
+            draft, step = session.repeat_if_not_finite(draft, step)
             verdict = verifier.read(rows, draft, step)
             num_moved = runner.commit(verdict)
             session.observe(draft, step, verdict, num_moved)

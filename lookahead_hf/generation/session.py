@@ -20,7 +20,7 @@ from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, implicit_positions
+from lookahead_hf.runner import attention
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.verification.verifier import Verifier
 
@@ -86,9 +86,7 @@ class DecodingSession:
             Logits after the prompt, [rows, 1, vocab].
         """
         call, model = self.call, self.call.model
-        stack.enter_context(attention.laid_under(model))
         stack.enter_context(attention.left_to_kernel(self.by_kernel))
-        stack.enter_context(implicit_positions.laid_under(model))
         self.stream.prompt(call.input_ids)
         with self.stats.phase("prefill"):
             outputs = self.runner.prefill(
@@ -101,6 +99,16 @@ class DecodingSession:
         self.processes.step()
         logits: torch.Tensor = outputs.logits[:, -1:]
         return logits
+
+    def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
+        """Run a step again without its draft if the draft made NaN of a row's logits."""
+        with self.stats.phase("forward"):
+            if not self.runner.is_contaminated(step, self.rows.live):
+                return draft, step
+            self.processes.step()
+            step = self.runner.repeat_without_draft(self.rows)
+        self.drafts.drafting.spoiled(step)
+        return DraftTree.empty(self.rows.num_rows), step
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
         """Learn from a committed step: requested outputs, statistics and drafting."""
@@ -147,9 +155,9 @@ class DecodingSession:
 
     def _sequences(self, columns: int) -> torch.Tensor:
         """Prompt and generated columns, [rows, columns] int64, finished rows padded."""
+        columns += self.rows.prompt_columns
         out = np.full((self.rows.num_rows, columns), self.call.pad or 0, np.int64)
         for row in range(self.rows.num_rows):
-            emitted = self.rows.emitted(row)[:columns]
-            out[row, : len(emitted)] = emitted
-        ids = self.call.input_ids
-        return torch.cat([ids, torch.from_numpy(out).to(ids.device)], 1)
+            ids = self.rows.ids(row)[:columns]  # of the prompt too, which a processor may edit
+            out[row, : len(ids)] = ids
+        return torch.from_numpy(out).to(self.call.input_ids.device)

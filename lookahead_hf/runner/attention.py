@@ -1,4 +1,4 @@
-"""Attention inside our forward: a group's query heads folded into rows, or our own kernel."""
+"""Attention inside our forwards: the query heads of a group as rows, or our own kernel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from lookahead_hf import compat
+from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import torch_compile, tree_attention
+from lookahead_hf.runner.shared_change import SharedChange
 from lookahead_hf.runner.tree_attention import BlockTree
 
 SERVED = ("eager", "sdpa")
@@ -25,9 +25,8 @@ OURS = f"{_PREFIX}sdpa"
 """What transformers' sdpa is called while ours lies under it."""
 
 _thread = threading.local()
-_lock = threading.Lock()
-_num_without_cudnn, _had_cudnn = 0, True
-_users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_without_cudnn_users: set[object] = set()
+_cudnn_before: list[bool] = []
 
 
 class _Step:
@@ -80,44 +79,39 @@ def left_to_kernel(always: bool = True) -> Iterator[Counter[bool]]:
         _thread.by_kernel = outer
 
 
-@contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """Keep cuDNN out of attention; the switch is the process's, so the last one out resets it."""
-    global _num_without_cudnn, _had_cudnn
-    with _lock:
-        if not _num_without_cudnn:
-            _had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        _num_without_cudnn += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_without_cudnn -= 1
-            if not _num_without_cudnn:
-                torch.backends.cuda.enable_cudnn_sdp(_had_cudnn)
+def _without_cudnn() -> SharedChange:
+    """Keep cuDNN out of attention; the switch belongs to the whole process."""
+    return SharedChange(_without_cudnn_users, _switch_cudnn_off, _switch_cudnn_back)
 
 
-@contextmanager
-def laid_under(model: nn.Module) -> Iterator[None]:
-    """Put our attention under the model's own for the length of a call.
+def _switch_cudnn_off() -> None:
+    if not _cudnn_before:
+        _cudnn_before.append(torch.backends.cuda.cudnn_sdp_enabled())
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
-    Another thread's plain call on the same model meanwhile passes through it unchanged.
+
+def _switch_cudnn_back() -> None:
+    if _cudnn_before:
+        torch.backends.cuda.enable_cudnn_sdp(_cudnn_before[0])
+        _cudnn_before.clear()
+
+
+def laid_under(model: nn.Module) -> SharedChange:
+    """Return a context that puts our attention under the model's own.
+
+    A plain call of another thread on the same model passes through our attention unchanged.
     """
     configs = compat.registry_configs(model)
-    with _lock:
-        _users[model] = _users.get(model, 0) + 1
+
+    def put() -> None:
         for name in _replaced(model):
             _rename(configs, name, _registered(name))
-    try:
-        yield
-    finally:
-        with _lock:
-            _users[model] -= 1
-            if not _users[model]:
-                del _users[model]
-                for name in SERVED:
-                    _rename(configs, _PREFIX + name, name)
+
+    def take_out() -> None:
+        for name in SERVED:
+            _rename(configs, _PREFIX + name, name)
+
+    return SharedChange(state_of(model).attention_users, put, take_out)
 
 
 def _replaced(model: nn.Module) -> tuple[str, ...]:
@@ -149,8 +143,7 @@ def _registered(name: str) -> str:
 
 
 def _ours(name: str) -> Callable[..., Any]:
-    """An attention function of ours inside our forward, the one of that name everywhere else."""
-    registered = compat.attention_function(name)
+    """Return our attention in our forwards, and the one registered by that name everywhere else."""
 
     def attention(
         module: nn.Module,
@@ -163,7 +156,9 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step: _Step | None = getattr(_thread, "step", None)
-        if step is not None and kwargs.get("position_bias") is None:
+        registered = compat.attention_function(name)  # now, since a caller may register another
+        is_stock = compat.is_stock_attention(registered, module)
+        if step is not None and is_stock and kwargs.get("position_bias") is None:
             tree = step.tree(attention_mask)
             more = kwargs.get("softcap"), kwargs.get("s_aux")
             # sdpa refuses these or looks past them, as transformers' version has it.
@@ -177,6 +172,8 @@ def _ours(name: str) -> Callable[..., Any]:
                     mask = _folded_mask(step.folded, mask, groups)
                 return fold(query, key, value, mask, groups, scaling), None
         original = registered or compat.eager_attention(module)
+        if step is not None and registered is not None and not is_stock:
+            attention_mask = _bool_mask(step.folded, attention_mask)
         return original(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -230,6 +227,17 @@ def _folded_mask(
     return known[1]
 
 
+def _bool_mask(
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The mask in the form that transformers gives sdpa, and so any function in its place."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    if id(mask) not in made:
+        made[id(mask)] = mask, mask == 0
+    return made[id(mask)][1]
+
+
 def fold(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -244,7 +252,7 @@ def fold(
     108 us on a CPU); as rows of their group the query heads read them once.
     """
     rows, heads, width, dim = query.shape
-    out = scaled_dot_product_attention(
+    out = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, heads // groups, groups * width, dim),
         key,
         value,

@@ -18,6 +18,7 @@ from lookahead_hf.runner import (
     attention,
     implicit_positions,
     masks,
+    non_finite,
     passthrough_kwargs,
     positions,
     prefix_tuning,
@@ -76,6 +77,8 @@ class Runner:
         self.prompt = PromptStates(model, keeps_prompt)
         self._shape = shape
         self._packed = packed or PackedSteps(model, False)
+        self._watch = non_finite.Watch(num_rows)
+        self._is_repeat = False
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
@@ -164,8 +167,8 @@ class Runner:
 
     @property
     def step_is_typical(self) -> bool:
-        """Whether the latest step did nothing but its forward, so that its time is a step's."""
-        return self._packed.is_typical
+        """Whether the latest step was one forward and nothing else, so that its time is typical."""
+        return self._packed.is_typical and not self._is_repeat
 
     @property
     def _trims(self) -> bool:
@@ -187,8 +190,7 @@ class Runner:
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
-        tokens = draft.padded(width)[0]
-        tokens[:, 0] = rows.last_tokens
+        tokens, _, _ = draft.padded(width, rows.last_tokens)
         return self._layout.block(tokens, draft, _ahead(rows))
 
     def forward(self, inputs: BlockInputs) -> Any:
@@ -200,6 +202,24 @@ class Runner:
         if self._packed.is_used:
             self.execution = "packed"
         return outputs
+
+    def is_contaminated(self, step: Any, live: np.ndarray) -> bool:
+        """Whether a draft may have made NaN of the logits of a live row, [rows] bool."""
+        self._is_repeat = False
+        return self._watch.is_contaminated(self._has_nan(step), live)
+
+    def repeat_without_draft(self, rows: Rows) -> Any:
+        """Run a step again from its last tokens alone, in slots that no draft has written."""
+        non_finite.clear(self.cache.slots)
+        step = self.launch(rows, DraftTree.empty(self.num_rows))
+        self._watch.observe_repeat(self._has_nan(step))
+        self._is_repeat = True
+        return step
+
+    def _has_nan(self, step: Any) -> np.ndarray:
+        """Whether NaN is among the logits of each row, [rows]."""
+        found: np.ndarray = non_finite.has_nan(step.logits).cpu().numpy()
+        return found
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.
@@ -249,6 +269,7 @@ class Runner:
         block = np.zeros((self.num_rows, width), np.int64)
         for row, fed in enumerate(tokens):
             block[row, : len(fed)] = fed
+            block[row, len(fed) :] = fed[-1] if fed else 0  # padding, as in `layout`
         draft = DraftTree.from_chains([[row[1:]] for row in tokens])
         return Runner.forward(self, self._layout.block(block, draft, ahead))
 

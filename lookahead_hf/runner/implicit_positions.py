@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
+from lookahead_hf.runner.shared_change import SharedChange
 
 Columns = tuple[torch.Tensor, torch.Tensor]
 """Column of every token of a block, [rows, width], and of every slot it sees, [rows, slots]."""
@@ -30,53 +31,51 @@ def step(columns: Columns | None) -> Iterator[None]:
         _step.columns = outer
 
 
-@contextmanager
-def laid_under(model: nn.Module) -> Iterator[None]:
-    """Let a model that counts positions itself use our columns for the length of a call.
+def laid_under(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a model that counts positions itself uses our columns.
 
     All other forwards, such as those of other threads meanwhile, count as before.
     """
     if not compat.counts_positions(model):
-        yield
-        return
+        return nullcontext()
     state = state_of(model)
-    with state.lock:
-        state.num_counted += 1
-        state.undo_counting = state.undo_counting or _lay(model)
-    try:
-        yield
-    finally:
-        with state.lock:
-            state.num_counted -= 1
-            if not state.num_counted:
-                undo, state.undo_counting = state.undo_counting, []
-                for each in undo:
-                    each()
+    undo = state.undo_positions
+
+    def put() -> None:
+        if not undo:
+            _lay(model, undo)
+
+    def take_out() -> None:
+        while undo:
+            undo[-1]()
+            undo.pop()
+
+    return SharedChange(state.position_users, put, take_out)
 
 
-def _lay(model: nn.Module) -> list[Callable[[], None]]:
-    """Replace what counts positions, and return what undoes that."""
-    undo: list[Callable[[], None]] = []
+def _lay(model: nn.Module, undo: list[Callable[[], None]]) -> None:
+    """Replace what counts positions, and add to `undo` what undoes that."""
     for table in compat.counted_tables(model):
-        undo.append(_put(table, "forward", _looked_up(table)))
+        _put(table, "forward", _looked_up(table), undo)
     for module in compat.relative_biases(model):
-        undo.append(_put(module, "compute_bias", _by_column(module.compute_bias)))
-    return undo
+        _put(module, "compute_bias", _by_column(module.compute_bias), undo)
 
 
-def _put(module: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Give one module object a method of its own, and return what undoes that."""
+def _put(
+    module: Any, name: str, function: Callable[..., Any], undo: list[Callable[[], None]]
+) -> None:
+    """Give one module object a method of its own, and add to `undo` what undoes that."""
     own = vars(module)
     found = own.get(name)
-    own[name] = function
 
-    def undo() -> None:
+    def take_away() -> None:
         if found is None:
             own.pop(name, None)
         else:
             own[name] = found
 
-    return undo
+    undo.append(take_away)  # first, for interrupts
+    own[name] = function
 
 
 def _looked_up(table: Any) -> Callable[..., torch.Tensor]:

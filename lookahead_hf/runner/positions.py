@@ -46,7 +46,7 @@ def check_length(
         num_new: Most tokens that the call generates; the last one is never fed.
     """
     limits = compat.rope_limits(model)
-    if not limits:
+    if not limits or not position_ids.numel():  # the forward says what is wrong with the prompt
         return
     newest = position_ids[..., -1]
     shortest = min(int(newest.min()) + 1, num_columns)
@@ -74,8 +74,10 @@ def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
         num_new: Most tokens that the call generates; the last of them is never fed.
     """
     table = compat.position_table(model)
+    if table is None or not position_ids.numel():
+        return num_new
     newest = int(position_ids[..., -1].max())
-    if table is None or newest >= table:
+    if newest >= table:
         return num_new
     return min(num_new, table - newest)
 

@@ -147,6 +147,8 @@ def _check_attention(model: Any) -> None:
     name = compat.attention_name(compat.text_config(model))
     if name is not None and name.removeprefix("lookahead:") not in SERVED:
         raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
+    if name is not None and not compat.has_stock_masks(name.removeprefix("lookahead:")):
+        raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
 
 
 def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:

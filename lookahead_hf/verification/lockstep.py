@@ -74,6 +74,7 @@ class Lockstep(HostVerifier):
         ids = self._ids(rows)
         raw = logits.to(copy=True, dtype=torch.float32, device=self._device)
         scores = self._processors(ids, raw)
+        _take_edits(rows, ids)
         for row in range(rows.num_rows):
             self._outputs.choose(row, scores[row], raw[row])
         chosen = self._chosen(scores).to("cpu").numpy().astype(np.int64)
@@ -88,7 +89,7 @@ class Lockstep(HostVerifier):
                 rows.end(row)
         for row, token in enumerate(tokens):
             self._stream.push(row, token)
-        return tokens
+        return rows.last_tokens.tolist()
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
         """The tokens that follow these scores, [rows, vocab]: [rows]."""
@@ -100,7 +101,9 @@ class Lockstep(HostVerifier):
         """Rows that the criteria have ended so far, [rows] bool."""
         going = np.broadcast_to(~self._ended, rows.num_rows).astype(np.int64)
         unfinished = torch.from_numpy(going).to(self._device)
-        unfinished = unfinished & ~self._criteria(self._ids(rows), self._outputs.scores_so_far())
+        ids = self._ids(rows)
+        unfinished = unfinished & ~self._criteria(ids, self._outputs.scores_so_far())
+        _take_edits(rows, ids)
         ended: np.ndarray = unfinished.to("cpu").numpy() == 0
         return ended
 
@@ -108,3 +111,9 @@ class Lockstep(HostVerifier):
         """The batch as plain holds it, [rows, columns]."""
         ids = np.stack([rows.ids(row) for row in range(rows.num_rows)])
         return torch.from_numpy(ids).to(self._device)
+
+
+def _take_edits(rows: Rows, ids: torch.Tensor) -> None:  # [rows, columns]
+    """Take over what processors or criteria have written into the ids."""
+    for row, edited in enumerate(ids.cpu()):
+        rows.rewrite(row, edited)

@@ -107,7 +107,9 @@ class Walk(HostVerifier):
         while True:
             token, child = decide(path[-1] if path else ROOT)
             tokens.append(token)
-            if self._emit(rows, row, token) or child is None:
+            stops = self._emit(rows, row, token)
+            tokens[-1] = rows.last_token(row)
+            if stops or child is None or tokens[-1] != token:  # A criterion may have edited it.
                 return
             path.append(child)
 
@@ -154,15 +156,24 @@ class Walk(HostVerifier):
         """Return the processed scores after these logits, [1, vocab] float32, and keep them."""
         rules = self.rules
         raw = logits[None].to(copy=True, dtype=torch.float32, device=rules.device)
-        empty = rules.processors.empty
-        scores = raw if empty else rules.processors(row, self._ids(rows, row), raw)
+        scores = raw
+        if not rules.processors.empty:
+            ids = self._ids(rows, row)
+            scores = rules.processors(row, ids, raw)
+            if not rules.processors.all_known:
+                rows.rewrite(row, ids[0])
         rules.outputs.choose(row, scores[0], raw[0])
         return scores
 
     def _stops(self, rows: Rows, row: int, token: int) -> bool:
-        stops, columns = self.rules.stopping.stops, len(rows.ids(row))
+        stopping, columns = self.rules.stopping, len(rows.ids(row))
         scores = self.rules.outputs.scores_so_far
-        return stops(row, token, columns, lambda: self._ids(rows, row), scores)
+        if stopping.all_known:
+            return stopping.stops(row, token, columns, lambda: self._ids(rows, row), scores)
+        ids = self._ids(rows, row)
+        stops = stopping.stops(row, token, columns, lambda: ids, scores)
+        rows.rewrite(row, ids[0])
+        return stops
 
     def _ids(self, rows: Rows, row: int) -> torch.Tensor:
         """The row's own prefix as plain holds it, [1, columns]."""

@@ -13,6 +13,7 @@ from lookahead_hf.fallback import FallbackReason
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
+from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 Warned = lookahead_hf.SpeculationFallbackWarning
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -83,9 +84,21 @@ def assert_same_static(ours: Any, plain: Any) -> None:
         assert int(a.cumulative_length) == int(b.cumulative_length) or a.is_sliding
         assert a.get_seq_length() == b.get_seq_length()
         assert a.keys.shape == b.keys.shape
-        first = 1 if a.is_sliding else 0  # a sliding layer never reads its oldest column again
-        assert torch.allclose(a.keys[0, :, first:], b.keys[0, :, first:], atol=5e-4, rtol=1e-3)
-        assert torch.allclose(a.values[0, :, first:], b.values[0, :, first:], atol=5e-4, rtol=1e-3)
+        assert torch.allclose(a.keys[0], b.keys[0], atol=5e-4, rtol=1e-3)
+        assert torch.allclose(a.values[0], b.values[0], atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("num_new", [1, 2, 6, 40])
+def test_a_static_window_comes_back_whole(num_new: int, rows: int) -> None:
+    model, ids = lookahead_hf.enable(tiny("mistral")), prompt(rows)
+    plain, ours = (StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
+    call = {"attention_mask": torch.ones_like(ids), **GREEDY, "max_new_tokens": num_new}
+    text = model.generate(ids, past_key_values=plain, **call)
+    config = scripted(continuations(text, 12), RandomTrees())
+    got = model.generate(ids, past_key_values=ours, **call, speculative=config)
+    assert got.tolist() == text.tolist()
+    assert_same_static(ours, plain)
 
 
 def refused(model: Any, reason: FallbackReason, detail: str, **call: Any) -> None:
@@ -103,21 +116,27 @@ def test_a_static_cache_that_is_too_small_is_left_to_plain() -> None:
         refused(model, FallbackReason.CACHE, "20 columns", past_key_values=cache)
 
 
-def test_a_sliding_layer_made_for_less_than_the_window_ends_there() -> None:
-    model = tiny("mistral", sliding_window=64)
-    cache = StaticCache(config=model.config, max_cache_len=20)
-    refused(model, FallbackReason.CACHE, "20 columns", past_key_values=cache)
+class OwnCache(DynamicCache):
+    """A subclass may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "call"),
+    [
+        ("mistral", "20 columns", lambda c: StaticCache(config=c, max_cache_len=20)),
+        ("llama", "OwnCache", lambda c: OwnCache(config=c)),
+    ],
+)
+def test_caches_that_are_refused_by_name(name: str, detail: str, call: Any) -> None:
+    """A sliding layer that was made for less than the window ends there."""
+    model = tiny(name, sliding_window=64)
+    refused(model, FallbackReason.CACHE, detail, past_key_values=call(model.config))
 
 
 def test_attentions_over_a_static_cache_are_left_to_plain() -> None:
     shown = {"return_dict_in_generate": True, "output_attentions": True}
-    refused(
-        tiny("llama", "eager"),
-        FallbackReason.CACHE,
-        "room",
-        cache_implementation="static",
-        **shown,
-    )
+    call = {"cache_implementation": "static", **shown}
+    refused(tiny("llama", "eager"), FallbackReason.CACHE, "room", **call)
 
 
 class Stream:
@@ -140,32 +159,19 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
 
 
-@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
-def test_an_offloaded_cache_by_name_is_left_to_plain(name: str, streams: None) -> None:
-    model = tiny("gemma3")
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static", DynamicCache, StaticCache])
+def test_an_offloaded_cache_is_left_to_plain(kind: Any, streams: None) -> None:
+    model = lookahead_hf.enable(tiny("gemma3"))
     expected = model.generate(prompt(), **GREEDY)
-    reason = rf"cache_implementation='{name}'.*\[{FallbackReason.CACHE_IMPLEMENTATION}\]"
-    with pytest.warns(Warned, match=reason), lookahead_hf.enabled(model):
-        got = model.generate(prompt(), **GREEDY, cache_implementation=name, speculative=True)
+    if isinstance(kind, str):
+        call: dict[str, Any] = {"cache_implementation": kind}
+        match = rf"cache_implementation='{kind}'.*\[{FallbackReason.CACHE_IMPLEMENTATION}\]"
+    else:
+        room = {"max_cache_len": 60} if kind is StaticCache else {}
+        call = {"past_key_values": kind(config=model.config, offloading=True, **room)}
+        match = r"offloaded cache.*\[cache\]"
+    with pytest.warns(Warned, match=match):
+        got = model.generate(prompt(), **GREEDY, **call, speculative=True)
     assert got.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_an_offloaded_cache_of_the_callers_is_left_to_plain(kind: Any, streams: None) -> None:
-    model = tiny("gemma3")
-    room = {"max_cache_len": 60} if kind is StaticCache else {}
-    cache = kind(config=model.config, offloading=True, **room)
-    expected = model.generate(prompt(), **GREEDY)
-    with pytest.warns(Warned, match=r"offloaded cache.*\[cache\]"), lookahead_hf.enabled(model):
-        got = model.generate(prompt(), **GREEDY, past_key_values=cache, speculative=True)
-    assert got.tolist() == expected.tolist()
-    assert cache.get_seq_length() == got.shape[1] - 1
-
-
-class Own(DynamicCache):
-    """A subclass may do anything."""
-
-
-def test_other_caches_are_refused_by_name() -> None:
-    model = tiny("llama")
-    refused(model, FallbackReason.CACHE, "Own", past_key_values=Own(config=model.config))
+    for cache in call.values():
+        assert isinstance(cache, str) or cache.get_seq_length() == got.shape[1] - 1

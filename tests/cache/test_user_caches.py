@@ -31,28 +31,26 @@ def generate(
 ) -> torch.Tensor:
     """One speculative turn on a cache; asserts that it was one."""
     config = scripted(truth, RandomTrees())
-    out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, **KWARGS, **kwargs, speculative=config
-    )
+    call = {"attention_mask": mask, "past_key_values": cache, **KWARGS, **kwargs}
+    out = model.generate(ids, **call, speculative=config)
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
     return out
 
 
+def extended(mask: torch.Tensor, columns: int) -> torch.Tensor:
+    return torch.cat([mask, mask.new_ones(len(mask), columns - mask.shape[1])], 1)
+
+
 def assert_same(ours: Any, plain: Any, mask: torch.Tensor) -> None:
     """The caches hold the same columns, up to rounding, wherever anything is attended."""
     assert ours.get_seq_length() == plain.get_seq_length()
-    length = plain.get_seq_length()
-    attended = torch.cat([mask, mask.new_ones(len(mask), length - mask.shape[1])], 1)
+    attended = extended(mask, plain.get_seq_length())
     for a, b in zip(ours.layers, plain.layers, strict=True):
         assert a.keys.shape == b.keys.shape
         held = attended[:, -a.keys.shape[2] :][:, None, :, None]
         for x, y in ((a.keys, b.keys), (a.values, b.values)):
             assert torch.allclose(x * held, y * held, atol=5e-4, rtol=1e-3)
-
-
-def extended(mask: torch.Tensor, columns: int) -> torch.Tensor:
-    return torch.cat([mask, mask.new_ones(len(mask), columns - mask.shape[1])], 1)
 
 
 @pytest.mark.parametrize("with_config", [True, False])
@@ -95,13 +93,10 @@ def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) 
     mask[2, 10] = 0  # in the window of a sliding layer still
     eos = {"eos_token_id": [7, 8, 9, 10]}
     caches = [new_cache(model, True) for _ in range(2)]
-    call = {"attention_mask": mask, **{**KWARGS, "max_new_tokens": 6}, **eos}
-    first = model.generate(ids, past_key_values=caches[0], **call)
+    six = {**KWARGS, "max_new_tokens": 6, **eos}
+    first = model.generate(ids, attention_mask=mask, past_key_values=caches[0], **six)
     with lookahead_hf.enabled(model):
-        config = scripted(continuations(first, 12), RandomTrees())
-        out = model.generate(ids, past_key_values=caches[1], **call, speculative=config)
-        stats = lookahead_hf.last_stats(model)
-        assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+        out = generate(model, ids, mask, caches[1], continuations(first, 12), **six)
     assert out.tolist() == first.tolist()
     assert_same(caches[1], caches[0], torch.ones_like(mask))
     again = torch.cat([first, prompt(3, 4, seed=3)], 1)  # and from here on all columns are attended

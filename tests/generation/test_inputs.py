@@ -86,3 +86,14 @@ def test_a_mask_of_four_dimensions_is_left_to_plain() -> None:
     assert str(ours.value) == str(plain.value)
     with lookahead_hf.enabled(model), pytest.raises(ValueError, match="must be 2D"):
         model.generate(ids, attention_mask=mask, **GREEDY, speculative=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (3, 0), (0, 5)])
+def test_a_prompt_without_tokens_fails_as_in_plain(shape: tuple[int, int]) -> None:
+    model, ids = lookahead_hf.enable(tiny("llama")), torch.zeros(shape, dtype=torch.long)
+    errors = []
+    for speculative in (False, True):
+        with pytest.raises((RuntimeError, IndexError)) as raised:
+            model.generate(ids, **GREEDY, speculative=speculative)
+        errors.append((raised.type, str(raised.value)))
+    assert errors[0] == errors[1]

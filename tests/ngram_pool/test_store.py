@@ -298,7 +298,6 @@ def test_two_processes_read_one_file(path: Path) -> None:
     code = """
 import sys
 from lookahead_hf.ngram_pool import NgramPool
-from tests.helpers.ngrams import tree_of
 pool = NgramPool.load(sys.argv[1])
 pool.add([497, 498, 499])
 print(tree_of(pool, 2_000), flush=True)

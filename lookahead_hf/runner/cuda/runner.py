@@ -13,7 +13,7 @@ from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import execution, torch_compile
+from lookahead_hf.runner import execution, non_finite, torch_compile
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import Recording, Step
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
@@ -49,12 +49,14 @@ class DeviceOutputs:
         logits: The target's, [rows, width, vocab]; valid until the next step.
         copy: Brings further tensors of the step to the host.
         walk: `TreeWalk.packed`, [rows, 2 + width].
+        has_nan: Whether NaN is among the logits of a row, [rows].
         is_finite: As in `Scores`.
     """
 
     logits: torch.Tensor
     copy: HostCopy
     walk: Ticket
+    has_nan: Ticket
     is_finite: Ticket | None
 
 
@@ -155,16 +157,17 @@ class CudaRunner(Runner):
             scores = self._scoring(rows, draft, logits)
             packed = self._step.decide(width, scores.values, scores.noise).packed
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
-        walk = copy.add(packed)
+        walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
         copy.send()
-        return DeviceOutputs(logits, copy, walk, finite)
+        return DeviceOutputs(logits, copy, walk, has_nan, finite)
 
-    def layout(self, rows: Rows, draft: DraftTree) -> Any:
-        """Return what `forward` takes: here one launch does both."""
-        return rows, draft
+    def repeat_without_draft(self, rows: Rows) -> DeviceOutputs:
+        self.forget()
+        step: DeviceOutputs = super().repeat_without_draft(rows)
+        return step
 
-    def forward(self, inputs: Any) -> DeviceOutputs:
-        return self.launch(*inputs)
+    def _has_nan(self, step: DeviceOutputs) -> np.ndarray:
+        return step.has_nan.take()
 
     def _load(self, rows: Rows, draft: DraftTree) -> tuple[int, int]:
         """Send the draft to the device; return the width of the block and the visible slots."""

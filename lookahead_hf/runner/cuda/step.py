@@ -55,8 +55,7 @@ def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.nd
         lengths: Tokens of each row in the cache, [rows].
         width: Tokens per row, padding included.
     """
-    fields, sizes = draft.padded(width), np.diff(draft.row_offsets)
-    fields[0, :, 0] = rows.last_tokens
+    fields, sizes = draft.padded(width, rows.last_tokens), np.diff(draft.row_offsets)
     parts = fields.ravel(), _ancestor_bits(fields[1]).ravel(), sizes, rows.live, lengths
     return np.concatenate(parts, dtype=np.int64)
 

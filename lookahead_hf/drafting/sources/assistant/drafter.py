@@ -142,8 +142,10 @@ class AssistantDrafter(BuiltInDrafter):
         self._is_served = np.array([len(context) > 0 for context in contexts])
         self._picks.begin(self._assistant.device)
         if self._is_served.any():
-            self._laid_under.enter_context(attention.laid_under(self._assistant))
-            self._laid_under.enter_context(implicit_positions.laid_under(self._assistant))
+            for rooms in (attention, implicit_positions):
+                change = rooms.laid_under(self._assistant)
+                self._laid_under.push(change)  # before it is entered, for interrupts
+                change.__enter__()
             self._model = AssistantModel(self._assistant, contexts, self._encoder_inputs)
 
     def _text(self, vocab_size: int) -> SameTokens | Bridge:

@@ -1,0 +1,49 @@
+"""A change to something that several calls share, which no interrupt can leave behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+_lock = threading.RLock()
+
+
+class SharedChange:
+    """Makes a change while at least one call is inside, and undoes it when the last one leaves.
+
+    An interrupt at any line leaves things as they were found: both functions can be repeated, and
+    leaving does no harm to a call that has not entered, or has left already.
+    """
+
+    def __init__(
+        self, users: set[object], make: Callable[[], None], undo: Callable[[], None]
+    ) -> None:
+        """Prepare to enter.
+
+        Args:
+            users: The calls that are inside, kept where all calls on the shared thing find it.
+            make: Makes the change, or the rest of it.
+            undo: Undoes what was made of it, possibly nothing.
+        """
+        self._users, self._make, self._undo = users, make, undo
+
+    def __enter__(self) -> None:
+        try:
+            with _lock:
+                self._users.add(self)
+                self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._leave()
+        finally:
+            self._leave()  # An interrupt may have broken off the first.
+
+    def _leave(self) -> None:
+        with _lock:
+            self._users.discard(self)
+            if not self._users:
+                self._undo()

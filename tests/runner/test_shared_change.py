@@ -1,0 +1,111 @@
+"""Changes to a shared model: an interrupt at any line leaves it as it was found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf import compat
+from lookahead_hf.generation import decode
+from lookahead_hf.runner import attention, implicit_positions, shared_change
+from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.models import prompt, tiny
+
+ROOMS = (attention, implicit_positions, shared_change)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that is run in some modules, as SIGINT may."""
+
+    def __init__(self, line: int, modules: tuple[Any, ...]) -> None:
+        self.left, self.files = line, {module.__file__ for module in modules}
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(line: int, modules: tuple[Any, ...], call: Callable[[], object]) -> bool:
+    """Whether the call has so many lines; it is interrupted at that one."""
+    outer = sys.gettrace()
+    interrupt = Interrupt(line, modules)
+    sys.settrace(interrupt)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(outer)
+    return False
+
+
+def state(model: Any) -> list[Any]:
+    """All that the changes touch."""
+    own = [sorted(vars(module)) for module in model.modules()]
+    names = [compat.attention_name(config) for config in compat.attention_configs(model)]
+    return [names, own, torch.backends.cuda.cudnn_sdp_enabled()]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("what", ["attention", "table", "bias", "cudnn"])
+def test_an_interrupt_at_any_line(what: str, is_nested: bool) -> None:
+    makes: dict[str, tuple[Any, Callable[[Any], AbstractContextManager[None]]]] = {
+        "attention": (tiny("gemma3"), attention.laid_under),
+        "table": (tiny_pair("bart"), implicit_positions.laid_under),
+        "bias": (tiny_pair("t5"), implicit_positions.laid_under),
+        "cudnn": (tiny("llama"), lambda _: attention._without_cudnn()),
+    }
+    model, context = makes[what]
+
+    def make() -> AbstractContextManager[None]:
+        return context(model)
+
+    before = state(model)
+    with make():
+        within = state(model)
+    assert within != before
+
+    def call() -> None:
+        change = make()
+        with change, change:  # as in a call of `generate`
+            assert state(model) == within
+
+    line = 0
+    while True:
+        line += 1
+        if is_nested:
+            with make():
+                going_on = interrupted(line, ROOMS, call)
+                assert state(model) == within
+        else:
+            going_on = interrupted(line, ROOMS, call)
+        assert state(model) == before
+        if not going_on:
+            break
+    assert line > 15
+
+
+def test_an_interrupt_where_a_call_begins_or_ends() -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    before, line, config = state(model), 0, {"budget": 2}
+    call = {"max_new_tokens": 3, "do_sample": False, "speculative": config}
+    modules = (decode, shared_change)
+    while True:
+        line += 1
+        going_on = interrupted(line, modules, lambda: model.generate(prompt(), **call))
+        assert state(model) == before
+        if not going_on:
+            break
+    assert line > 30
