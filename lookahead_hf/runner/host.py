@@ -24,7 +24,7 @@ from lookahead_hf.runner import (
     prefix_tuning,
 )
 from lookahead_hf.runner.layout import BlockInputs, BlockLayout
-from lookahead_hf.runner.packed_linear import PackedSteps
+from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.runner.prompt_states import PromptStates
 
 

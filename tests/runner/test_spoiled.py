@@ -30,13 +30,13 @@ CALL: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id"
 def repeats(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the steps that are run again."""
     counts = Counter[str]()
-    own = host.Runner.repeat_alone
+    own = host.Runner.repeat_without_draft
 
     def counted(self: Any, rows: Any) -> Any:
-        counts["repeat_alone"] += 1
+        counts["repeat_without_draft"] += 1
         return own(self, rows)
 
-    monkeypatch.setattr(host.Runner, "repeat_alone", counted)
+    monkeypatch.setattr(host.Runner, "repeat_without_draft", counted)
     return counts
 
 
@@ -119,7 +119,7 @@ def test_a_token_beside_the_text(
     name: str, rows: int, chains: bool, value: float, repeats: Counter[str]
 ) -> None:
     check(tiny(name), rows, value, chains=chains)
-    assert repeats["repeat_alone"]
+    assert repeats["repeat_without_draft"]
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -148,7 +148,7 @@ def test_every_engine(
         stats = check(tiny("llama"), rows, **call)
     names = {"waves": "walk", "graphs": "device", "lockstep": "lockstep" if rows > 1 else "walk"}
     assert stats.engine == names.get(engine, engine)
-    assert repeats["repeat_alone"]
+    assert repeats["repeat_without_draft"]
     if engine == "graphs":
         assert stats.execution == "replayed"
 
@@ -158,7 +158,7 @@ def test_rejection_sampling(rows: int, repeats: Counter[str]) -> None:
     """With one token to choose from, which is then plain's."""
     sampled = {"do_sample": True, "top_k": 1, "config": {"verification": "rejection"}}
     check(tiny("llama"), rows, engine="rejection", like={"do_sample": False}, **sampled)
-    assert repeats["repeat_alone"]
+    assert repeats["repeat_without_draft"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_half_precision(dtype: torch.dtype, value: float, rows: int, repeats: Co
     assert ours.tolist() == alone.tolist()
     stats = lookahead_hf.last_stats(model)
     assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
-    assert repeats["repeat_alone"]
+    assert repeats["repeat_without_draft"]
 
 
 def test_padding_is_no_token_that_plain_does_not_read(repeats: Counter[str]) -> None:
@@ -232,7 +232,7 @@ def test_a_text_that_plain_itself_makes_not_finite(rows: int, repeats: Counter[s
         stats = lookahead_hf.last_stats(model)
         assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
         if bad is None:
-            assert repeats["repeat_alone"] <= 3
+            assert repeats["repeat_without_draft"] <= 3
 
 
 def test_drafts_that_always_spoil_cost_few_steps(repeats: Counter[str]) -> None:
@@ -243,7 +243,7 @@ def test_drafts_that_always_spoil_cost_few_steps(repeats: Counter[str]) -> None:
         model.get_input_embeddings().weight[unused(plain)] = NAN
     config = scripted(continuations(plain, 14), lambda rest: chain([unused(plain)]))
     assert model.generate(**inputs, **call, speculative=config).tolist() == plain.tolist()
-    assert 1 < repeats["repeat_alone"] < 20
+    assert 1 < repeats["repeat_without_draft"] < 20
 
 
 def test_default_drafters() -> None:
