@@ -68,7 +68,8 @@ def warm_up(
     compile_or_say()
     try:
         support.check_setup(model)
-        support.check_model(model)
+        support.check_kind(model)
+        support.check_trial(model)
     except Unserved:
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:

@@ -17,19 +17,8 @@ from lookahead_hf.runner.attention import SERVED
 MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 UNSERVED_TYPES = frozenset(
-    {
-        "bloom",
-        "cpmant",
-        "ctrl",
-        "deepseek_v4",
-        "git",
-        "minimax",
-        "moshi",
-        "mpt",
-        "openai-gpt",
-        "prophetnet",
-    }
-    | {"reformer", "roformer", "rwkv", "xlm", "xlnet", "xlstm"}
+    {"bloom", "cpmant", "ctrl", "deepseek_v4", "git", "minimax", "moshi", "mpt", "openai-gpt"}
+    | {"prophetnet", "reformer", "roformer", "rwkv", "xlm", "xlnet", "xlstm"}
 )
 """Model types whose positions or biases do not follow from position ids and a mask."""
 
@@ -65,12 +54,6 @@ def check_call(
         check_cache(model, cache, bool(shows))
     _check_arguments(model, model_kwargs)
     prefix_tuning.check(model, generation_config, model_kwargs)
-
-
-def check_model(model: Any) -> None:
-    """Raise Unserved where this kind of model cannot be served in any call."""
-    check_kind(model)
-    check_trial(model)
 
 
 def check_trial(model: Any) -> None:
