@@ -18,15 +18,6 @@ from tests.helpers.models import prompt, tiny
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
 
-def test_overlapping_steps_leave_cudnn_as_it_was() -> None:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    with attention._without_cudnn():
-        with attention._without_cudnn():
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
 def test_a_step_within_a_step_restores_the_outer_one() -> None:
     with attention.step(), implicit_positions.step(None):
         outer = attention._thread.step
