@@ -84,12 +84,9 @@ def release(layer: Any, users: bool) -> None:
 
 
 def fill(layer: Any, content: Content, num_columns: int) -> None:
-    """Store K and V of the newest columns, in the layer's own tensors if it still has them.
+    """Store K and V of the newest of all columns, in a static layer's own tensors if it has them.
 
-    Args:
-        layer: A layer of a served type.
-        content: The newest columns, as many as the layer holds after `num_columns`.
-        num_columns: Columns that the cache has seen in all.
+    There are as many of them as the layer holds after `num_columns`.
     """
     if isinstance(layer, StaticLayer):
         _fill_static(layer, content, num_columns)

@@ -40,17 +40,9 @@ class BlockLayout:
         cache: AdoptedCache,
         kinds: list[masks.MaskKind],
         passed: dict[str, Any],
-        next_position: torch.Tensor,  # [..., rows, 1]
+        next_position: torch.Tensor,  # [..., rows, 1], of the token after the prompt
     ) -> None:
-        """Prepare for one call.
-
-        Args:
-            model: The model.
-            cache: Its cache.
-            kinds: The masks that its layers take.
-            passed: Arguments that every forward is passed in addition.
-            next_position: Position of the token after the prompt.
-        """
+        """Prepare for one call, in which every forward is passed the arguments in `passed`, too."""
         self._model, self._cache, self._kinds, self._passed = model, cache, kinds, passed
         self._next_position, self._device = next_position, next_position.device
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)

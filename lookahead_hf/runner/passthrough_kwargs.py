@@ -10,12 +10,7 @@ from lookahead_hf import compat
 
 
 def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[str, Any]:
-    """Return the prepared arguments that every step passes on.
-
-    Args:
-        model_kwargs: As prepared by `generate`.
-        names: The model's names for the inputs that every step sets.
-    """
+    """Return the prepared arguments that every step passes on; it sets those in `names` itself."""
     ours = names.prepared | compat.PROMPT_ONLY
     passed = {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}
     for name in passed.keys() & set(compat.TOKEN_TYPES):  # of every token behind the prompt

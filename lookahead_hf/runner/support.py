@@ -89,18 +89,11 @@ def check_kind(model: Any) -> None:
 
 def check_room(
     model: Any,
-    input_ids: torch.Tensor,  # [rows, columns]
+    input_ids: torch.Tensor,  # [rows, columns]; with the caller's cache perhaps only new ones
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise Unserved where a cache has no room for a call's longest text; plain reports that.
-
-    Args:
-        model: The target.
-        input_ids: Prompt tokens, [rows, columns]; with the caller's cache perhaps only new ones.
-        generation_config: As prepared by `generate`.
-        model_kwargs: As prepared by `generate`.
-    """
+    """Raise Unserved where a cache has no room for a call's longest text; plain reports that."""
     room = hf_layers.room(
         compat.self_attention(model_kwargs["past_key_values"]), compat.window(model)
     )

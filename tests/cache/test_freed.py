@@ -163,12 +163,3 @@ def test_a_cache_that_grows_holds_one_layer_twice() -> None:
             group.grow(512)
         after = live_bytes()
     assert max(grown) < after
-
-
-def test_a_table_does_not_keep_itself() -> None:
-    with uncollected():
-        table = PathTable([torch.zeros(1, 4, 2)])
-        assert table.by_device == [table]
-        gone = weakref.ref(table)
-        del table
-        assert gone() is None

@@ -84,16 +84,9 @@ def check(
     like: dict[str, Any] | None = None,
     **call: Any,
 ) -> lookahead_hf.SpeculativeStats:
-    """Compare a call whose drafts hold a token that is not finite with plain's; see `Spoils`.
+    """Compare a call with plain's, whose drafts hold a token that is not finite; see `Spoils`.
 
-    Args:
-        model: The target.
-        rows: Rows of a ragged batch.
-        value: What the token's embedding is made of.
-        engine: The engine that has to verify.
-        chains: Whether drafts are chains.
-        like: Arguments in which the plain call differs.
-        **call: Arguments of `generate`, and fields of the configuration under "config".
+    In the plain call the arguments in `like` differ; "config" holds fields of the configuration.
     """
     inputs, fields = inputs_of(rows), call.pop("config", {})
     torch.manual_seed(7)
@@ -227,15 +220,3 @@ def test_a_text_that_plain_itself_makes_not_finite(rows: int, repeats: list[Any]
         speculated(model)
         if bad is None:
             assert len(repeats) <= 3
-
-
-def test_default_drafters() -> None:
-    """Which propose by themselves what the model finds likely."""
-    model, inputs = lookahead_hf.enable(tiny("llama")), inputs_of(3)
-    lookahead_hf.warm_up(model)
-    plain = model.generate(**inputs, **CALL)
-    with torch.no_grad():
-        for token in set(range(1, VOCAB)) - set(plain.flatten().tolist()):
-            model.get_input_embeddings().weight[token] = NAN
-    ours = model.generate(**inputs, **CALL, speculative={"budget": 8})
-    assert ours.tolist() == plain.tolist()

@@ -19,7 +19,7 @@ from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import packed_linear, packed_weights
 from lookahead_hf.runner.packed_steps import PackedSteps
 from tests.helpers.compared import compared
-from tests.helpers.models import VOCAB, prompt, tiny
+from tests.helpers.models import prompt, tiny
 from tests.helpers.packing import Lora, in_threads, num_products, pack_all, run, run_packed
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
@@ -249,13 +249,6 @@ def test_whoever_watches_sees_the_models_own_calls() -> None:
         assert run(model, packed=False)[:2] == run(model, packed=True)[:2]
     finally:
         torch.set_num_threads(threads)
-
-
-def test_new_embeddings_are_packed_though_they_are_in_training_mode() -> None:
-    model = half()
-    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
-    assert model.lm_head.training
-    assert run_packed(model)[:2] == run(model, packed=False)[:2]
 
 
 # Layers of one input.
