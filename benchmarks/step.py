@@ -42,7 +42,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
-from lookahead_hf.runner.packed_linear import PackedSteps
+from lookahead_hf.runner.packed_steps import PackedSteps
 
 SHAPES = {
     "0.1B": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M

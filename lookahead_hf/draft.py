@@ -104,20 +104,16 @@ class DraftTree:
     def with_chains(self, tokens: np.ndarray, rows: np.ndarray) -> DraftTree:
         """The same tree with a chain, [tokens], added to rows without nodes, [rows] bool."""
         counts = np.where(rows, len(tokens), np.diff(self.row_offsets))
-        new = np.repeat(rows, counts)
+        at = np.repeat(self.row_offsets[:-1][rows], len(tokens))
         depth = np.arange(1, len(tokens) + 1)
 
         def with_new(held: np.ndarray, added: np.ndarray) -> np.ndarray:
-            merged = np.empty(len(new), held.dtype)
-            merged[~new], merged[new] = held, np.tile(added, int(rows.sum()))
-            return merged
+            return np.insert(held, at, np.tile(added, int(rows.sum())))
 
         evidence = self.evidence
         if evidence is not None:
-            sizes = np.zeros(len(new), np.int64)
-            sizes[~new] = np.diff(evidence.offsets)
-            offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
-            evidence = Evidence(offsets, evidence.source, evidence.bucket)
+            offsets = np.insert(evidence.offsets, at, evidence.offsets[at])
+            evidence = replace(evidence, offsets=offsets)
         return DraftTree(
             np.concatenate([[0], counts.cumsum()]),
             with_new(self.token_ids, tokens),
@@ -130,13 +126,7 @@ class DraftTree:
     @staticmethod
     def empty(num_rows: int) -> DraftTree:
         """No draft for any row."""
-        return DraftTree(
-            np.zeros(num_rows + 1, np.int64),
-            np.empty(0, np.int64),
-            np.empty(0, np.int32),
-            np.empty(0, np.int32),
-            np.empty(0, np.float32),
-        )
+        return DraftTree.from_rows([((), ())] * num_rows)
 
     @staticmethod
     def from_rows(rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:

@@ -44,18 +44,16 @@ def say_once(model: Any, stacklevel: int = 2) -> None:
 
 def quantised_activations(model: Any) -> str | None:
     """How a model quantises activations, None where it does not."""
-    return _by_config(_config_of(model)) or _by_modules(model)
-
-
-def _config_of(model: Any) -> dict[str, Any]:
     config = getattr(model.config, "quantization_config", None)
-    if config is None:
-        return {}
-    # An object's fields, as the torchao one's dict is a copy without its types.
-    return dict(config) if isinstance(config, Mapping) else vars(config)
+    return _by_config(_fields(config or {})) or _by_modules(model)
 
 
-def _by_config(config: dict[str, Any]) -> str | None:
+def _fields(config: Any) -> Mapping[str, Any]:
+    """The fields of a config; `to_dict` of torchao's is a copy without its types."""
+    return config if isinstance(config, Mapping) else vars(config)
+
+
+def _by_config(config: Mapping[str, Any]) -> str | None:
     method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
     if method in _ALWAYS and not config.get("dequantize"):
         return method
@@ -67,10 +65,8 @@ def _by_config(config: dict[str, Any]) -> str | None:
     if found := re.search(r"\w*(Dynamic|Static)Activation\w*", repr(config.get("quant_type"))):
         return found.group()
     inner = config.get("quantization_config", config)  # compressed-tensors' object holds its own
-    groups = (inner if isinstance(inner, Mapping) else vars(inner)).get("config_groups") or {}
-    for group in groups.values():
-        fields = group if isinstance(group, Mapping) else vars(group)
-        if fields.get("input_activations") is not None:
+    for group in (_fields(inner).get("config_groups") or {}).values():
+        if _fields(group).get("input_activations") is not None:
             return method
     return None
 

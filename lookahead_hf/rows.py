@@ -44,20 +44,11 @@ class Rows:
         self._ids = np.empty((self.num_rows, width + 64), np.int64)
         self._ids[:, :width] = prompt_ids
         self._width = width
-        self._attended = attended
-        self._context, self._prompt_length = self._without_pads(prompt_ids, attended)
-
-    def _without_pads(
-        self, prompt_ids: np.ndarray, attended: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Attended prompt ids, left-aligned, and their number per row; a view without padding."""
-        if attended is None or bool(attended.all()):
-            return self._ids, np.full(self.num_rows, self._width, np.int64)
-        context = np.empty_like(self._ids)
-        for row in range(self.num_rows):
-            kept = prompt_ids[row][attended[row]]
-            context[row, : len(kept)] = kept
-        return context, attended.sum(1).astype(np.int64)
+        self._attended = np.ones_like(prompt_ids, bool) if attended is None else attended
+        self._prompt_length = self._attended.sum(1)
+        self._context = self._ids.copy()  # the same without pads
+        for row, length in enumerate(self._prompt_length.tolist()):
+            self._context[row, :length] = prompt_ids[row][self._attended[row]]
 
     @property
     def live(self) -> np.ndarray:
@@ -70,8 +61,6 @@ class Rows:
 
     def prompt_columns_of(self, row: int) -> np.ndarray:
         """Return the columns of a row's attended prompt tokens, ascending, `[prompt_length]`."""
-        if self._attended is None:
-            return np.arange(self.prompt_columns)
         return np.flatnonzero(self._attended[row])
 
     def prompt_length(self, row: int) -> int:
@@ -108,8 +97,7 @@ class Rows:
         row, place = np.nonzero(np.arange(token_ids.shape[1]) < counts[:, None])
         at = self.num_emitted[row] + place
         self._ids[row, self._width + at] = token_ids[row, place]
-        if self._context is not self._ids:
-            self._context[row, self._prompt_length[row] + at] = token_ids[row, place]
+        self._context[row, self._prompt_length[row] + at] = token_ids[row, place]
         self.num_emitted += counts
 
     def emit(self, row: int, token_id: int) -> None:
@@ -118,8 +106,7 @@ class Rows:
         if self._width + count == self._ids.shape[1]:
             self._grow()
         self._ids[row, self._width + count] = token_id
-        if self._context is not self._ids:
-            self._context[row, self._prompt_length[row] + count] = token_id
+        self._context[row, self._prompt_length[row] + count] = token_id
         self.num_emitted[row] = count + 1
 
     def rewrite(self, row: int, ids: torch.Tensor) -> None:
@@ -131,10 +118,8 @@ class Rows:
         if np.array_equal(new, old):
             return
         old[:] = new
-        if self._context is not self._ids:
-            assert self._attended is not None
-            kept = np.concatenate([new[: self._width][self._attended[row]], new[self._width :]])
-            self._context[row, : len(kept)] = kept
+        kept = np.concatenate([new[: self._width][self._attended[row]], new[self._width :]])
+        self._context[row, : len(kept)] = kept
 
     def end(self, row: int) -> None:
         """End a row's text with the token that it emitted last; pads may follow."""
@@ -163,18 +148,15 @@ class Rows:
         rows.num_emitted, rows.finished = self.num_emitted.copy(), self.finished.copy()
         rows._text, rows._prompt_length = self._text.copy(), self._prompt_length.copy()
         width = self._width + int(self.num_emitted.max(initial=0))
-        rows._ids = self._ids[:, :width].copy()
-        shared = self._context is self._ids
-        rows._context = rows._ids if shared else self._context[:, :width].copy()
+        rows._ids, rows._context = self._ids[:, :width].copy(), self._context[:, :width].copy()
         if self.encoder_ids is not None:
             rows.encoder_ids = [ids.copy() for ids in self.encoder_ids]
         return rows
 
     def _grow(self) -> None:
-        shared = self._context is self._ids
         room = np.empty((self.num_rows, self._ids.shape[1]), np.int64)
         self._ids = np.concatenate([self._ids, room], 1)
-        self._context = self._ids if shared else np.concatenate([self._context, room], 1)
+        self._context = np.concatenate([self._context, room], 1)
 
 
 def rows_of(

@@ -20,7 +20,7 @@ from lookahead_hf.runner import attention, positions, support
 from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner, Scores
 from lookahead_hf.runner.host import Runner
-from lookahead_hf.runner.packed_linear import PackedSteps
+from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification import device
 
@@ -68,7 +68,8 @@ def warm_up(
     compile_or_say()
     try:
         support.check_setup(model)
-        support.check_model(model)
+        support.check_kind(model)
+        support.check_trial(model)
     except Unserved:
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:

@@ -49,9 +49,12 @@ class AdoptedCache:
         self.original, self._text = original, self_attention(original)
         self.num_columns = int(original.get_seq_length())
         self.slots = SlotCache(num_rows)
-        self.columns, lengths = _token_columns(attended, self.num_columns, num_rows)
-        self.slots.lengths[:] = lengths
-        self.slots.extent.starts = lengths.copy() if returned else None
+        self.columns: list[np.ndarray] | None = None
+        self.slots.lengths[:] = self.num_columns
+        if attended is not None and not attended.all():
+            self.columns = [np.flatnonzero(row) for row in attended]
+            self.slots.lengths[:] = attended.sum(1)
+        self.slots.extent.starts = self.slots.lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
         self._unattended: _Unattended | None = None
         if returned and attended is not None and self.columns is not None:
@@ -147,14 +150,12 @@ class AdoptedCache:
 
     @property
     def views(self) -> list[tuple[int | None, np.ndarray]]:
-        """For every layer: most columns that a token sees in plain's cache, its own included, and
-        how many tokens of each row our cache has dropped.
+        """For every layer: most columns before its own that a token sees in plain's cache, and how
+        many tokens of each row our cache has dropped.
         """
         whole = None, np.zeros_like(self.slots.lengths)
         return [
-            (_own_too(hf_layers.window(layer)), ours.group.dropped)
-            if isinstance(ours, SlotLayer)
-            else whole
+            (hf_layers.window(layer), ours.group.dropped) if isinstance(ours, SlotLayer) else whole
             for layer, ours in zip(self._text.layers, self.slots.layers, strict=True)
         ]
 
@@ -215,22 +216,8 @@ class _Unattended:
             states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
 
 
-def _own_too(window: int | None) -> int | None:
-    return None if window is None else window + 1
-
-
 def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:
     """Ascending places as an index: where possible a slice, which copies nothing twice."""
     if len(places) and int(places[-1] - places[0]) + 1 == len(places):
         return slice(int(places[0]), int(places[-1]) + 1)
     return torch.from_numpy(places).to(device)
-
-
-def _token_columns(
-    attended: np.ndarray | None, num_columns: int, num_rows: int
-) -> tuple[list[np.ndarray] | None, np.ndarray]:
-    """Column of every token, and the length of every row."""
-    if attended is None or bool(attended.all()):
-        return None, np.full(num_rows, num_columns, np.int64)
-    columns = [np.flatnonzero(row) for row in attended]
-    return columns, attended.sum(1).astype(np.int64)

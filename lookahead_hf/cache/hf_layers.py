@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +19,8 @@ Content = tuple[torch.Tensor, torch.Tensor]
 """K and V by column, [rows, kv_heads, columns, head_dim] each."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """How a layer type stores the newest columns of plain's cache.
-
-    Attributes:
-        read: Returns K and V of the columns that the layer holds now.
-        most: Returns the most columns that it holds, None for all.
-        window: Returns how many of them the next token sees, None for all.
-        fill: Stores K and V of the newest columns, given the number of columns in all.
-    """
-
-    read: Callable[[Any], Content]
-    most: Callable[[Any], int | None]
-    window: Callable[[Any], int | None]
-    fill: Callable[[Any, Content, int], None]
+SERVED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+"""Layer types that can be taken over; a subclass may do anything."""
 
 
 def unserved_layer(cache: Cache) -> str | None:
@@ -45,18 +30,21 @@ def unserved_layer(cache: Cache) -> str | None:
     kinds = [type(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is not None:
         kinds.append(cache.layer_class_to_replicate)
-    served = {*_KINDS, EmptyLayer}
-    return next((kind.__name__ for kind in kinds if kind not in served), None)
+    return next((kind.__name__ for kind in kinds if kind not in {*SERVED, EmptyLayer}), None)
 
 
 def most_columns(layer: Any) -> int | None:
     """Return the most columns that a layer holds, None for all."""
-    return _KINDS[type(layer)].most(layer)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return int(layer.sliding_window) - 1
+    return int(layer.max_cache_len) if type(layer) is StaticSlidingWindowLayer else None
 
 
 def window(layer: Any) -> int | None:
     """Return how many earlier columns the next token sees of a layer, None for all."""
-    return _KINDS[type(layer)].window(layer)
+    if type(layer) is StaticSlidingWindowLayer:
+        return int(layer.max_cache_len) - 1
+    return most_columns(layer)
 
 
 def room(cache: Cache, sliding: int | None) -> int | None:
@@ -79,7 +67,10 @@ def read(layer: Any) -> Content | None:
     """Return K and V of the newest columns, as views if possible; None if there are none."""
     if not getattr(layer, "is_initialized", False) or layer.keys is None:
         return None
-    return _KINDS[type(layer)].read(layer)
+    if not isinstance(layer, StaticLayer):
+        return layer.keys, layer.values
+    seen = slice(0, min(int(layer.get_seq_length()), layer.max_cache_len))
+    return layer.keys[:, :, seen], layer.values[:, :, seen]
 
 
 def release(layer: Any, users: bool) -> None:
@@ -93,32 +84,16 @@ def release(layer: Any, users: bool) -> None:
 
 
 def fill(layer: Any, content: Content, num_columns: int) -> None:
-    """Store K and V of the newest columns, in the layer's own tensors if it still has them.
+    """Store K and V of the newest of all columns, in a static layer's own tensors if it has them.
 
-    Args:
-        layer: A layer of a served type.
-        content: The newest columns, as many as the layer holds after `num_columns`.
-        num_columns: Columns that the cache has seen in all.
+    There are as many of them as the layer holds after `num_columns`.
     """
-    _KINDS[type(layer)].fill(layer, content, num_columns)
-
-
-def _read_dynamic(layer: Any) -> Content:
-    return layer.keys, layer.values
-
-
-def _fill_dynamic(layer: Any, content: Content, num_columns: int) -> None:
+    if isinstance(layer, StaticLayer):
+        _fill_static(layer, content, num_columns)
+        return
     layer.keys, layer.values = content
-
-
-def _fill_sliding(layer: Any, content: Content, num_columns: int) -> None:
-    layer.keys, layer.values = content
-    layer.cumulative_length = num_columns
-
-
-def _read_static(layer: Any) -> Content:
-    seen = slice(0, min(int(layer.get_seq_length()), layer.max_cache_len))
-    return layer.keys[:, :, seen], layer.values[:, :, seen]
+    if type(layer) is DynamicSlidingWindowLayer:
+        layer.cumulative_length = num_columns
 
 
 def _fill_static(layer: Any, content: Content, num_columns: int) -> None:
@@ -133,24 +108,3 @@ def _fill_static(layer: Any, content: Content, num_columns: int) -> None:
     layer.cumulative_length.fill_(held)
     if hasattr(layer, "cumulative_length_int"):
         layer.cumulative_length_int = num_columns
-
-
-def _all(layer: Any) -> None:
-    return None
-
-
-def _sliding(layer: Any) -> int:
-    return int(layer.sliding_window) - 1
-
-
-_KINDS: dict[type, LayerKind] = {
-    DynamicLayer: LayerKind(_read_dynamic, _all, _all, _fill_dynamic),
-    DynamicSlidingWindowLayer: LayerKind(_read_dynamic, _sliding, _sliding, _fill_sliding),
-    StaticLayer: LayerKind(_read_static, _all, _all, _fill_static),
-    StaticSlidingWindowLayer: LayerKind(
-        _read_static,
-        lambda layer: int(layer.max_cache_len),
-        lambda layer: int(layer.max_cache_len) - 1,
-        _fill_static,
-    ),
-}

@@ -246,10 +246,6 @@ class SlotCache(Cache):
         self.extent.shown = slots
 
     def place(self, width: int) -> None:
-        """Put the next `width` tokens of every row behind its length.
-
-        Args:
-            width: Tokens per row, padding included.
-        """
+        """Put the next `width` tokens of every row, padding included, behind its length."""
         for group in self.each_group():
             group.place(width)

@@ -23,7 +23,7 @@ from lookahead_hf.runner import positions, self_test, support
 from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import BlockShape, Runner
-from lookahead_hf.runner.packed_linear import PackedSteps
+from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.select import choose_verifier

@@ -24,7 +24,7 @@ from lookahead_hf.runner import (
     prefix_tuning,
 )
 from lookahead_hf.runner.layout import BlockInputs, BlockLayout
-from lookahead_hf.runner.packed_linear import PackedSteps
+from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.runner.prompt_states import PromptStates
 
 
@@ -77,7 +77,7 @@ class Runner:
         self.prompt = PromptStates(model, keeps_prompt)
         self._shape = shape
         self._packed = packed or PackedSteps(model, False)
-        self._watch = non_finite.Watch(num_rows)
+        self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
         self._is_repeat = False
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
@@ -206,18 +206,18 @@ class Runner:
     def is_contaminated(self, step: Any, live: np.ndarray) -> bool:
         """Whether a draft may have made NaN of the logits of a live row, [rows] bool."""
         self._is_repeat = False
-        return self._watch.is_contaminated(self._has_nan(step), live)
+        return bool(((self._has_nan(step) > 0) & live & ~self._is_nan_alone).any())
 
     def repeat_without_draft(self, rows: Rows) -> Any:
         """Run a step again from its last tokens alone, in slots that no draft has written."""
         non_finite.clear(self.cache.slots)
         step = self.launch(rows, DraftTree.empty(self.num_rows))
-        self._watch.observe_repeat(self._has_nan(step))
+        self._is_nan_alone |= self._has_nan(step) > 0
         self._is_repeat = True
         return step
 
     def _has_nan(self, step: Any) -> np.ndarray:
-        """Whether NaN is among the logits of each row, [rows]."""
+        """Count NaN in a sample of the logits of each row, [rows]."""
         found: np.ndarray = non_finite.has_nan(step.logits).cpu().numpy()
         return found
 

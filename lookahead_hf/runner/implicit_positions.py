@@ -42,8 +42,12 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
     undo = state.undo_positions
 
     def put() -> None:
-        if not undo:
-            _lay(model, undo)
+        if undo:
+            return
+        for table in compat.counted_tables(model):
+            _put(table, "forward", _looked_up(table), undo)
+        for module in compat.relative_biases(model):
+            _put(module, "compute_bias", _by_column(module.compute_bias), undo)
 
     def take_out() -> None:
         while undo:
@@ -53,26 +57,16 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
     return SharedChange(state.position_users, put, take_out)
 
 
-def _lay(model: nn.Module, undo: list[Callable[[], None]]) -> None:
-    """Replace what counts positions, and add to `undo` what undoes that."""
-    for table in compat.counted_tables(model):
-        _put(table, "forward", _looked_up(table), undo)
-    for module in compat.relative_biases(model):
-        _put(module, "compute_bias", _by_column(module.compute_bias), undo)
-
-
 def _put(
     module: Any, name: str, function: Callable[..., Any], undo: list[Callable[[], None]]
 ) -> None:
     """Give one module object a method of its own, and add to `undo` what undoes that."""
     own = vars(module)
-    found = own.get(name)
+    found = {name: own[name]} if name in own else {}
 
     def take_away() -> None:
-        if found is None:
-            own.pop(name, None)
-        else:
-            own[name] = found
+        own.pop(name, None)
+        own.update(found)
 
     undo.append(take_away)  # first, for interrupts
     own[name] = function

@@ -21,13 +21,11 @@ class BlockInputs:
     """The inputs of one forward: the last token of every row and the draft behind it.
 
     Attributes:
-        width: Tokens per row, padding included.
         model_inputs: Arguments of the model's forward.
         trees: The masks in the terms of the attention kernel.
         columns: Columns of tokens and slots, for a model that counts positions itself.
     """
 
-    width: int
     model_inputs: dict[str, Any]
     trees: list[BlockTree] = field(default_factory=list)
     columns: implicit_positions.Columns | None = None
@@ -42,17 +40,9 @@ class BlockLayout:
         cache: AdoptedCache,
         kinds: list[masks.MaskKind],
         passed: dict[str, Any],
-        next_position: torch.Tensor,  # [..., rows, 1]
+        next_position: torch.Tensor,  # [..., rows, 1], of the token after the prompt
     ) -> None:
-        """Prepare for one call.
-
-        Args:
-            model: The model.
-            cache: Its cache.
-            kinds: The masks that its layers take.
-            passed: Arguments that every forward is passed in addition.
-            next_position: Position of the token after the prompt.
-        """
+        """Prepare for one call, in which every forward is passed the arguments in `passed`, too."""
         self._model, self._cache, self._kinds, self._passed = model, cache, kinds, passed
         self._next_position, self._device = next_position, next_position.device
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
@@ -87,7 +77,7 @@ class BlockLayout:
         slots = self._cache.slots
         uniform = bool((slots.lengths == slots.lengths[0]).all())
         if width == 1 and uniform and not self._is_limited and slots.shown is None:
-            return BlockInputs(width, inputs, columns=columns)  # each token sees every slot
+            return BlockInputs(inputs, columns=columns)  # each token sees every slot
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
         built = {
             kind.name: masks.additive(
@@ -98,7 +88,7 @@ class BlockLayout:
             for kind in self._kinds
         }
         inputs[self._names.mask] = built if self._mask_dict else next(iter(built.values()))
-        return BlockInputs(width, inputs, self._trees(built, seen), columns)
+        return BlockInputs(inputs, self._trees(built, seen), columns)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
         """Columns for a model that counts positions itself; None for one that is given them."""

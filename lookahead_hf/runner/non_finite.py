@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from lookahead_hf.cache.slots import SlotCache
@@ -23,23 +22,3 @@ def clear(cache: SlotCache) -> None:
         for row, length in enumerate(group.lengths.tolist()):
             for store in group.stores:
                 store[row, length:] = 0
-
-
-class Watch:
-    """Distinguishes rows that a draft has contaminated from rows that are NaN by themselves."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._by_itself = np.zeros(num_rows, bool)
-
-    def is_contaminated(self, has_nan: np.ndarray, live: np.ndarray) -> bool:
-        """Whether a draft may have contaminated the logits of a live row.
-
-        Args:
-            has_nan: As returned by `has_nan`, on the host, [rows].
-            live: Rows whose text goes on, [rows] bool.
-        """
-        return bool(((has_nan > 0) & live & ~self._by_itself).any())
-
-    def observe_repeat(self, has_nan: np.ndarray) -> None:
-        """Note the rows, [rows], that are NaN in cleared slots and without a draft."""
-        self._by_itself |= has_nan > 0

@@ -31,7 +31,6 @@ FEWEST_SERVED = 65
 """Tokens that a copy must serve: a step of one row has at most so many by default."""
 
 TIMED_TOKENS, TIMED_ROUNDS = 5, 12
-"""Number of tokens for which a copy must be faster, and how often that is timed."""
 
 GAIN = 1.1
 """Largest share of the layers' own time that a copy may take. On a busy machine both seem to take
@@ -44,9 +43,6 @@ ROUNDING = 1e-7
 """Largest difference of float32 results, relative to the largest result, per root of the number of
 terms that were added up. In float32 the bits depend on the number of tokens anyway: a block differs
 from single tokens by as much."""
-
-PIECES = (127, 31, 7)
-"""Words per piece of a checksum."""
 
 
 def pack(group: Group) -> Multiply:
@@ -125,7 +121,7 @@ def checksum(weight: torch.Tensor) -> int:
     bits = weight.detach().contiguous().view(-1)
     words = bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.int16)
     rows = len(weight)
-    size = next((n for n in PIECES if n <= rows and len(words) % (n * rows)), 1)
+    size = next((n for n in (127, 31, 7) if n <= rows and len(words) % (n * rows)), 1)
     whole = len(words) // size * size
     sums, rest = words[:whole].view(-1, size).sum(1), words[whole:]
     return hash((sums.numpy().tobytes(), rest.numpy().tobytes()))

@@ -10,24 +10,13 @@ from lookahead_hf import compat
 
 
 def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[str, Any]:
-    """Return the prepared arguments that every step passes on.
-
-    Args:
-        model_kwargs: As prepared by `generate`.
-        names: The model's names for the inputs that every step sets.
-    """
+    """Return the prepared arguments that every step passes on; it sets those in `names` itself."""
     ours = names.prepared | compat.PROMPT_ONLY
-    return {
-        name: _last_types(name, value) if name in compat.TOKEN_TYPES else value
-        for name, value in model_kwargs.items()
-        if name not in ours and value is not None
-    }
-
-
-def _last_types(name: str, types: torch.Tensor) -> torch.Tensor:
-    """Type of every token behind the prompt, [rows, 1], given the prompt's, [rows, columns]."""
-    last = types[:, -1:]
-    return last if name == "token_type_ids" else torch.zeros_like(last)
+    passed = {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}
+    for name in passed.keys() & set(compat.TOKEN_TYPES):  # of every token behind the prompt
+        last = passed[name][:, -1:]
+        passed[name] = last if name == "token_type_ids" else torch.zeros_like(last)
+    return passed
 
 
 def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:

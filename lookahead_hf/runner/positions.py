@@ -12,15 +12,11 @@ from lookahead_hf.runner import prefix_tuning
 
 
 def of_prompt(
-    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+    model: Any,
+    input_ids: torch.Tensor,  # [rows, columns]
+    model_kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Return the position ids of the decoder's prompt, [..., rows, columns], None without any.
-
-    Args:
-        model: The target.
-        input_ids: Prompt tokens, [rows, columns].
-        model_kwargs: As prepared by `generate`.
-    """
+    """Return the position ids of the decoder's prompt, [..., rows, columns], None without any."""
     name, before = compat.decoder_names(model).positions, prefix_tuning.of_model(model)
     if name is None or before.by_column:
         return before.count + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -77,9 +73,7 @@ def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
     if table is None or not position_ids.numel():
         return num_new
     newest = int(position_ids[..., -1].max())
-    if newest >= table:
-        return num_new
-    return min(num_new, table - newest)
+    return num_new if newest >= table else min(num_new, table - newest)
 
 
 def room(model: Any) -> int | None:

@@ -60,13 +60,7 @@ def of_model(model: Any) -> VirtualTokens:
 
 
 def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raise Unserved where virtual tokens are combined with what they are not known to work with.
-
-    Args:
-        model: The target.
-        generation_config: As prepared by `generate`.
-        model_kwargs: As prepared by `generate`.
-    """
+    """Raise Unserved where virtual tokens are combined with what they may not work with."""
     virtual, names = of_model(model), compat.decoder_names(model)
     if not virtual.count:
         return

@@ -40,7 +40,7 @@ class PromptStates:
             or is_compiled(self._model)
             or decoder is None
             or decoder is self._model
-            or self._head() is None
+            or self._model.get_output_embeddings() is None
         ):
             yield
             return
@@ -56,9 +56,6 @@ class PromptStates:
             yield
         finally:
             handle.remove()
-
-    def _head(self) -> Any:
-        return self._model.get_output_embeddings()
 
     def drop(self) -> None:
         """Free the states."""
@@ -80,7 +77,7 @@ class PromptStates:
             columns: Ascending indices into the columns that are held, [tokens]; 0 is the oldest.
         """
         assert self._states is not None
-        head, states = self._head(), self._states[row]
+        head, states = self._model.get_output_embeddings(), self._states[row]
         for first in range(0, len(columns), CHUNK):
             index = torch.from_numpy(columns[first : first + CHUNK]).to(states.device)
             yield head(states.index_select(0, index))[None]

@@ -17,19 +17,8 @@ from lookahead_hf.runner.attention import SERVED
 MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 UNSERVED_TYPES = frozenset(
-    {
-        "bloom",
-        "cpmant",
-        "ctrl",
-        "deepseek_v4",
-        "git",
-        "minimax",
-        "moshi",
-        "mpt",
-        "openai-gpt",
-        "prophetnet",
-    }
-    | {"reformer", "roformer", "rwkv", "xlm", "xlnet", "xlstm"}
+    {"bloom", "cpmant", "ctrl", "deepseek_v4", "git", "minimax", "moshi", "mpt", "openai-gpt"}
+    | {"prophetnet", "reformer", "roformer", "rwkv", "xlm", "xlnet", "xlstm"}
 )
 """Model types whose positions or biases do not follow from position ids and a mask."""
 
@@ -67,12 +56,6 @@ def check_call(
     prefix_tuning.check(model, generation_config, model_kwargs)
 
 
-def check_model(model: Any) -> None:
-    """Raise Unserved where this kind of model cannot be served in any call."""
-    check_kind(model)
-    check_trial(model)
-
-
 def check_trial(model: Any) -> None:
     """Raise Unserved where a model of an unknown type fails its self test."""
     if compat.decoder_names(model).positions is None:
@@ -106,18 +89,11 @@ def check_kind(model: Any) -> None:
 
 def check_room(
     model: Any,
-    input_ids: torch.Tensor,  # [rows, columns]
+    input_ids: torch.Tensor,  # [rows, columns]; with the caller's cache perhaps only new ones
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise Unserved where a cache has no room for a call's longest text; plain reports that.
-
-    Args:
-        model: The target.
-        input_ids: Prompt tokens, [rows, columns]; with the caller's cache perhaps only new ones.
-        generation_config: As prepared by `generate`.
-        model_kwargs: As prepared by `generate`.
-    """
+    """Raise Unserved where a cache has no room for a call's longest text; plain reports that."""
     room = hf_layers.room(
         compat.self_attention(model_kwargs["past_key_values"]), compat.window(model)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,40 +11,23 @@ from transformers import DynamicCache, StaticCache
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason
-from tests.helpers.calls import padded
+from tests.helpers.calls import compare, padded
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 Warned = lookahead_hf.SpeculationFallbackWarning
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
-NAMES = ("static", "sliding_window", "hybrid", "hybrid_chunked", "dynamic")
 
 
+@pytest.mark.parametrize(
+    ("model_name", "name"),
+    [(model, "static") for model in ("llama", "mistral", "gemma3")]
+    + [("gemma3", name) for name in ("sliding_window", "hybrid", "hybrid_chunked", "dynamic")],
+)
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("model_name", ["llama", "mistral", "gemma3"])
-def test_a_static_cache_by_name(model_name: str, rows: int) -> None:
-    inputs = {"input_ids": prompt()} if rows == 1 else padded("left")
-    call = {**inputs, **GREEDY, "cache_implementation": "static"}
-    compared(tiny(model_name), lambda: dict(call), inputs["input_ids"].shape[1])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_that_is_served(name: str) -> None:
-    call = {"input_ids": prompt(), **GREEDY, "cache_implementation": name}
-    compared(tiny("gemma3"), lambda: dict(call), 12)
-
-
-def test_room_for_longer_texts_changes_nothing() -> None:
-    call = {
-        "input_ids": prompt(),
-        **GREEDY,
-        "cache_implementation": "static",
-        "max_cache_len": 128,
-        "return_dict_in_generate": True,
-    }
-    both = compared(tiny("mistral"), lambda: dict(call), 12)
-    assert_same_static(both.ours.past_key_values, both.plain.past_key_values)
+def test_a_cache_by_name(model_name: str, name: str, rows: int) -> None:
+    compare(tiny(model_name), padded("left", rows), **GREEDY, cache_implementation=name)
 
 
 @pytest.mark.parametrize("model_name", ["llama", "mistral", "gemma3"])
@@ -61,19 +45,19 @@ def test_turns_on_a_static_cache_of_the_callers(model_name: str, rows: int) -> N
         used.append(next(caches))
         return {"input_ids": ids, "attention_mask": mask, "past_key_values": used[-1], **GREEDY}
 
-    first = compared(model, call, 12).ours
+    text = compared(model, call, 12).ours
     plain, ours = used
     assert_same_static(ours, plain)
     addresses = [layer.keys.data_ptr() for layer in ours.layers]
     for turn in range(2):
-        ids = torch.cat([first, prompt(rows, 4, seed=3 + turn)], 1)
+        ids = torch.cat([text, prompt(rows, 4, seed=3 + turn)], 1)
         mask = torch.cat([mask, mask.new_ones(rows, ids.shape[1] - mask.shape[1])], 1)
         caches = iter([plain, ours])
         if turn == 0:
-            first = compared(model, call, ids.shape[1]).ours
+            text = compared(model, call, ids.shape[1]).ours
             assert_same_static(ours, plain)
-            continue
-        assert model.generate(**call()).tolist() == model.generate(**call()).tolist()
+        else:
+            assert model.generate(**call()).tolist() == model.generate(**call()).tolist()
     assert [layer.keys.data_ptr() for layer in ours.layers] == addresses
 
 
@@ -106,31 +90,23 @@ def refused(model: Any, reason: FallbackReason, detail: str, **call: Any) -> Non
         model.generate(prompt(), **GREEDY, **call, speculative=True)
 
 
-def test_a_static_cache_that_is_too_small_is_left_to_plain() -> None:
-    model = tiny("llama")
-    cache = StaticCache(config=model.config, max_cache_len=20)
-    with pytest.raises(IndexError):
-        model.generate(prompt(), **GREEDY, past_key_values=cache)
-    cache = StaticCache(config=model.config, max_cache_len=20)
-    with pytest.raises(IndexError):
-        refused(model, FallbackReason.CACHE, "20 columns", past_key_values=cache)
-
-
 class OwnCache(DynamicCache):
     """A subclass may do anything."""
 
 
 @pytest.mark.parametrize(
-    ("name", "detail", "call"),
+    ("name", "detail", "make", "error"),
     [
-        ("mistral", "20 columns", lambda c: StaticCache(config=c, max_cache_len=20)),
-        ("llama", "OwnCache", lambda c: OwnCache(config=c)),
+        # A sliding layer that was made for less than the window ends there.
+        ("mistral", "20 columns", lambda c: StaticCache(config=c, max_cache_len=20), None),
+        ("llama", "20 columns", lambda c: StaticCache(config=c, max_cache_len=20), IndexError),
+        ("llama", "OwnCache", lambda c: OwnCache(config=c), None),
     ],
 )
-def test_caches_that_are_refused_by_name(name: str, detail: str, call: Any) -> None:
-    """A sliding layer that was made for less than the window ends there."""
+def test_caches_that_are_left_to_plain(name: str, detail: str, make: Any, error: Any) -> None:
     model = tiny(name, sliding_window=64)
-    refused(model, FallbackReason.CACHE, detail, past_key_values=call(model.config))
+    with pytest.raises(error) if error else nullcontext():
+        refused(model, FallbackReason.CACHE, detail, past_key_values=make(model.config))
 
 
 def test_attentions_over_a_static_cache_are_left_to_plain() -> None:
@@ -139,39 +115,16 @@ def test_attentions_over_a_static_cache_are_left_to_plain() -> None:
     refused(tiny("llama", "eager"), FallbackReason.CACHE, "room", **call)
 
 
-class Stream:
-    """What offloaded caches wait for, where there is nothing to wait for."""
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets transformers' offloaded caches run without an accelerator, where they would raise."""
-    monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
-
-
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static", DynamicCache, StaticCache])
-def test_an_offloaded_cache_is_left_to_plain(kind: Any, streams: None) -> None:
+def test_an_offloaded_cache_is_left_to_plain(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Stream", object)  # which there is none of without an accelerator
     model = lookahead_hf.enable(tiny("gemma3"))
-    expected = model.generate(prompt(), **GREEDY)
     if isinstance(kind, str):
         call: dict[str, Any] = {"cache_implementation": kind}
-        match = rf"cache_implementation='{kind}'.*\[{FallbackReason.CACHE_IMPLEMENTATION}\]"
+        match = rf"cache_implementation='{kind}'"
     else:
         room = {"max_cache_len": 60} if kind is StaticCache else {}
         call = {"past_key_values": kind(config=model.config, offloading=True, **room)}
-        match = r"offloaded cache.*\[cache\]"
-    with pytest.warns(Warned, match=match):
-        got = model.generate(prompt(), **GREEDY, **call, speculative=True)
-    assert got.tolist() == expected.tolist()
-    for cache in call.values():
-        assert isinstance(cache, str) or cache.get_seq_length() == got.shape[1] - 1
+        match = "offloaded cache"
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match=match):
+        model.generate(prompt(), **GREEDY, **call, speculative={"on_fallback": "error"})

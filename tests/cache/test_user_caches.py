@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache
 
 import lookahead_hf
+from tests.helpers.calls import padded
+from tests.helpers.compared import compared, speculated
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
@@ -19,13 +21,6 @@ def new_cache(model: Any, with_config: bool) -> DynamicCache:
     return DynamicCache(config=model.config) if with_config else DynamicCache()
 
 
-def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = prompt(3, seed=2), torch.ones(3, 12, dtype=torch.long)
-    mask[1, :5] = 0
-    mask[2, :3] = 0
-    return ids * mask, mask
-
-
 def generate(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, truth: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -33,8 +28,7 @@ def generate(
     config = scripted(truth, RandomTrees())
     call = {"attention_mask": mask, "past_key_values": cache, **KWARGS, **kwargs}
     out = model.generate(ids, **call, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    speculated(model)
     return out
 
 
@@ -60,7 +54,7 @@ def test_turns_plain_and_speculative_mixed(name: str, rows: int, with_config: bo
     if name == "gemma3" and not with_config and rows == 1:
         with_config = True  # transformers needs the layer types to keep a window
     model = tiny(name)
-    ids, mask = left_padded() if rows == 3 else (prompt(), torch.ones(1, 12, dtype=torch.long))
+    ids, mask = padded("left", rows, 12).values()
     eos = {"eos_token_id": [7, 8, 9, 10]}
     plain_cache = new_cache(model, with_config)
     first = model.generate(ids, attention_mask=mask, past_key_values=plain_cache, **KWARGS, **eos)
@@ -89,7 +83,7 @@ def test_turns_plain_and_speculative_mixed(name: str, rows: int, with_config: bo
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) -> None:
     model = tiny(name)
-    ids, mask = left_padded()
+    ids, mask = padded("left", 3, 12).values()
     mask[2, 10] = 0  # in the window of a sliding layer still
     eos = {"eos_token_id": [7, 8, 9, 10]}
     caches = [new_cache(model, True) for _ in range(2)]
@@ -123,12 +117,7 @@ def test_only_the_new_tokens_with_the_whole_mask() -> None:
 
 
 def test_the_cache_comes_with_the_output_when_that_is_a_dict() -> None:
-    model = tiny("llama")
     ids = prompt()
-    plain = model.generate(ids, return_dict_in_generate=True, **KWARGS)
-    config = scripted(continuations(plain.sequences, 12), RandomTrees())
-    with lookahead_hf.enabled(model):
-        ours = model.generate(ids, return_dict_in_generate=True, **KWARGS, speculative=config)
-    assert ours.sequences.tolist() == plain.sequences.tolist()
-    assert ours.speculative_stats.num_accepted > 0
+    call = {"input_ids": ids, "return_dict_in_generate": True, **KWARGS}
+    plain, ours, _ = compared(tiny("llama"), lambda: dict(call), 12)
     assert_same(ours.past_key_values, plain.past_key_values, torch.ones_like(ids))

@@ -36,7 +36,7 @@ def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def num_products(model: Any) -> int:
     """Multiplications by packed copies on this thread so far."""
     kept = state_of(model).packed
-    return 0 if kept is None else kept.num_products
+    return 0 if kept is None else kept.thread.num_products
 
 
 class Bits(NamedTuple):

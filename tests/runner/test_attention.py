@@ -11,29 +11,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lookahead_hf
-from lookahead_hf.runner import attention, implicit_positions
 from tests.helpers.calls import compare, padded
 from tests.helpers.models import prompt, tiny
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-
-
-def test_overlapping_steps_leave_cudnn_as_it_was() -> None:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    with attention._without_cudnn():
-        with attention._without_cudnn():
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
-def test_a_step_within_a_step_restores_the_outer_one() -> None:
-    with attention.step(), implicit_positions.step(None):
-        outer = attention._thread.step
-        with attention.step(), implicit_positions.step(None):
-            assert attention._thread.step is not outer
-        assert attention._thread.step is outer
-    assert attention._thread.step is None
 
 
 def mixed(out: torch.Tensor) -> torch.Tensor:

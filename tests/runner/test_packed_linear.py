@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import gc
 import pickle
@@ -18,10 +17,9 @@ from transformers.models.llama import modeling_llama
 import lookahead_hf
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import packed_linear, packed_weights
-from lookahead_hf.runner.packed_linear import PackedSteps
+from lookahead_hf.runner.packed_steps import PackedSteps
 from tests.helpers.compared import compared
-from tests.helpers.encoder_decoder import tiny_pair
-from tests.helpers.models import VOCAB, prompt, tiny
+from tests.helpers.models import prompt, tiny
 from tests.helpers.packing import Lora, in_threads, num_products, pack_all, run, run_packed
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
@@ -73,31 +71,7 @@ def test_invariance_allows_no_other_rounding(dtype: torch.dtype, execution: str)
     assert compared(model, lambda: dict(call), 12, **fields).stats.execution == execution
 
 
-def test_an_encoder_decoder_model_is_packed() -> None:
-    model = lookahead_hf.enable(tiny_pair("bart"))
-    call = {"input_ids": prompt(), "max_new_tokens": 24, "do_sample": False}
-    for _ in range(2):
-        stats = compared(model, lambda: dict(call), 1, packed_weights=True).stats
-    assert stats.execution == "packed"
-
-
 # What a forward reads in Python.
-
-strength = contextvars.ContextVar("strength", default=0.0)
-
-
-class Steered(nn.Module):
-    """Reads a context variable and a class attribute in its forward."""
-
-    sign = 1.0
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("direction", torch.randn(48).bfloat16())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.sign + strength.get() * self.direction
 
 
 def by_a_patched_function(patch: pytest.MonkeyPatch) -> None:
@@ -105,14 +79,6 @@ def by_a_patched_function(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         modeling_llama, "apply_rotary_pos_emb", lambda q, k, c, s, *a: rotate(q, k, -c, s, *a)
     )
-
-
-def by_a_context_variable(patch: pytest.MonkeyPatch) -> None:
-    strength.set(4.0)
-
-
-def by_a_class_attribute(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Steered, "sign", -1.0)
 
 
 def by_the_class_of_linear_layers(patch: pytest.MonkeyPatch) -> None:
@@ -127,34 +93,22 @@ def by_functional_linear(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("in_mid_call", [False, True])
 @pytest.mark.parametrize(
-    "change",
-    [
-        by_a_patched_function,
-        by_a_context_variable,
-        by_a_class_attribute,
-        by_the_class_of_linear_layers,
-        by_functional_linear,
-    ],
+    "change", [by_a_patched_function, by_the_class_of_linear_layers, by_functional_linear]
 )
 def test_what_a_forward_reads_counts_at_once(
     change: Callable[[pytest.MonkeyPatch], None], in_mid_call: bool
 ) -> None:
-    model = half()
-    model.model.layers[1].mlp = Steered(model.model.layers[1].mlp)
-    before = run_packed(model)
-    assert changed_alike(lambda: model, change, in_mid_call).text != before.text
+    before = run_packed(half())
+    assert changed_alike(half, change, in_mid_call).text != before.text
 
 
-def changed_alike(
-    make: Callable[[], Any], change: Callable[..., None], in_mid_call: bool, data: bool = False
-) -> Any:
+def changed_alike(make: Callable[[], Any], change: Callable[..., None], in_mid_call: bool) -> Any:
     """Change a model that is packed and one that is not; assert the same bits, and return them."""
     results = []
     for packed in (False, True):
         model = make()
         if packed:
             run_packed(model)
-        token = strength.set(0.0)
         with pytest.MonkeyPatch.context() as patch:
             given = patch if change.__code__.co_varnames[:1] == ("patch",) else model
             if in_mid_call:
@@ -162,7 +116,6 @@ def changed_alike(
             else:
                 change(given)
                 results.append(run(model, packed))
-        strength.reset(token)
         assert laid(model) == []
     assert results[0][:2] == results[1][:2]
     return results[0]
@@ -187,10 +140,6 @@ def switched(model: Any) -> None:
     lora_of(model).is_on = False
 
 
-def rescaled(model: Any) -> None:
-    lora_of(model).scaling = -9.0
-
-
 @torch.no_grad()
 def trained(model: Any) -> None:
     lora_of(model).up.weight.mul_(-9.0)
@@ -198,17 +147,6 @@ def trained(model: Any) -> None:
 
 def merged(model: Any) -> None:
     lora_of(model).merge()
-
-
-def optimised(model: Any) -> None:
-    parameters = [model.model.layers[0].mlp.down_proj.weight]
-    parameters[0].grad = torch.ones_like(parameters[0])
-    torch.optim.SGD(parameters, lr=0.1).step()
-    parameters[0].grad = None
-
-
-def loaded(model: Any) -> None:
-    model.load_state_dict({name: -value for name, value in model.state_dict().items()})
 
 
 def replaced_parameter(model: Any) -> None:
@@ -241,10 +179,6 @@ def pre_hooked(model: Any) -> None:
     )
 
 
-def hooked_block(model: Any) -> None:
-    model.model.layers[1].register_forward_hook(lambda m, args, out: out.roll(1, -1))
-
-
 def replaced_forward(model: Any) -> None:
     """As accelerate does for its own hooks."""
     layer = model.model.layers[1].mlp.down_proj
@@ -260,8 +194,8 @@ def other_class(model: Any) -> None:
 
 
 CHANGES = (
-    switched, rescaled, trained, optimised, loaded, replaced_parameter, replaced_data,
-    replaced_module, given_a_bias, hooked, pre_hooked, hooked_block, replaced_forward, other_class,
+    switched, trained, replaced_parameter, replaced_data, replaced_module, given_a_bias, hooked,
+    pre_hooked, replaced_forward, other_class,
 )  # fmt: skip
 
 
@@ -317,13 +251,6 @@ def test_whoever_watches_sees_the_models_own_calls() -> None:
         torch.set_num_threads(threads)
 
 
-def test_new_embeddings_are_packed_though_they_are_in_training_mode() -> None:
-    model = half()
-    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
-    assert model.lm_head.training
-    assert run_packed(model)[:2] == run(model, packed=False)[:2]
-
-
 # Layers of one input.
 
 
@@ -375,23 +302,13 @@ def test_layers_of_one_input_are_joined(setting: str, inference: bool) -> None:
             assert torch.equal(model(x), own)
         assert steps.is_used
         kept = state_of(model).packed
-        assert kept is not None and kept._thread.product == packed_linear._Thread.product
+        assert kept is not None and kept.thread.product == packed_linear._Thread.product
 
 
 def test_layers_whose_input_is_written_to_between_them_are_not_joined() -> None:
     model = Joined()
     model.writes = True
     assert stepping(model)[1] == [1, 1, 1]
-
-
-def test_layers_that_gain_nothing_together_are_packed_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = packed_weights.most_tokens
-    monkeypatch.setattr(
-        packed_linear, "most_tokens", lambda group: real(group) if len(group) == 1 else 0
-    )
-    assert stepping(Joined())[1] == [1, 1, 1]
 
 
 def test_more_tokens_than_were_tried_are_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +372,7 @@ def test_other_threads_take_the_modules_own_path() -> None:
     def forward() -> None:
         with torch.no_grad():
             model(x)
-        products.append(kept.num_products)
+        products.append(kept.thread.num_products)
 
     with torch.no_grad(), steps.step():
         assert laid(model)
@@ -516,13 +433,12 @@ def test_little_memory_leaves_the_weights_alone_unless_packing_is_asked_for(
     looked: list[int] = []
     monkeypatch.setattr(packed_weights, "free_memory", lambda: looked.append(1) or 1000)
     model = half()
-    for _ in range(2):
-        steps = PackedSteps(model, "auto", after=0)
-        for _ in range(2):
-            with torch.no_grad(), steps.step():
-                model(prompt())
+    steps = PackedSteps(model, "auto", after=2)
+    for _ in range(6):
+        with torch.no_grad(), steps.step():
+            model(prompt())
         assert not steps.is_used
-    assert len(looked) == 1
+    assert len(looked) == 2, "it is looked at again after as many steps"
     assert run(model, packed=True).execution == "packed"
 
 
@@ -530,9 +446,8 @@ def test_weights_that_cannot_be_packed_leave_the_models_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_memory(*_: Any) -> Any:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory")
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
-    monkeypatch.setattr(packed_linear, "most_tokens", lambda group: 64)
     monkeypatch.setattr(packed_linear, "pack", no_memory)
     assert run(half(), packed=True).execution == "model"
 

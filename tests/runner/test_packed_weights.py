@@ -97,23 +97,28 @@ def test_plenty_of_memory_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert packed_weights.fits(groups()) is fits
 
 
-def test_free_memory_is_that_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("missing", "most", "free"),
+    [
+        ("", "5000000\n", 4_000_000),
+        ("", "max\n", 8_192_000),
+        ("cgroup", "", 8_192_000),
+        ("/", "", None),
+    ],
+)
+def test_free_memory_is_that_of_the_control_group(
+    missing: str, most: str, free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {
         "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
-        "/sys/fs/cgroup/memory.max": "5000000\n",
+        "/sys/fs/cgroup/memory.max": most,
         "/sys/fs/cgroup/memory.current": "1000000\n",
     }
 
     def read_text(path: Path) -> str:
-        if str(path) not in files:
+        if missing and missing in str(path):
             raise FileNotFoundError(path)
         return files[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert packed_weights.free_memory() == 4_000_000
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert packed_weights.free_memory() == 8_192_000
-    del files["/sys/fs/cgroup/memory.max"]
-    assert packed_weights.free_memory() == 8_192_000
-    files.clear()
-    assert packed_weights.free_memory() is None
+    assert packed_weights.free_memory() == free

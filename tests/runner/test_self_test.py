@@ -40,7 +40,6 @@ def test_a_model_that_fails_is_not_served_and_says_why(
     found, _ = self_test.refusal(unknown)
     assert found == "a block of tokens fails in LlamaForCausalLM: ZeroDivisionError: no such luck"
     assert "self test of LlamaForCausalLM failed" in caplog.text
-    assert "ZeroDivisionError: no such luck" in caplog.text
 
 
 def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
