@@ -6,13 +6,9 @@ memory (`aot_cases.py`), and Triton itself specialises each launch by its argume
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -115,12 +111,8 @@ def _launch(case: str, kernel: Any, arguments: dict[str, Any], backend: Any) -> 
     )
 
 
-def compile_launch(launch: Launch, gpu: Gpu) -> str:
-    """Compile one kernel for one GPU.
-
-    Returns:
-        What it takes, in words: registers per thread, shared memory per program, and what a thread
-        spills. Numbers that the tools do not tell are question marks.
+def compile_launch(launch: Launch, gpu: Gpu) -> int:
+    """Compile one kernel for one GPU; return the bytes of shared memory that a program takes.
 
     Raises:
         RuntimeError: The kernel needs more shared memory than the GPU has; its launch would fail.
@@ -131,30 +123,4 @@ def compile_launch(launch: Launch, gpu: Gpu) -> str:
         raise RuntimeError(
             f"needs {shared} bytes of shared memory, the target has {gpu.shared_bytes}"
         )
-    if gpu.target.backend == "cuda":
-        report, spills = _cubin_usage(compiled.asm["cubin"]), "bytes stack"
-        registers, spilled = _number(r"REG:(\d+)", report), _number(r"STACK:(\d+)", report)
-    else:
-        report, spills = compiled.asm["amdgcn"], "registers spilled"
-        registers = _number(r"\.vgpr_count:\s+(\d+)", report)
-        spilled = _number(r"\.vgpr_spill_count:\s+(\d+)", report)
-    return f"{registers:>6} registers {shared:>6} bytes shared {spilled:>6} {spills}"
-
-
-def _cubin_usage(cubin: bytes) -> str:
-    """What NVIDIA's tool reports of a compiled kernel, nothing where the tool is missing."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        return ""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
-        )
-    return report.stdout + report.stderr
-
-
-def _number(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found[1] if found else "?"
+    return shared

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lookahead_hf import compat
 from lookahead_hf.runner import guards
 from lookahead_hf.runner.execution import CHANGED, HOOKS, OFFLOADED, REPLACED, TENSORS, WATCHED
 from lookahead_hf.runner.guards import ModelSnapshot
@@ -184,6 +185,23 @@ def test_what_modules_hold_is_in_the_key(change: Callable[[Any], None]) -> None:
     assert hash(ModelSnapshot(model).key) == hash(before.key)
     assert before.is_current()
     change(model)
+    assert ModelSnapshot(model).key != before.key
+    assert not before.is_current()
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (compat.attention.ALL_ATTENTION_FUNCTIONS, "sdpa"),
+        (compat.attention.ALL_ATTENTION_FUNCTIONS, "eager"),
+        (vars(torch.nn.functional), "scaled_dot_product_attention"),
+    ],
+)
+def test_attention_functions_of_users_are_in_the_key(
+    holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ModelSnapshot(model := small())
+    monkeypatch.setitem(holder, name, lambda *args, **kwargs: None)
     assert ModelSnapshot(model).key != before.key
     assert not before.is_current()
 

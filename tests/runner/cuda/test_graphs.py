@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from lookahead_hf.runner.execution import REPLAYED, WAITS
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import NAMES, prompt, tiny
-from tests.helpers.replayed import WIDTHS, compare, sets_of
+from tests.helpers.replayed import WIDTHS, compare, in_threads, sets_of
 
 SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
@@ -87,11 +86,7 @@ def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
         ours[index] = model.generate(**inputs[index], **GREEDY, speculative=config).tolist()
 
     with lookahead_hf.enabled(model):
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(run)
     assert [ours[index] for index in range(3)] == plain
 
 
