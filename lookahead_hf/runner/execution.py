@@ -28,8 +28,3 @@ IN_USE = "another call is using the model's graphs"
 FAILED = "capturing failed"
 
 CHANGED = "the model was changed in the middle of the call"
-
-
-def because(reason: str, detail: str) -> str:
-    """Return a reason with what it is about."""
-    return f"{reason}: {detail}"

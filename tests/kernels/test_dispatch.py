@@ -69,7 +69,8 @@ def test_twins_need_no_triton() -> None:
         "from lookahead_hf import kernels\n"
         "one = torch.zeros(1, 1, dtype=torch.int64)\n"
         "walk = kernels.verify_tree(torch.eye(5)[None, 2:3], one, one - 1, one[0])\n"
-        "kernels.compact_path([torch.zeros(1, 4, 2)], one[0], walk.path, walk.num_accepted + 1)\n"
+        "table = kernels.PathTable([torch.zeros(1, 4, 2)])\n"
+        "kernels.compact_path(table, one[0], walk.path, walk.num_accepted + 1)\n"
         "print(walk.bonus.item(), kernels.topk_rows(torch.eye(5), 1)[1][:, 0].tolist())\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "LOOKAHEAD_HF_BACKEND"}

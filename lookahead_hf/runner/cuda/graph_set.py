@@ -30,7 +30,7 @@ class Uncapturable(Exception):
     def after(cls, error: Exception) -> Uncapturable:
         """Return the reason that an error is."""
         message = (str(error).splitlines() or [""])[0]
-        return cls(execution.because(execution.FAILED, f"{type(error).__name__}: {message}"))
+        return cls(f"{execution.FAILED}: {type(error).__name__}: {message}")
 
 
 def bucket(slots: int) -> int:
@@ -111,7 +111,7 @@ class GraphSet:
         try:
             reason = self.recorder.try_out(step)
             if reason is not None:
-                raise Uncapturable(execution.because(execution.WAITS, reason))
+                raise Uncapturable(f"{execution.WAITS}: {reason}")
             self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
         finally:
             self.state.lengths.copy_(lengths)

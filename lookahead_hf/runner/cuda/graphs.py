@@ -116,7 +116,7 @@ class ModelGraphs:
         size = bucket(slots) * bytes_per_slot(cache)
         limit = _limit(cache, self.sets)
         if size > limit:
-            raise Uncapturable(execution.because(execution.TOO_LARGE, f"{size >> 20} MiB"))
+            raise Uncapturable(f"{execution.TOO_LARGE}: {size >> 20} MiB")
         stay = [each for each in self.sets if each is not outgrown]
         while stay and (len(stay) >= MOST_SETS or size + _nbytes(stay) > limit):
             idle = next((each for each in stay if not each.is_used), None)

@@ -70,11 +70,6 @@ def test_experts_are_captured_if_they_do_not_wait(
     assert str(compare(model, padded("left")).execution).startswith(said)
 
 
-def test_a_static_cache_is_served(made: list[TapeRecorder]) -> None:
-    stats = compare(tiny("llama"), padded("left"), cache_implementation="static")
-    assert stats.execution == "replayed"
-
-
 def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
     model = tiny("llama")
     inputs = [padded(kind) for kind in ("left", "none", "holes")]
