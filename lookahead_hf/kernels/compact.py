@@ -10,8 +10,6 @@ Tensors are [batch, slot, ...] with one token's values in one piece; a `PathTabl
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -63,13 +61,12 @@ def _compact_path_kernel(
 
 
 def compact_path(
-    tensors: Sequence[torch.Tensor] | PathTable,  # [batch, slot, ...] each
+    table: PathTable,
     lengths: torch.Tensor,  # [rows]
     path: torch.Tensor,  # [rows, any]
     num_kept: torch.Tensor,  # [rows]
 ) -> None:
-    """See `dispatch.compact_path`; the tensors must share one device."""
-    table = tensors if isinstance(tensors, PathTable) else PathTable(tensors)
+    """See `dispatch.compact_path`; the tensors share one device."""
     assert len(table.by_device) == 1, "one launch serves one device"
     path = path if path.stride(1) == 1 else path.contiguous()
     with on_device(lengths):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -72,8 +71,8 @@ def verify_tree(
     """Choose a token at every node of a draft tree; walk down while a child holds the chosen one.
 
     Without `noise` the token at a node is `argmax(scores)`. With it, `scores` are probabilities and
-    the token is `argmax(scores / noise[depth])`, which is what `torch.multinomial` computes from
-    exponential noise. NaN and ties are treated as in `torch.argmax`.
+    the token is `argmax(scores / noise[depth])`, as `torch.multinomial` computes it. NaN and ties
+    are treated as in `torch.argmax`.
 
     Args:
         scores: Logits or probabilities after every node, [rows, 1 + nodes, vocab].
@@ -117,10 +116,9 @@ def reject_tree(
         probs: The target's distribution after every node, [rows, 1 + nodes, vocab] float32.
         draft_probs: What each drafted node was drawn from, node `1 + i` at index `i`; one token at
             1.0 for a draft without probabilities, [rows, nodes, vocab] float32.
-        tokens: Node 0 is the row's last token, then its drafted tokens, [rows, 1 + nodes] integers.
-        parents: Parent of each node in the same numbering, before its children, -1 for node 0,
-            [rows, 1 + nodes] integers.
-        num_nodes: Drafted nodes of each row, node 0 not counted, [rows] integers.
+        tokens: As in `verify_tree`, and so are `parents` and `num_nodes`.
+        parents: Parent of each node, [rows, 1 + nodes] integers.
+        num_nodes: Drafted nodes of each row, [rows] integers.
         uniforms: Random numbers of [0, 1), one for each drafted node, [rows, nodes] float32.
         noise: Exponential noise, which decides the last token of each row, [rows, vocab] float32.
 
@@ -135,7 +133,7 @@ def reject_tree(
 
 
 def compact_path(
-    tensors: Sequence[torch.Tensor] | PathTable,
+    table: PathTable,
     lengths: torch.Tensor,
     path: torch.Tensor,
     num_kept: torch.Tensor,
@@ -146,13 +144,11 @@ def compact_path(
     to slot `lengths[row] + i`. A token whose slot stays the same keeps its value.
 
     Args:
-        tensors: Keys and values of the layers, [batch, slot, ...] each, or a `PathTable` of them,
-            which is prepared once for many steps.
+        table: Keys and values of the layers, [batch, slot, ...] each.
         lengths: Slots of each row before node 0, [rows] integers.
         path: Node numbers as in `TreeWalk.path`, ascending, [rows, any] integers.
         num_kept: Entries of `path` that count, [rows] integers.
     """
-    table = tensors if isinstance(tensors, PathTable) else PathTable(tensors)
     for part in table.by_device:
         local = [tensor.to(part.device, non_blocking=True) for tensor in (lengths, path, num_kept)]
         if backend(part.device) == "triton":

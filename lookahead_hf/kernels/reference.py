@@ -7,8 +7,6 @@ without Triton a model's own attention reads the mask of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from lookahead_hf.kernels.path_table import PathTable
@@ -102,13 +100,12 @@ def _packed(
 
 
 def compact_path(
-    tensors: Sequence[torch.Tensor] | PathTable,  # [batch, slot, ...] each
+    table: PathTable,
     lengths: torch.Tensor,  # [rows]
     path: torch.Tensor,  # [rows, any]
     num_kept: torch.Tensor,  # [rows]
 ) -> None:
     """See `dispatch.compact_path`; a token that does not move is written to its place again."""
-    table = tensors if isinstance(tensors, PathTable) else PathTable(tensors)
     place = torch.arange(path.shape[1], device=path.device).expand_as(path)
     kept = place < num_kept[:, None]
     row = torch.arange(len(path), device=path.device)[:, None]

@@ -24,14 +24,7 @@ WAITS = "a forward waits for the device"
 NO_GRAPHS = "the device has no graphs"
 TOO_SHORT = "the call is too short to capture for"
 TOO_LARGE = "K and V take too much memory to keep"
-OTHER_KINDS = "the model keeps graphs of other kinds of calls"
 IN_USE = "another call is using the model's graphs"
-BUSY = "other steps are being captured"
 FAILED = "capturing failed"
 
 CHANGED = "the model was changed in the middle of the call"
-
-
-def because(reason: str, detail: str) -> str:
-    """Return a reason with what it is about."""
-    return f"{reason}: {detail}"

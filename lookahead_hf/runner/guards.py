@@ -64,6 +64,8 @@ class ModelSnapshot:
         plain = [each for each in tensors if not hasattr(each, "__tensor_flatten__")]
         self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in plain]
         self._size = sum(map(len, self._dicts))
+        self._attention = _attention_functions()
+        self._found += map(_Same, self._attention)
         self.key = (*_of_torch(tensors[0].device.type), *self._found)
         self._found.clear()
 
@@ -124,6 +126,7 @@ class ModelSnapshot:
             and all(holder.get(name) is value for holder, name, value in self._held)
             and all(tensor.data_ptr() == address for tensor, address, _ in self._data)
             and all(kind.forward is forward for kind, forward in self._forwards.items())
+            and all(map(is_, _attention_functions(), self._attention))
             and all(
                 len(now) == len(then) and all(map(is_, now, then)) for now, then in self._sequences
             )
@@ -185,6 +188,12 @@ def _of_torch(device: str) -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _attention_functions() -> tuple[Any, ...]:
+    """Functions that attention calls; a caller may register or set others at any time."""
+    registered = (compat.attention_function(name) for name in ("sdpa", "eager"))
+    return (*registered, nn.functional.scaled_dot_product_attention)
 
 
 def _is_watched() -> bool:

@@ -24,7 +24,6 @@ DTYPES = [
 SHAPES = [
     (2, 4, 2, 5, 32, 32, 80),
     (1, 7, 1, 16, 64, 64, 300),
-    (2, 2, 2, 1, 64, 64, 33),
     (2, 14, 2, 11, 80, 80, 400),
     (1, 4, 1, 64, 96, 48, 130),
     pytest.param((3, 28, 4, 48, 128, 128, 3000), marks=pytest.mark.gpu),
@@ -126,7 +125,7 @@ def test_trees(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype)
     check(random_case(shape, dtype, device))
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 150])
+@pytest.mark.parametrize("window", [1, 64, 150])
 def test_window(device: torch.device, window: int) -> None:
     check(random_case(SHAPES[1], torch.float32, device) | {"window": window})
 

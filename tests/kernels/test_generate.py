@@ -16,7 +16,7 @@ from lookahead_hf.runner import attention, self_test
 from lookahead_hf.runner.cuda import transfer
 from lookahead_hf.runner.tree_attention import BlockTree
 from tests.helpers import models
-from tests.helpers.compared import compared
+from tests.helpers.compared import compared, speculated
 from tests.helpers.scripted import (
     RandomTrees,
     Scripted,
@@ -62,17 +62,6 @@ def test_greedy(
     assert calls["tree_attention"] == 2 * stats.num_steps
 
 
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}])
-def test_many_tokens(
-    calls: Counter[str], attention_aside: None, device: torch.device, sampling: dict[str, Any]
-) -> None:
-    model = models.tiny("llama", num_hidden_layers=1)
-    stats = run(model, ragged(device), device, max_new_tokens=48, **sampling)
-    assert stats.engine == "device"
-    assert stats.row_stats[0].num_emitted == 48
-    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 10
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(
     calls: Counter[str],
@@ -92,10 +81,8 @@ def test_half_precision(
         monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
         with lookahead_hf.enabled(model):
             texts.append(model.generate(**given, speculative=drafts).tolist())
-        stats = lookahead_hf.last_stats(model)
-        assert stats is not None and stats.engine == "device" and stats.fallback_reason is None
-        assert stats.num_moved > 0
-        assert (calls["verify_tree"] > 0) and (calls["compact_path"] > 0)
+        stats = speculated(model)
+        assert stats.engine == "device" and stats.num_moved > 0
     assert texts[0] == texts[1]
 
 
@@ -127,9 +114,8 @@ def test_drafting_learns_from_the_pass_of_verification(
     config = SpeculativeConfig(drafters=("recycling",), budget=6, options=few)
     with lookahead_hf.enabled(model):
         ours = model.generate(**given, do_sample=False, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert ours.tolist() == plain.tolist()
-    assert stats is not None and stats.engine == "device" and stats.num_accepted > 0
+    stats = speculated(model)
+    assert ours.tolist() == plain.tolist() and stats.engine == "device"
     assert order == ["copy", "topk", "copy"] * stats.num_steps
     assert calls["topk_rows"] == calls["verify_tree"] == stats.num_steps
 
@@ -150,10 +136,8 @@ def test_rejection(calls: Counter[str], attention_aside: None, device: torch.dev
         for _ in range(2):
             torch.manual_seed(5)
             texts.append(model.generate(**given, speculative=config).tolist())
-    stats = lookahead_hf.last_stats(model)
-    assert texts[0] == texts[1]
-    assert stats is not None and stats.engine == "rejection" and stats.fallback_reason is None
-    assert stats.num_accepted > 0
+    stats = speculated(model)
+    assert texts[0] == texts[1] and stats.engine == "rejection"
     assert calls["reject_tree"] == 2 * (1 + stats.num_steps)
 
 
@@ -225,16 +209,6 @@ def test_wide_blocks(calls: Counter[str], device: torch.device) -> None:
     assert not calls["tree_attention"]
 
 
-def test_twins_serve_a_cpu_by_default(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND")
-    cpu = torch.device("cpu")
-    run(models.tiny("gemma3", **WINDOWS), ragged(cpu), cpu)
-    model = tiny_eager("gemma2", cpu, **EAGER["gemma2"])
-    run(model, {"input_ids": models.prompt(1)}, cpu)
-    assert not calls["tree_attention"]
-    assert calls["verify_tree"] == calls["compact_path"] > 0
-
-
 def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.device) -> None:
     """Older models hand sdpa soft caps or sinks, which it looks past: so do we under its name."""
     attend = attention._ours("sdpa")
@@ -289,16 +263,13 @@ def test_trees_leave_every_bit_alone(
         assert calls["tree_attention"] - before == same[2].num_steps
 
 
-def test_one_forward_shows_whose_attention_it_is(calls: Counter[str], device: torch.device) -> None:
+def test_where_the_kernel_cannot_attend_drafts_are_chains(
+    calls: Counter[str], device: torch.device
+) -> None:
     model = models.tiny("llama", num_hidden_layers=1).to(device)
     for _ in range(2):  # the second time it is known
         assert self_test.keeps_bits_in_trees(model, 2)
     assert calls["tree_attention"] == 1
-    own = models.tiny("gpt2", attn="eager", n_layer=1).to(device)
-    assert not self_test.keeps_bits_in_trees(own, 2)
-
-
-def test_where_the_kernel_cannot_attend_drafts_are_chains(device: torch.device) -> None:
     model = models.tiny("llama", num_hidden_layers=1, head_dim=264).to(device)
     assert not self_test.keeps_bits_in_trees(model, 16)
     text, _, _ = invariant(model, "device", budget=0)

@@ -99,21 +99,6 @@ def test_any_number_of_rows_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(n <= 65535 for grid in grids for n in grid[1:])
 
 
-@pytest.mark.gpu
-def test_many_rows() -> None:
-    from lookahead_hf.kernels.topk import topk_rows
-
-    logits = torch.randn(1100 * 64, 40, generator=torch.Generator().manual_seed(0))
-    found = topk_rows(logits.cuda(), 4)
-    check_found(*(part.cpu() for part in found), logits, 4)
-
-
-def test_strided(impl: ModuleType, device: torch.device) -> None:
-    logits = torch.randn(4, 3, 8193, generator=torch.Generator().manual_seed(0))
-    check(impl, logits[:, 1], 8, device)
-    check(impl, logits[0].t().contiguous().t(), 8, device)
-
-
 def test_k_beyond_kernel(impl: ModuleType, device: torch.device) -> None:
     logits = torch.randn(2, 1009, generator=torch.Generator().manual_seed(0))
     check(impl, logits, 100, device)

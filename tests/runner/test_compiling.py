@@ -142,15 +142,6 @@ def test_where_compiling_fails_the_others_draft_and_it_is_tried_again(
     assert ids == plain and stats.per_source["ngram"].accepted > 0
 
 
-def test_warming_up_says_what_is_wrong(model: Any, work: list[Callable[[], None]]) -> None:
-    def fail() -> None:
-        raise MemoryError("too little memory")
-
-    compilation.register(fail)
-    with pytest.warns(RuntimeWarning, match="are left out of calls.*too little memory"):
-        lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=2)
-
-
 WITHOUT = """
 import sys, threading, warnings
 if sys.argv[1] == "missing":

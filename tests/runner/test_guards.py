@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from lookahead_hf import compat
 from lookahead_hf.runner import guards
 from lookahead_hf.runner.execution import CHANGED, HOOKS, OFFLOADED, REPLACED, TENSORS, WATCHED
 from lookahead_hf.runner.guards import ModelSnapshot
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import HostReads, Tape, TapeRecorder
-from tests.helpers.models import tiny
 from tests.helpers.replayed import Switch, compare, sets_of, small, streamed
+
+
+@pytest.fixture
+def no_global_hooks() -> Iterator[None]:
+    """Hooks on all modules go when the test ends."""
+    yield
+    torch.nn.modules.module._global_forward_hooks.clear()
 
 
 class Wrapped(torch.Tensor):
@@ -42,8 +49,9 @@ def test_weights_in_wrappers_are_told_apart() -> None:
     assert guards.addresses(Wrapped(weights[0])) != guards.addresses(weights[1])
 
 
-def steer(model: Any) -> None:
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+def put(name: str, value: Any) -> Callable[[Any], None]:
+    """A change of an attribute of a layer."""
+    return lambda model: setattr(model.model.layers[1].mlp, name, value)
 
 
 def steer_outputs(model: Any) -> None:
@@ -58,6 +66,13 @@ def steer_inputs(model: Any) -> None:
     model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].roll(1, -1),))
 
 
+def hook_all(model: Any) -> None:
+    def scaled(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5 if module is model.model.layers[1].mlp else output
+
+    torch.nn.modules.module.register_module_forward_hook(scaled)
+
+
 def replace_forward(model: Any) -> None:
     layer = model.model.layers[1].mlp
     own = layer.forward
@@ -68,56 +83,27 @@ def scale(model: Any) -> None:
     model.model.layers[1].self_attn.scaling *= -3.0
 
 
-def cap(model: Any) -> None:
-    model.config.final_logit_softcapping = 1.0
-
-
-def turn(model: Any) -> None:
-    weight = torch.nn.Parameter(-model.model.layers[1].mlp.down_proj.weight)
-    model.model.layers[1].mlp.down_proj.weight = weight
-
-
 def turn_data(model: Any) -> None:
     weight = model.model.layers[1].mlp.down_proj.weight
     weight.data = -weight.data
 
 
-def move(model: Any) -> None:
-    model.model.layers[1].mlp._hf_hook = object()
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (steer, HOOKS),
         (steer_outputs, HOOKS),
         (steer_inputs, HOOKS),
+        (hook_all, HOOKS),
         (replace_forward, REPLACED),
-        (move, OFFLOADED),
+        (put("_hf_hook", object()), OFFLOADED),
     ],
 )
 def test_what_a_graph_would_pass_over_is_run(
-    change: Callable[[Any], None], reason: str, made: list[TapeRecorder]
+    change: Callable[[Any], None], reason: str, made: list[TapeRecorder], no_global_hooks: None
 ) -> None:
     model = small()
-    assert compare(model, padded("none")).execution == "replayed"
     change(model)
     assert compare(model, padded("none")).execution == reason
-
-
-def test_hooks_of_all_modules_are_called(made: list[TapeRecorder]) -> None:
-    factor = [1.0]
-
-    def scaled(module: Any, args: Any, output: Any) -> Any:
-        return output * factor[0] if isinstance(module, torch.nn.Linear) else output
-
-    model = small()
-    handle = torch.nn.modules.module.register_module_forward_hook(scaled)
-    try:
-        for factor[0] in (0.5, -2.0):
-            assert compare(model, padded("none")).execution == HOOKS
-    finally:
-        handle.remove()
 
 
 def blockers(model: Any, **extras: Any) -> list[str]:
@@ -149,15 +135,6 @@ def test_compiled_forwards_are_the_models_own() -> None:
     assert blockers(model) == [REPLACED]
 
 
-def put(name: str, value: Any) -> Callable[[Any], None]:
-    """A change of an attribute of a layer."""
-    return lambda model: setattr(model.model.layers[1].mlp, name, value)
-
-
-def adapt(model: Any) -> None:
-    model.model.layers[1].mlp.scaling = {"default": 1.0, "ranks": [4, 8]}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -175,12 +152,14 @@ def adapt(model: Any) -> None:
 )
 def test_what_modules_hold_is_in_the_key(change: Callable[[Any], None]) -> None:
     model = small()
-    adapt(model)
+    put("scaling", {"default": 1.0, "ranks": [4, 8]})(model)
     for name, value in (("zero", 0.0), ("active", "default"), ("function", abs)):
         put(name, value)(model)
     put("constant", torch.ones(3))(model)
     before = ModelSnapshot(model)
+    put("scaling", {"default": 1.0, "ranks": [4, 8]})(model)  # other objects, the same numbers
     assert ModelSnapshot(model).key == before.key
+    before = ModelSnapshot(model)
     assert hash(ModelSnapshot(model).key) == hash(before.key)
     assert before.is_current()
     change(model)
@@ -188,27 +167,28 @@ def test_what_modules_hold_is_in_the_key(change: Callable[[Any], None]) -> None:
     assert not before.is_current()
 
 
-def test_equal_numbers_and_strings_are_the_same() -> None:
-    model = small()
-    adapt(model)
-    before = ModelSnapshot(model).key
-    adapt(model)  # other objects that say the same
-    assert ModelSnapshot(model).key == before
-
-
 @pytest.mark.parametrize(
-    ("name", "change", "sampled"),
+    ("holder", "name"),
     [
-        ("llama", scale, False),
-        ("gemma3", cap, True),  # which leaves the likeliest token the likeliest
-        ("llama", turn, False),
-        ("llama", turn_data, True),
+        (compat.attention.ALL_ATTENTION_FUNCTIONS, "sdpa"),
+        (compat.attention.ALL_ATTENTION_FUNCTIONS, "eager"),
+        (vars(torch.nn.functional), "scaled_dot_product_attention"),
     ],
 )
-def test_what_a_graph_has_frozen_makes_a_new_one(
-    name: str, change: Callable[[Any], None], sampled: bool, made: list[TapeRecorder]
+def test_attention_functions_of_users_are_in_the_key(
+    holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny(name)
+    before = ModelSnapshot(model := small())
+    monkeypatch.setitem(holder, name, lambda *args, **kwargs: None)
+    assert ModelSnapshot(model).key != before.key
+    assert not before.is_current()
+
+
+@pytest.mark.parametrize(("change", "sampled"), [(scale, False), (turn_data, True)])
+def test_what_a_graph_has_frozen_makes_a_new_one(
+    change: Callable[[Any], None], sampled: bool, made: list[TapeRecorder]
+) -> None:
+    model = small()
     inputs, call = padded("none", rows=1), {"do_sample": sampled, "max_new_tokens": 24}
 
     def plain() -> list[list[int]]:
@@ -230,36 +210,29 @@ def test_forwards_of_a_class_are_told_apart(
     kind = type(model.model.norm)
     own = kind.forward
 
-    def forward_by(factor: float) -> Callable[..., Any]:
+    def scaled_by(factor: float) -> Callable[..., Any]:
         return lambda self, x: own(self, x) * factor * (1.0 + 0.01 * x.sign())
 
-    for factor in (1.0, -1.0, 2.0):  # the third may get the first one's place in memory
-        monkeypatch.setattr(kind, "forward", forward_by(factor))
+    for factor in (-1.0, 2.0, 3.0):  # the third may get the first one's place in memory
+        monkeypatch.setattr(kind, "forward", scaled_by(factor))
         assert compare(model, padded("none")).execution == "replayed"
-
-
-def hook_all(model: Any) -> None:
-    def scaled(module: Any, args: Any, output: Any) -> Any:
-        return output * 1.5 if module is model.model.layers[1].mlp else output
-
-    torch.nn.modules.module.register_module_forward_hook(scaled)
 
 
 @pytest.mark.parametrize(
     "change",
-    [scale, steer, steer_outputs, steer_inputs, turn, turn_data, replace_forward, hook_all],
+    [scale, steer_outputs, steer_inputs, turn_data, replace_forward, hook_all],
 )
 def test_changes_in_the_middle_of_a_call_count(
-    change: Callable[[Any], None], made: list[TapeRecorder]
+    change: Callable[[Any], None],
+    made: list[TapeRecorder],
+    no_global_hooks: None,
 ) -> None:
     texts = []
     for asked in (False, True):
+        torch.nn.modules.module._global_forward_hooks.clear()
         model = small()
         before, _ = streamed(model, asked)
-        try:
-            text, stats = streamed(model, asked, Switch({11: lambda m=model: change(m)}))
-        finally:
-            torch.nn.modules.module._global_forward_hooks.clear()
+        text, stats = streamed(model, asked, Switch({11: lambda m=model: change(m)}))
         assert text != before
         texts.append((before, text))
     assert texts[0] == texts[1]

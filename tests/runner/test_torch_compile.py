@@ -64,18 +64,6 @@ def test_few_shapes_are_compiled(engine: str, fresh: None, monkeypatch: pytest.M
     assert counter.frame_count == of_both
 
 
-def test_the_first_call_breaks_no_graph(fresh: None) -> None:
-    model = small()
-    plain = model.generate(**padded("left"), **GREEDY)
-    config = scripted(continuations(plain, padded("left")["input_ids"].shape[1]), RandomTrees())
-    model.compile(backend="eager", fullgraph=True)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**padded("left"), **GREEDY, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
-
-
 def test_compiled_layers_are_captured(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     for layer in model.model.layers:

@@ -39,13 +39,6 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tree_attention.is_faster(*layer(8, 28, 4, 64, 256, 128))
 
 
-def test_the_interpreter_gets_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
-    q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 20, 16)
-    assert tree_attention.is_faster(q, k, k)
-    assert not tree_attention.is_faster(q.bfloat16(), k.bfloat16(), k.bfloat16())
-
-
 def test_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
     monkeypatch.setattr(dispatch, "_has_triton", lambda device: True)

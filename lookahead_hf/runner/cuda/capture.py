@@ -115,17 +115,15 @@ _OF_MODE = (_WAIT, "Synchronization debug mode")
 def _noting_waits() -> Iterator[list[str]]:
     """Yield the first lines of torch's warnings that this thread waits for the device.
 
-    Both torch's mode and Python's way of showing warnings belong to the process. Waits of other
-    threads are not shown meanwhile, as they would not be without the mode; other warnings are.
+    Both torch's mode and Python's way of showing warnings belong to the process, so other threads
+    go through the same function. Their waits are not shown; all other warnings are.
     """
     waits: list[str] = []
-    own, is_over = threading.get_ident(), False
-    before = torch.cuda.get_sync_debug_mode()
+    own, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
 
     def note(message: Any, *args: Any, **kwargs: Any) -> None:
         text = str(message)
-        # Another thread may install this again later, when its own `catch_warnings` ends.
-        if is_over or not any(part in text for part in _OF_MODE):
+        if not any(part in text for part in _OF_MODE):
             show(message, *args, **kwargs)
         elif threading.get_ident() == own and _WAIT in text:
             waits.append(text.splitlines()[0])
@@ -139,7 +137,6 @@ def _noting_waits() -> Iterator[list[str]]:
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            is_over = True
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:

@@ -24,21 +24,13 @@ wait for the whole device meanwhile."""
 
 
 class Uncapturable(Exception):
-    """Steps cannot be captured; they run one operation after the other.
-
-    Attributes:
-        is_lasting: Whether that holds as long as the model does not change.
-    """
-
-    def __init__(self, reason: str, is_lasting: bool = False) -> None:
-        super().__init__(reason)
-        self.is_lasting = is_lasting
+    """Steps cannot be captured; they run one operation after the other."""
 
     @classmethod
     def after(cls, error: Exception) -> Uncapturable:
-        """Return what an error that need not happen again comes to."""
+        """Return the reason that an error is."""
         message = (str(error).splitlines() or [""])[0]
-        return cls(execution.because(execution.FAILED, f"{type(error).__name__}: {message}"))
+        return cls(f"{execution.FAILED}: {type(error).__name__}: {message}")
 
 
 def bucket(slots: int) -> int:
@@ -86,41 +78,26 @@ class GraphSet:
         state.fit(cache)
         self.state.copy_(state)
 
-    def capture(
-        self,
-        visible: int,
-        run: Callable[[int, int], Step],
-        widths: list[int],
-        *,
-        waits: bool = False,
-    ) -> bool:
+    def capture(self, visible: int, run: Callable[[int, int], Step], widths: list[int]) -> None:
         """Record steps of all widths, the largest first, into whose memory the others then fit.
 
         Args:
             visible: Slots that the attention sees.
             run: The step, given a width and the visible slots.
             widths: Tokens per row.
-            waits: Whether to wait for another capture in the process.
-
-        Returns:
-            False where another capture is in progress.
 
         Raises:
             Uncapturable: A step cannot be captured.
         """
-        if not _capturing.acquire(blocking=waits):
-            return False
-        try:
-            for width in sorted(widths, reverse=True):
-                if (width, visible) not in self.recordings:
-                    self._capture(width, visible, run)
-        except Uncapturable:
-            raise
-        except Exception as error:
-            raise Uncapturable.after(error) from error
-        finally:
-            _capturing.release()
-        return True
+        with _capturing:
+            try:
+                for width in sorted(widths, reverse=True):
+                    if (width, visible) not in self.recordings:
+                        self._capture(width, visible, run)
+            except Uncapturable:
+                raise
+            except Exception as error:
+                raise Uncapturable.after(error) from error
 
     def _capture(self, width: int, visible: int, run: Callable[[int, int], Step]) -> None:
         """Try a step and record it; both write K and V behind the lengths only."""
@@ -134,7 +111,7 @@ class GraphSet:
         try:
             reason = self.recorder.try_out(step)
             if reason is not None:
-                raise Uncapturable(execution.because(execution.WAITS, reason), is_lasting=True)
+                raise Uncapturable(f"{execution.WAITS}: {reason}")
             self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
         finally:
             self.state.lengths.copy_(lengths)

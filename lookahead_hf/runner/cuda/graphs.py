@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,30 +39,14 @@ WORTHWHILE = 64
 MOST_SETS = 2
 """Kinds of calls whose graphs a model keeps: greedy and sampled, for instance."""
 
-PATIENCE = 4
-"""Calls of a further kind, without any of the kind that was used least recently, after which "auto"
-gives that kind up: kinds that take turns would be captured in every call."""
+RETRY_AFTER = 16
+"""Calls of a kind that run without graphs before a failed capture is tried again."""
 
 MOST_NOTED = 16
-"""Calls without graphs, and kinds that could not be captured, that are remembered of a model."""
+"""Kinds that could not be captured, of which a model remembers why."""
 
 MEMORY_SHARE = 0.25
 """Part of the free memory that K and V of a model's graphs may take."""
-
-
-@dataclass(slots=True)
-class _Refusal:
-    """A kind of call that could not be captured.
-
-    Attributes:
-        reason: Why.
-        pause: Calls before the next attempt, infinite where no attempt can succeed.
-        left: Those of them that are still to come.
-    """
-
-    reason: str
-    pause: float
-    left: float
 
 
 class ModelGraphs:
@@ -77,8 +59,7 @@ class ModelGraphs:
     def __init__(self) -> None:
         self.sets: list[GraphSet] = []
         self._lock = threading.Lock()
-        self._missed: deque[tuple[Any, ...]] = deque(maxlen=MOST_NOTED)
-        self._refusals: dict[tuple[Any, ...], _Refusal] = {}
+        self._failed: dict[tuple[Any, ...], tuple[str, int]] = {}  # why, and calls to let pass
 
     def enter(
         self,
@@ -86,9 +67,7 @@ class ModelGraphs:
         cache: AdoptedCache,
         state: StepState,
         slots: int,
-        *,
         create: bool,
-        insists: bool = False,
     ) -> GraphSet:
         """Move a call into the set of its kind, a new one where none fits.
 
@@ -100,7 +79,6 @@ class ModelGraphs:
             state: The call's state, which the set's state copies.
             slots: Slots that the call may need.
             create: Whether a missing set is made.
-            insists: Whether it is made at once, whatever sets have to give way.
 
         Raises:
             Uncapturable: There is no set for this call.
@@ -110,83 +88,50 @@ class ModelGraphs:
         if recorder is None:
             raise Uncapturable(execution.NO_GRAPHS)
         with self._lock:
-            self._check(key)
+            reason, left = self._failed.pop(key, ("", 0))
+            if left:
+                self._failed[key] = reason, left - 1
+                raise Uncapturable(reason)
             found = next((each for each in self.sets if each.key == key), None)
-            if found is not None:
-                if found.is_used:
-                    raise Uncapturable(execution.IN_USE)
-                if found is self.sets[0]:
-                    self._missed.clear()  # calls of every kind still come
-                self.sets.remove(found)
-                self.sets.append(found)
+            if found is not None and found.is_used:
+                raise Uncapturable(execution.IN_USE)
             if found is None or found.capacity < slots:
                 if not create:
                     raise Uncapturable(execution.TOO_SHORT)
-                self._make_way(key, cache, slots, found, insists)
+                self._make_way(found, cache, slots)
                 try:
                     found = new_set(key, cache, state, bucket(slots), recorder)
                 except Uncapturable as error:
-                    self._refuse(key, error)
+                    self._note(key, error)
                     raise
-                self.sets.append(found)
+            else:
+                self.sets.remove(found)
+            self.sets.append(found)
             found.move_in(cache, state)
             found.is_used = True
             return found
 
-    def _make_way(
-        self,
-        key: tuple[Any, ...],
-        cache: AdoptedCache,
-        slots: int,
-        outgrown: GraphSet | None,
-        insists: bool,
-    ) -> None:
-        """Retire what a further set replaces, and what there is no room for beside it.
-
-        Args:
-            key: The kind of call that it is for.
-            cache: The call's cache.
-            slots: Slots that the call may need.
-            outgrown: A set that it replaces in any case.
-            insists: Whether others give way at once.
-        """
+    def _make_way(self, outgrown: GraphSet | None, cache: AdoptedCache, slots: int) -> None:
+        """Retire what a new set replaces, and the least recently used sets until there is room."""
         size = bucket(slots) * bytes_per_slot(cache)
         limit = _limit(cache, self.sets)
         if size > limit:
-            raise Uncapturable(execution.because(execution.TOO_LARGE, f"{size >> 20} MiB"))
+            raise Uncapturable(f"{execution.TOO_LARGE}: {size >> 20} MiB")
         stay = [each for each in self.sets if each is not outgrown]
-
-        def is_crowded() -> bool:
-            return bool(stay) and (len(stay) >= MOST_SETS or size + _nbytes(stay) > limit)
-
-        if is_crowded() and not insists:
-            self._missed.append(key)
-            if self._missed.count(key) < PATIENCE:
-                raise Uncapturable(execution.OTHER_KINDS)
-        while is_crowded():
+        while stay and (len(stay) >= MOST_SETS or size + _nbytes(stay) > limit):
             idle = next((each for each in stay if not each.is_used), None)
             if idle is None:
                 raise Uncapturable(execution.IN_USE)
             stay.remove(idle)
-        self._missed.clear()
         retired, self.sets = [each for each in self.sets if each not in stay], stay
         for each in retired:
             each.retire()
 
-    def _refuse(self, key: tuple[Any, ...], error: Uncapturable) -> None:
-        """Remember that a kind could not be captured; after an accident it is tried ever later."""
-        known = self._refusals.pop(key, None)
-        pause = math.inf if error.is_lasting else 1.0 if known is None else 2 * known.pause
-        self._refusals[key] = _Refusal(str(error), pause, pause)
-        if len(self._refusals) > MOST_NOTED:
-            del self._refusals[next(iter(self._refusals))]
-
-    def _check(self, key: tuple[Any, ...]) -> None:
-        """Raise Uncapturable where calls of a kind are not to be tried now."""
-        known = self._refusals.get(key)
-        if known is not None and known.left > 0:
-            known.left -= 1
-            raise Uncapturable(known.reason)
+    def _note(self, key: tuple[Any, ...], error: Uncapturable) -> None:
+        """Remember why a kind could not be captured, and forget the oldest of many."""
+        self._failed[key] = str(error), RETRY_AFTER
+        if len(self._failed) > MOST_NOTED:
+            del self._failed[next(iter(self._failed))]
 
     def leave(self, used: GraphSet, error: Uncapturable | None = None) -> None:
         """End a call's use of a set; where capturing failed, remember why and drop the set."""
@@ -194,7 +139,7 @@ class ModelGraphs:
         with self._lock:
             used.is_used = False
             if error is not None:
-                self._refuse(used.key, error)
+                self._note(used.key, error)
                 self.sets = [each for each in self.sets if each is not used]
                 _logger.info("steps are not captured: %s", error)
             if used in self.sets:

@@ -128,12 +128,9 @@ class CudaRunner(Runner):
         self._graphs = graphs.of_model(self.model)
         kind = self._snapshot.key, self._scoring is None, str(self._extras), self._shape is None
         slots = self.cache.slots.longest + self._room + graphs.WIDTHS[0]
-        insists = self._wanted is True
-        create = insists or self._room >= graphs.WORTHWHILE
+        create = self._wanted is True or self._room >= graphs.WORTHWHILE
         try:
-            self._set = self._graphs.enter(
-                kind, self.cache, self._state, slots, create=create, insists=insists
-            )
+            self._set = self._graphs.enter(kind, self.cache, self._state, slots, create)
         except Uncapturable as error:
             self.execution = str(error)
             return
@@ -231,20 +228,17 @@ class CudaRunner(Runner):
             return self._step.run(width, visible)
         return (self._step.forward(width, visible),)
 
-    def _capture(self, width: int, visible: int, *, waits: bool = False) -> Recording | None:
+    def _capture(self, width: int, visible: int) -> Recording | None:
         """Capture the steps that show so many slots.
 
         Returns:
-            The step of this width. None where capturing fails, after which the call uses no more
-            graphs, or where another capture is in progress.
+            The step of this width, None where capturing fails: the call then uses no more graphs.
         """
         assert self._set is not None
         widths = list(self._widths) if self._shape is None else [width]
         packed = self._state.save(width)
         try:
-            if not self._set.capture(visible, self._run, widths, waits=waits):
-                self.execution = execution.BUSY
-                return None
+            self._set.capture(visible, self._run, widths)
         except Uncapturable as error:
             self.execution = str(error)
             self._leave_graphs(error)
@@ -259,7 +253,7 @@ class CudaRunner(Runner):
         slots = self.cache.slots.longest + max(self._widths)
         while self._set is not None:
             visible = self._set.visible_for(slots)
-            self._capture(max(self._widths), visible, waits=True)
+            self._capture(max(self._widths), visible)
             if self._set is None or visible == self._set.capacity:
                 return
             slots = visible + 1

@@ -175,7 +175,7 @@ class DeviceStep:
         kinds: list[MaskKind],
         takes_dict: bool,
     ) -> None:
-        """`extras`: what plain passes with every forward."""
+        """`extras` is what plain passes with every forward."""
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -14,19 +13,19 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.cuda import graph_set, graphs
-from lookahead_hf.runner.execution import (
-    BUSY,
-    FAILED,
-    IN_USE,
-    OTHER_KINDS,
-    TOO_LARGE,
-    TOO_SHORT,
-    WAITS,
-)
+from lookahead_hf.runner.execution import FAILED, IN_USE, TOO_LARGE, TOO_SHORT, WAITS
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt
-from tests.helpers.replayed import WIDTHS, Switch, compare, sets_of, small, streamed
+from tests.helpers.replayed import (
+    WIDTHS,
+    Switch,
+    compare,
+    in_threads,
+    sets_of,
+    small,
+    streamed,
+)
 
 
 def test_later_calls_move_into_the_same_graphs(made: list[TapeRecorder]) -> None:
@@ -34,15 +33,11 @@ def test_later_calls_move_into_the_same_graphs(made: list[TapeRecorder]) -> None
     compare(model, padded("left"))
     compare(model, padded("holes", length=30))
     assert len(sets_of(made)) == 1
-    assert len(sets_of(made)[0].recordings) == len(WIDTHS)
-    compare(model, padded("none", rows=2))
-    assert [recorder.released for recorder in sets_of(made)] == [0, 0]
-    compare(model, padded("none", rows=1))
-    first, second, third = sets_of(made)
-    assert first.released == len(WIDTHS)  # all together
-    assert second.released == third.released == 0
+    (recorder,) = sets_of(made)
+    assert len(recorder.recordings) == len(WIDTHS)
+    assert recorder.calls == ["begin", "end"] * 2  # each waits for the one before
     lookahead_hf.disable(lookahead_hf.enable(model))
-    assert second.released == third.released == len(WIDTHS)
+    assert recorder.released == len(WIDTHS)
 
 
 def test_a_short_call_of_another_shape_leaves_the_graphs(made: list[TapeRecorder]) -> None:
@@ -51,9 +46,7 @@ def test_a_short_call_of_another_shape_leaves_the_graphs(made: list[TapeRecorder
     stats = compare(model, padded("none", rows=2), {"cuda_graphs": "auto"}, max_new_tokens=20)
     assert stats.execution == TOO_SHORT
     assert compare(model, padded("left")).execution == "replayed"
-    (recorder,) = sets_of(made)
-    assert recorder.released == 0
-    assert recorder.calls == ["begin", "end"] * 2  # each waits for the one before
+    assert [recorder.released for recorder in sets_of(made)] == [0]
 
 
 def test_a_forward_that_waits_is_not_captured(
@@ -68,123 +61,59 @@ def test_a_forward_that_waits_is_not_captured(
         return own(self, x)
 
     monkeypatch.setattr(kind, "forward", waiting)
-    tried = []
-    try_out = TapeRecorder.try_out
-    monkeypatch.setattr(
-        TapeRecorder, "try_out", lambda self, run: tried.append(1) or try_out(self, run)
-    )
-    for _ in range(4):  # the later calls know already
-        assert str(compare(model, padded("left")).execution).startswith(WAITS)
+    assert str(compare(model, padded("left")).execution).startswith(WAITS)
     assert sets_of(made) == []
-    assert len(tried) == 1
 
 
-def failing(recorder: type[TapeRecorder], times: int, patch: pytest.MonkeyPatch) -> list[int]:
-    """Let so many captures fail; return a list with one entry for each failure."""
-    record, failed = recorder.record, []
-
-    def fails(self: Any, run: Any) -> Any:
-        if len(failed) < times:
-            failed.append(1)
-            raise torch.OutOfMemoryError("no memory\nfor graphs")
-        return record(self, run)
-
-    patch.setattr(recorder, "record", fails)
-    return failed
-
-
-NO_MEMORY = f"{FAILED}: OutOfMemoryError: no memory"
-
-
-def test_a_failed_capture_is_tried_again(
+def test_a_failed_capture_is_tried_again_later(
     made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed, model = failing(TapeRecorder, 2, monkeypatch), small()
-    states = [compare(model, padded("left")).execution for _ in range(6)]
-    assert states == [NO_MEMORY] * 5 + ["replayed"], "one call goes by, then two"
-    assert len(failed) == 2
+    monkeypatch.setattr(graphs, "RETRY_AFTER", 2)
+    model, record = small(), TapeRecorder.record
 
+    def fails(*_: Any) -> Any:
+        monkeypatch.setattr(TapeRecorder, "record", record)
+        raise torch.OutOfMemoryError("no memory\nfor graphs")
 
-@pytest.mark.parametrize(("disabled", "rows"), [(True, 3), (False, 1)])
-def test_a_failure_concerns_one_kind_of_calls_until_it_is_freed(
-    disabled: bool, rows: int, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(TapeRecorder, 1, monkeypatch)
-    model = small()
-    assert compare(model, padded("none")).execution == NO_MEMORY
-    if disabled:
-        lookahead_hf.disable(lookahead_hf.enable(model))
-    assert compare(model, padded("none", rows=rows)).execution == "replayed"
+    monkeypatch.setattr(TapeRecorder, "record", fails)
+    states = [compare(model, padded("left")).execution for _ in range(2)]
+    assert states == [f"{FAILED}: OutOfMemoryError: no memory"] * 2
+    assert compare(model, padded("none", rows=1)).execution == "replayed", "another kind"
+    states = [compare(model, padded("left")).execution for _ in range(2)]
+    assert states == [f"{FAILED}: OutOfMemoryError: no memory", "replayed"]
 
 
 def test_no_memory_for_k_and_v_leaves_the_text_alone(
     made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small()
-    with monkeypatch.context() as patch:
-        patch.setattr(graph_set, "_room", lambda *_: torch.empty(1 << 60))
-        stats = compare(model, padded("left"))
-    assert str(stats.execution).startswith(f"{FAILED}: RuntimeError")
-    assert compare(model, padded("left")).execution == stats.execution
-    assert compare(model, padded("left")).execution == "replayed"
+    monkeypatch.setattr(graph_set, "_room", lambda *_: torch.empty(1 << 60))
+    assert str(compare(model, padded("left")).execution).startswith(f"{FAILED}: RuntimeError")
 
 
-def test_two_kinds_of_calls_take_turns(made: list[TapeRecorder]) -> None:
+def test_two_kinds_of_calls_take_turns_and_a_third_replaces_one(made: list[TapeRecorder]) -> None:
     model = small()
-    for _ in range(3):
+    for _ in range(2):
         assert compare(model, padded("left")).execution == "replayed"
         assert compare(model, padded("left"), do_sample=True).execution == "replayed"
     assert [recorder.released for recorder in sets_of(made)] == [0, 0]
-
-
-def test_a_third_kind_has_to_wait_until_another_is_over(
-    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "WORTHWHILE", 10)
-    model = small()
-
-    def state(rows: int, asked: bool | str = "auto") -> str | None:
-        inputs, fields = padded("none", rows=rows), {"cuda_graphs": asked}
-        return compare(model, inputs, fields, max_new_tokens=16).execution
-
-    for _ in range(4):
-        assert [state(rows) for rows in (1, 2, 3)] == ["replayed", "replayed", OTHER_KINDS]
-    assert len(sets_of(made)) == 2
-    # The last of those counts, and there is none with one row any more.
-    assert [state(rows) for rows in (3, 2, 3, 2)] == [OTHER_KINDS, "replayed"] * 2
-    assert state(3) == "replayed"
+    assert compare(model, padded("none", rows=1)).execution == "replayed"
     assert [recorder.released for recorder in sets_of(made)] == [len(WIDTHS), 0, 0]
-    assert state(1) == OTHER_KINDS
-    assert state(1, True) == "replayed", "as it is insisted on"
 
 
-def test_what_is_too_large_retires_nothing(
+def test_what_is_too_large_retires_nothing_and_what_fits_takes_the_place(
     made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 64)
     model = small()
     compare(model, padded("left"))
     (kept,) = graphs.of_model(model).sets
-    with monkeypatch.context() as patch:
-        patch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
-        stats = compare(model, padded("left"), max_new_tokens=120)
+    monkeypatch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
+    stats = compare(model, padded("left"), max_new_tokens=120)
     assert str(stats.execution).startswith(TOO_LARGE)
     assert compare(model, padded("left")).execution == "replayed"
-    (recorder,) = sets_of(made)
-    assert recorder.released == 0
-    assert compare(model, padded("left"), max_new_tokens=120).execution == "replayed"
-    assert [recorder.released > 0 for recorder in sets_of(made)] == [True, False]
-
-
-def test_where_there_is_no_room_for_two_one_gives_way(
-    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small()
-    compare(model, padded("left"))
-    (kept,) = graphs.of_model(model).sets
-    monkeypatch.setattr(graphs, "_limit", lambda *_: kept.nbytes)
     assert compare(model, padded("none", rows=1)).execution == "replayed"
-    assert [recorder.released for recorder in sets_of(made)] == [len(WIDTHS), 0]
+    assert [recorder.released > 0 for recorder in sets_of(made)] == [True, False]
 
 
 def test_one_call_at_a_time(made: list[TapeRecorder]) -> None:
@@ -235,35 +164,15 @@ def test_one_capture_at_a_time(made: list[TapeRecorder], monkeypatch: pytest.Mon
 
     def run(index: int) -> None:
         for rows in (1, 2, 3):
-            ids = prompt(rows)
             config = SpeculativeConfig(budget=4, cuda_graphs=True)
-            models[index].generate(ids, **GREEDY, speculative=config)
+            models[index].generate(prompt(rows), **GREEDY, speculative=config)
         stats = lookahead_hf.last_stats(models[index])
         found[index] = None if stats is None else stats.execution
 
     for model in models:
         lookahead_hf.enable(model)
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(state in ("replayed", BUSY) for state in found.values())
-    assert "replayed" in found.values()
-
-
-def test_who_cannot_capture_now_does_so_later(made: list[TapeRecorder]) -> None:
-    model = small()
-    expected, _ = streamed(model, False)
-    with graph_set._capturing:
-        text, stats = streamed(model, True)
-    assert (text, stats.execution) == (expected, BUSY)
-    assert sets_of(made) == []
-    graph_set._capturing.acquire()
-    text, stats = streamed(model, True, Switch({15: graph_set._capturing.release}))
-    assert (text, stats.execution) == (expected, "replayed")
-    (recorder,) = sets_of(made)
-    assert 0 < sum(r.num_replays for r in recorder.recordings) < stats.num_steps
+    in_threads(run)
+    assert found == dict.fromkeys(range(3), "replayed")
 
 
 def test_a_dead_model_takes_its_graphs_along(made: list[TapeRecorder]) -> None:

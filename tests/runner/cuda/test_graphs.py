@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from lookahead_hf.runner.execution import REPLAYED, WAITS
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import NAMES, prompt, tiny
-from tests.helpers.replayed import WIDTHS, compare, sets_of
+from tests.helpers.replayed import WIDTHS, compare, in_threads, sets_of
 
 SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
@@ -71,11 +70,6 @@ def test_experts_are_captured_if_they_do_not_wait(
     assert str(compare(model, padded("left")).execution).startswith(said)
 
 
-def test_a_static_cache_is_served(made: list[TapeRecorder]) -> None:
-    stats = compare(tiny("llama"), padded("left"), cache_implementation="static")
-    assert stats.execution == "replayed"
-
-
 def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
     model = tiny("llama")
     inputs = [padded(kind) for kind in ("left", "none", "holes")]
@@ -87,11 +81,7 @@ def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
         ours[index] = model.generate(**inputs[index], **GREEDY, speculative=config).tolist()
 
     with lookahead_hf.enabled(model):
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(run)
     assert [ours[index] for index in range(3)] == plain
 
 

@@ -13,7 +13,6 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda.step import DraftViews, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy
-from tests.helpers.device import READS, Tape
 
 VOCAB = 7  # few tokens: siblings often hold the same one, and drafts are often right
 
@@ -86,11 +85,3 @@ def test_tensors_come_in_one_copy_each_time_that_some_are_sent(
     assert len(copies) == 2
     for ticket, tensor in zip(tickets, sent, strict=True):
         assert np.array_equal(ticket.take(), tensor.numpy())
-
-
-def test_a_tape_notes_what_waits() -> None:
-    with Tape() as tape:
-        torch.ones(3).nonzero()
-        torch.ones(()).item()
-    assert len(tape.reads) == 2
-    assert len(READS) >= 2
