@@ -212,16 +212,7 @@ def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
 @jit
 def _take_likeliest(count, nodes, reach, heap, max_nodes):
     """Leave the best nodes in `heap[:kept]`, likeliest first, and each one's index in PLACE."""
-    roots = -1
-    nodes[FIRST_CHILD, :count] = -1
-    for node in range(count - 1, -1, -1):
-        parent = nodes[PARENT, node]
-        if parent >= 0:
-            nodes[NEXT_SIBLING, node] = nodes[FIRST_CHILD, parent]
-            nodes[FIRST_CHILD, parent] = node
-        else:
-            nodes[NEXT_SIBLING, node] = roots
-            roots = node
+    roots = _link_children(nodes[PARENT, :count], nodes[FIRST_CHILD], nodes[NEXT_SIBLING])
     top = len(heap) - 1
     size = _push_siblings(heap, top, 0, roots, nodes, reach)
     kept = 0
@@ -233,6 +224,22 @@ def _take_likeliest(count, nodes, reach, heap, max_nodes):
         kept += 1
         size = _push_siblings(heap, top, size, nodes[FIRST_CHILD, node], nodes, reach)
     return kept
+
+
+@jit
+def _link_children(parents, first_child, next_sibling):
+    """Fill the lists of children in the order of the nodes; returns the root's first child."""
+    roots = -1
+    first_child[: len(parents)] = -1
+    for node in range(len(parents) - 1, -1, -1):
+        parent = parents[node]
+        if parent >= 0:
+            next_sibling[node] = first_child[parent]
+            first_child[parent] = node
+        else:
+            next_sibling[node] = roots
+            roots = node
+    return roots
 
 
 @jit
@@ -257,17 +264,8 @@ def head_order(row_offsets, parents, num_nodes):
     for row in range(num_rows):
         first = row_offsets[row]
         count = min(row_offsets[row + 1] - first, num_nodes)
-        roots = -1
-        first_child[:count] = -1
-        for node in range(count - 1, -1, -1):
-            parent = parents[first + node]
-            if parent >= 0:
-                next_sibling[node] = first_child[parent]
-                first_child[parent] = node
-            else:
-                next_sibling[node] = roots
-                roots = node
-        node, taken = roots, 0
+        node = _link_children(parents[first : first + count], first_child, next_sibling)
+        taken = 0
         while node >= 0:
             parent = parents[first + node]
             place[node] = taken

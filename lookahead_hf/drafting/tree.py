@@ -18,7 +18,6 @@ def merge(
     proposals: Sequence[DraftTree],
     calibration: Calibration,
     max_nodes: int,
-    *,
     vocab_size: int = ANY_TOKEN,
     max_depth: np.ndarray | None = None,
 ) -> DraftTree:
