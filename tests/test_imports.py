@@ -44,7 +44,7 @@ LAYERS = {
     "drafting": (
         """_heap _learning_numba cost_model drafter reference scheduler sources.assistant.model
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
-        """_numba budget sources._recycling_numba sources.assistant.picks sources.lookahead
+        """_numba budget sources._recycling_numba sources.lookahead
         sources.ngram sources.prediction user_drafter""",
         "compiled sources.assistant.growth sources.pool sources.recycling",
         "calibration sources.assistant.drafter",

@@ -23,7 +23,6 @@ def merge_trees(
     vocab_size, max_nodes,
 ):  # fmt: skip
     num_rows = row_offsets.shape[1] - 1
-    row_offsets, entry_offsets = _one_after_another(row_offsets, entry_offsets)
     capacity = min(len(token_ids), num_rows * max_nodes)
     offsets = np.zeros(num_rows + 1, np.int64)
     out_tokens = np.empty(capacity, np.int64)
@@ -67,21 +66,6 @@ def merge_trees(
         offsets, out_tokens[:end], out_fields[0, :end], out_fields[1, :end], out_score[:end],
         out_offsets[: end + 1], out_entries[0, :last], out_entries[1, :last], out_origin[:end],
     )  # fmt: skip
-
-
-@jit
-def _one_after_another(row_offsets, entry_offsets):
-    """The sources' own offsets as offsets into the nodes and entries of all."""
-    num_sources, num_nodes = row_offsets.shape[0], 0
-    rows = np.empty_like(row_offsets)
-    entries = np.zeros(len(entry_offsets) - num_sources + 1, np.int64)
-    for source in range(num_sources):
-        rows[source] = row_offsets[source] + num_nodes
-        count = row_offsets[source, -1]
-        for node in range(num_nodes + 1, num_nodes + 1 + count):
-            entries[node] = entries[num_nodes] + entry_offsets[node + source]
-        num_nodes += count
-    return rows, entries
 
 
 @jit
@@ -212,16 +196,7 @@ def _reach(count, nodes, entries, rates, bucket_starts, reach, total):
 @jit
 def _take_likeliest(count, nodes, reach, heap, max_nodes):
     """Leave the best nodes in `heap[:kept]`, likeliest first, and each one's index in PLACE."""
-    roots = -1
-    nodes[FIRST_CHILD, :count] = -1
-    for node in range(count - 1, -1, -1):
-        parent = nodes[PARENT, node]
-        if parent >= 0:
-            nodes[NEXT_SIBLING, node] = nodes[FIRST_CHILD, parent]
-            nodes[FIRST_CHILD, parent] = node
-        else:
-            nodes[NEXT_SIBLING, node] = roots
-            roots = node
+    roots = _link_children(nodes[PARENT, :count], nodes[FIRST_CHILD], nodes[NEXT_SIBLING])
     top = len(heap) - 1
     size = _push_siblings(heap, top, 0, roots, nodes, reach)
     kept = 0
@@ -233,6 +208,22 @@ def _take_likeliest(count, nodes, reach, heap, max_nodes):
         kept += 1
         size = _push_siblings(heap, top, size, nodes[FIRST_CHILD, node], nodes, reach)
     return kept
+
+
+@jit
+def _link_children(parents, first_child, next_sibling):
+    """Fill the lists of children in the order of the nodes; returns the root's first child."""
+    roots = -1
+    first_child[: len(parents)] = -1
+    for node in range(len(parents) - 1, -1, -1):
+        parent = parents[node]
+        if parent >= 0:
+            next_sibling[node] = first_child[parent]
+            first_child[parent] = node
+        else:
+            next_sibling[node] = roots
+            roots = node
+    return roots
 
 
 @jit
@@ -257,17 +248,8 @@ def head_order(row_offsets, parents, num_nodes):
     for row in range(num_rows):
         first = row_offsets[row]
         count = min(row_offsets[row + 1] - first, num_nodes)
-        roots = -1
-        first_child[:count] = -1
-        for node in range(count - 1, -1, -1):
-            parent = parents[first + node]
-            if parent >= 0:
-                next_sibling[node] = first_child[parent]
-                first_child[parent] = node
-            else:
-                next_sibling[node] = roots
-                roots = node
-        node, taken = roots, 0
+        node = _link_children(parents[first : first + count], first_child, next_sibling)
+        taken = 0
         while node >= 0:
             parent = parents[first + node]
             place[node] = taken

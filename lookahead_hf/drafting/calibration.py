@@ -50,7 +50,6 @@ class Calibration:
     in steps that verified nothing: it tests the children of the last token and of right nodes.
 
     Attributes:
-        names: The sources, in the order of the indices in evidence.
         bucket_starts: First flat bucket of each source, [sources + 1] int64.
         rates: Acceptance rate of every flat bucket, [buckets] float32; each drafter's `rates` is a
             live view of its part.
@@ -61,11 +60,9 @@ class Calibration:
     def __init__(
         self,
         sources: Sequence[Drafter],
-        names: Sequence[str] | None = None,
         kept: np.ndarray | None = None,  # [2, buckets] float64
     ) -> None:
         """Start from the sources' priors and the counts of earlier calls."""
-        self.names = tuple(names or unique_names(sources))
         self.bucket_starts = np.cumsum([0] + [s.num_buckets for s in sources], dtype=np.int64)
         priors = [np.asarray(source.prior(), np.float32) for source in sources]
         self._prior = np.concatenate([np.empty(0, np.float32), *priors])

@@ -49,11 +49,6 @@ class CostCurve:
         self._assumed = 1.0 + SLOPE * _SIZES if like is None else like.seconds(_SIZES)
         self.greatest_size: int = 0 if like is None else like.greatest_size
 
-    @property
-    def plain_seconds(self) -> float:
-        """Estimated seconds of a step without a draft."""
-        return float(self.seconds(_SIZES[:1])[0])
-
     def observe(self, num_nodes: int, seconds: float) -> None:
         """Learn how long a step with `num_nodes` draft nodes per row took."""
         size = size_for(num_nodes)

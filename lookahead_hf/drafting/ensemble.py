@@ -106,15 +106,15 @@ class Ensemble(Drafter):
         self.settle()
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        proposals = [self._proposal(index, rows, max_nodes) for index in range(len(self._sources))]
+        proposals = [
+            (asked and self._guarded(index, "propose", rows, max_nodes))
+            or DraftTree.empty(rows.num_rows)
+            for index, asked in enumerate(self.asked)
+        ]
         if not self.working:
             return DraftTree.empty(rows.num_rows)
         self._merged = merge(
-            proposals,
-            self._calibration,
-            max_nodes,
-            vocab_size=self._vocab_size,
-            max_depth=self._max_depth(rows),
+            proposals, self._calibration, max_nodes, self._vocab_size, self._max_depth(rows)
         )
         return self._merged
 
@@ -154,12 +154,6 @@ class Ensemble(Drafter):
             for index, (source, now, soon) in enumerate(asked)
             if now or soon or getattr(source, "sees_all", True)
         ]
-
-    def _proposal(self, index: int, rows: Rows, max_nodes: int) -> DraftTree:
-        tree = None
-        if self.asked[index]:
-            tree = self._guarded(index, "propose", rows, max_nodes)
-        return DraftTree.empty(rows.num_rows) if tree is None else tree
 
     def _guarded(self, index: int, method: str, *arguments: Any, always: bool = False) -> Any:
         """Run a source's method; None if the source was left out or raises."""

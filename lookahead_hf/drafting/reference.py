@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,10 +13,10 @@ MergedTree = tuple[np.ndarray, ...]
 
 
 def merge_trees(
-    row_offsets: np.ndarray,  # [sources, rows + 1] int64, into the source's nodes
+    row_offsets: np.ndarray,  # [sources, rows + 1] int64
     token_ids: np.ndarray,  # [nodes] int64
     parents: np.ndarray,  # [nodes] int32, within the source's row
-    entry_offsets: np.ndarray,  # [nodes + sources] int64, into the source's entries
+    entry_offsets: np.ndarray,  # [nodes + 1] int64
     buckets: np.ndarray,  # [entries] int32, within the source
     rates: np.ndarray,  # [buckets] float32, source after source
     bucket_starts: np.ndarray,  # [sources + 1] int64
@@ -30,31 +31,31 @@ def merge_trees(
     Nodes come out likeliest first, hence parents first; equal ones in the order of the proposals.
     Token ids outside the vocabulary, unknown parents or buckets and their children are left out.
     """
-    row_offsets, entry_offsets = _one_after_another(row_offsets, entry_offsets)
     rows = []
     for row in range(row_offsets.shape[1] - 1):
-        tokens, united_parents, depth, entries, origin = _unite(
-            row, row_offsets, token_ids, parents, entry_offsets, buckets, rates, bucket_starts,
+        nodes = _unite(
+            row, row_offsets, token_ids, parents, entry_offsets, buckets, bucket_starts,
             int(max_depth[row]), vocab_size,
         )  # fmt: skip
-        reach = _reach(united_parents, entries, rates, bucket_starts)
-        order = _likeliest(united_parents, reach, max_nodes)
+        _fill_reach(nodes, rates, bucket_starts)
+        order = _likeliest(nodes, max_nodes)
         place = {node: index for index, node in enumerate(order)}
-        above = [place.get(parent, -1) for parent in united_parents]
-        nodes = list(zip(tokens, above, depth, reach, entries, origin, strict=True))
+        for node in nodes:
+            node.parent = place.get(node.parent, -1)
         rows.append([nodes[node] for node in order])
     return _flatten(rows)
 
 
-def _one_after_another(
-    row_offsets: np.ndarray, entry_offsets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The sources' own offsets as offsets into the nodes and entries of all."""
-    counts = row_offsets[:, -1]
-    own = np.split(entry_offsets, np.cumsum(counts + 1)[:-1])
-    sizes = np.concatenate([np.diff(offsets) for offsets in own])
-    before = np.cumsum(counts) - counts
-    return row_offsets + before[:, None], np.concatenate([[0], sizes.cumsum()])
+@dataclass
+class _Node:
+    """A node of one row; `origin` is the flat node that proposed it first."""
+
+    token: int
+    parent: int
+    depth: int
+    origin: int
+    entries: list[tuple[int, int]] = field(default_factory=list)  # source and bucket
+    reach: float = 1.0
 
 
 def _unite(
@@ -64,17 +65,12 @@ def _unite(
     parents: np.ndarray,
     entry_offsets: np.ndarray,
     buckets: np.ndarray,
-    rates: np.ndarray,
     bucket_starts: np.ndarray,
     max_depth: int,
     vocab_size: int,
-) -> tuple[list[int], list[int], list[int], list[list[tuple[int, int]]], list[int]]:
-    """Prefix union of one row: token, parent, depth, (source, bucket) entries, first proposer."""
-    tokens: list[int] = []
-    united_parents: list[int] = []
-    depth: list[int] = []
-    entries: list[list[tuple[int, int]]] = []
-    origin: list[int] = []
+) -> list[_Node]:
+    """Prefix union of one row."""
+    nodes: list[_Node] = []
     known: dict[tuple[int, int], int] = {}
     for source in range(len(row_offsets)):
         first = int(row_offsets[source, row])
@@ -87,75 +83,61 @@ def _unite(
             if parent not in united or not own or not 0 <= token < vocab_size:
                 continue
             at = united[parent]
-            level = 1 if at < 0 else depth[at] + 1
-            if level > max_depth:
+            depth = 1 if at < 0 else nodes[at].depth + 1
+            if depth > max_depth:
                 continue
             if (at, token) not in known:
-                known[at, token] = len(tokens)
-                tokens.append(token)
-                united_parents.append(at)
-                depth.append(level)
-                entries.append([])
-                origin.append(node)
+                known[at, token] = len(nodes)
+                nodes.append(_Node(token, at, depth, node))
             united[node - first] = known[at, token]
-            found = entries[known[at, token]]
+            found = nodes[known[at, token]].entries
             found.extend((source, b) for b in own if (source, b) not in found)
-    return tokens, united_parents, depth, entries, origin
+    return nodes
 
 
-def _reach(
-    parents: list[int],
-    entries: list[list[tuple[int, int]]],
-    rates: np.ndarray,
-    bucket_starts: np.ndarray,
-) -> list[float]:
-    """Probability of each node's whole path, from the learned rates of its entries."""
-    chance: list[float] = []
+def _fill_reach(nodes: list[_Node], rates: np.ndarray, bucket_starts: np.ndarray) -> None:
+    """Fill in the probability of each node's whole path, from the learned rates of its entries."""
     total: defaultdict[int, float] = defaultdict(float)
-    for parent, found in zip(parents, entries, strict=True):
+    for node in nodes:
         miss = 1.0
-        for source, bucket in found:
+        for source, bucket in node.entries:
             miss *= 1.0 - float(rates[bucket_starts[source] + bucket])
-        chance.append(1.0 - miss)
-        total[parent] += 1.0 - miss
-    reach: list[float] = []
-    for parent, p in zip(parents, chance, strict=True):
-        above = 1.0 if parent < 0 else reach[parent]
-        reach.append(above * p / max(total[parent], 1.0))
-    return reach
+        node.reach = 1.0 - miss
+        total[node.parent] += 1.0 - miss
+    for node in nodes:
+        above = 1.0 if node.parent < 0 else nodes[node.parent].reach
+        node.reach = above * node.reach / max(total[node.parent], 1.0)
 
 
-def _likeliest(parents: list[int], reach: list[float], max_nodes: int) -> list[int]:
+def _likeliest(nodes: list[_Node], max_nodes: int) -> list[int]:
     """The `max_nodes` nodes of greatest reach, in that order, every parent before its children."""
     children: defaultdict[int, list[int]] = defaultdict(list)
-    for node, parent in enumerate(parents):
-        children[parent].append(node)
-    heap = [(-reach[node], node) for node in children[-1]]
+    for index, node in enumerate(nodes):
+        children[node.parent].append(index)
+    heap = [(-nodes[index].reach, index) for index in children[-1]]
     heapq.heapify(heap)
     order: list[int] = []
     while heap and len(order) < max_nodes:
-        _, node = heapq.heappop(heap)
-        order.append(node)
-        for child in children[node]:
-            heapq.heappush(heap, (-reach[child], child))
+        _, index = heapq.heappop(heap)
+        order.append(index)
+        for child in children[index]:
+            heapq.heappush(heap, (-nodes[child].reach, child))
     return order
 
 
-def _flatten(
-    rows: list[list[tuple[int, int, int, float, list[tuple[int, int]], int]]],
-) -> MergedTree:
+def _flatten(rows: list[list[_Node]]) -> MergedTree:
     nodes = [node for row in rows for node in row]
-    entries = [entry for node in nodes for entry in node[4]]
+    entries = [entry for node in nodes for entry in node.entries]
     return (
         np.cumsum([0] + [len(row) for row in rows]).astype(np.int64),
-        np.array([node[0] for node in nodes], np.int64),
-        np.array([node[1] for node in nodes], np.int32),
-        np.array([node[2] for node in nodes], np.int32),
-        np.array([node[3] for node in nodes], np.float32),
-        np.cumsum([0] + [len(node[4]) for node in nodes]).astype(np.int64),
+        np.array([node.token for node in nodes], np.int64),
+        np.array([node.parent for node in nodes], np.int32),
+        np.array([node.depth for node in nodes], np.int32),
+        np.array([node.reach for node in nodes], np.float32),
+        np.cumsum([0] + [len(node.entries) for node in nodes]).astype(np.int64),
         np.array([source for source, _ in entries], np.int32),
         np.array([bucket for _, bucket in entries], np.int32),
-        np.array([node[5] for node in nodes], np.int64),
+        np.array([node.origin for node in nodes], np.int64),
     )
 
 

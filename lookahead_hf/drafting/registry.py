@@ -23,12 +23,12 @@ from lookahead_hf.ngram_pool.compilation import register
 from lookahead_hf.rows import Rows
 
 _CLASSES = {
-    "ngram": ("sources.ngram", "NgramDrafter"),
-    "recycling": ("sources.recycling", "RecyclingDrafter"),
-    "prediction": ("sources.prediction", "PredictionDrafter"),
-    "pool": ("sources.pool", "PoolDrafter"),
-    "assistant": ("sources.assistant.drafter", "AssistantDrafter"),
-    "lookahead": ("sources.lookahead", "LookaheadDrafter"),
+    "ngram": "NgramDrafter",
+    "recycling": "RecyclingDrafter",
+    "prediction": "PredictionDrafter",
+    "pool": "PoolDrafter",
+    "assistant": "AssistantDrafter",
+    "lookahead": "LookaheadDrafter",
 }
 
 
@@ -92,12 +92,7 @@ def build(
     for drafter in wanted:
         if not isinstance(drafter, str):
             built += _adapted(drafter, resources)
-        elif drafter == "prediction":
-            if resources.predictions is not None:
-                built.append(_make(drafter, options, resources.predictions))
-        elif drafter == "assistant":
-            built.append(_make_assistant(options, resources))
-        else:
+        elif drafter != "prediction" or resources.predictions is not None:
             built += _by_name(drafter, options, resources)
     return built
 
@@ -128,35 +123,36 @@ def _by_name(
             "of your own"
         )
     try:
-        return [_make_pool(options, resources) if name == "pool" else _make(name, options)]
+        return [_make(name, options, resources)]
     except NumbaMissingError as error:
         say_once(error)
         return []
 
 
-def _make_pool(options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
-    from lookahead_hf.drafting.sources.pool import open_pool
+def _given(name: str, resources: Resources) -> tuple[list[Any], dict[str, Any]]:
+    """What a call gives a drafter: positional arguments, and options that users cannot set."""
+    target_tokenizer, assistant_tokenizer = resources.tokenizers
+    if name == "prediction":
+        return [resources.predictions], {}
+    if name == "pool":
+        from lookahead_hf.drafting.sources.pool import open_pool
 
-    if resources.pool is not None:
-        pool = open_pool(resources.pool)
-    else:
-        assert resources.own_pool is not None
-        pool = resources.own_pool()
-    own = {
-        "learn": resources.learn,
-        "vocab_size": resources.vocab_size,
-        "tokenizer": resources.tokenizers[0],
-    }
-    return _make("pool", options, pool, **own)
-
-
-def _make_assistant(options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
+        pool = resources.pool
+        if pool is None:
+            assert resources.own_pool is not None
+            pool = resources.own_pool()
+        return [open_pool(pool)], {
+            "learn": resources.learn,
+            "vocab_size": resources.vocab_size,
+            "tokenizer": target_tokenizer,
+        }
+    if name != "assistant":
+        return [], {}
     if resources.assistant is None:
         raise ValueError(
             'the drafter "assistant" needs a model to draft with: pass assistant_model= in the call'
         )
-    target_tokenizer, assistant_tokenizer = resources.tokenizers
-    given = {
+    return [resources.assistant], {
         "target_tokenizer": target_tokenizer,
         "assistant_tokenizer": assistant_tokenizer,
         "encoder_inputs": resources.encoder_inputs,
@@ -165,16 +161,11 @@ def _make_assistant(options: Mapping[str, Mapping[str, Any]], resources: Resourc
         "probs": resources.draws,
         "settings": resources.settings,
     }
-    return _make("assistant", options, resources.assistant, **given)
 
 
-def _make(
-    name: str, options: Mapping[str, Mapping[str, Any]], *arguments: Any, **own: Any
-) -> Drafter:
-    module, cls = _CLASSES[name]
-    make: Callable[..., Drafter] = getattr(
-        importlib.import_module(f"lookahead_hf.drafting.{module}"), cls
-    )
+def _make(name: str, options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
+    arguments, own = _given(name, resources)
+    make = getattr(importlib.import_module("lookahead_hf.drafting"), _CLASSES[name])
     given = dict(options.get(name, {}))
     if clash := given.keys() & own.keys():
         raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
@@ -185,9 +176,10 @@ def _make(
             "drafters=(NgramDrafter(keep=True), RecyclingDrafter(keep=True))"
         )
     try:
-        return make(*arguments, **own, **given)
+        drafter: Drafter = make(*arguments, **own, **given)
     except TypeError as error:
         raise ValueError(f"options of the drafter {name!r}: {given!r}: {error}") from error
+    return drafter
 
 
 def _warm_up() -> None:

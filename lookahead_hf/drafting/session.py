@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
-
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
@@ -74,13 +72,6 @@ def memory_of(model: Any) -> ModelMemory:
         return state.drafting
 
 
-def _most_nodes(config: SpeculativeConfig) -> int:
-    """Most nodes that a row's draft can have in a call."""
-    if config.draft_invariant:
-        return min(config.max_draft_nodes, INVARIANT_WIDTH - 1)
-    return config.max_draft_nodes
-
-
 def cost_setting(model: Any) -> str:
     """Whatever changes the costs of one model's steps beside rows and lengths."""
     return f"{model.device} {model.dtype}"
@@ -95,7 +86,12 @@ def sources_of(
         ValueError: An option or a pool is wrong, a drafter lacks what it drafts with, or the
             predictions are not as many as the rows.
     """
-    _check_predictions(resources.predictions, num_rows)
+    predictions = resources.predictions
+    if predictions is not None and (not predictions or num_rows % len(predictions)):
+        raise ValueError(
+            f"prediction holds {len(predictions)} texts, but the batch has {num_rows} rows: give "
+            "one for every row (an empty list where there is none), or a single one for all"
+        )
     own_pool = memory_of(model).own_pool
     return build(config.drafters, config.options, replace(resources, own_pool=own_pool))
 
@@ -134,14 +130,14 @@ class DraftSession:
         self._sources = sources = _take(self, sources)
         self._calibration = self._memory.rates.lease(sources, do_sample)
         self._ensemble = Ensemble(
-            sources,
-            self._calibration,
-            vocab_size=vocab_size,
-            max_new_tokens=max_new_tokens,
+            sources, self._calibration, vocab_size=vocab_size, max_new_tokens=max_new_tokens
         )
+        most_nodes = config.max_draft_nodes
+        if config.draft_invariant:
+            most_nodes = min(most_nodes, INVARIANT_WIDTH - 1)
         self._budget = Budget(
             config.budget,
-            min(_most_nodes(config), target.most_nodes or config.max_draft_nodes),
+            min(most_nodes, target.most_nodes or most_nodes),
             self._memory.costs,
             rows,
             cost_setting(model) + (" one shape" if config.draft_invariant else ""),
@@ -302,12 +298,3 @@ def _release(sources: Sequence[Drafter]) -> None:
 
 _users: WeakKeyDictionary[Drafter, ref[DraftSession]] = WeakKeyDictionary()
 """The session that uses each source; a session that is gone uses nothing."""
-
-
-def _check_predictions(predictions: Sequence[np.ndarray] | None, num_rows: int) -> None:
-    """Check that there is one prediction for all rows, or one for each prompt or row."""
-    if predictions is not None and (not predictions or num_rows % len(predictions)):
-        raise ValueError(
-            f"prediction holds {len(predictions)} texts, but the batch has {num_rows} rows: give "
-            "one for every row (an empty list where there is none), or a single one for all"
-        )

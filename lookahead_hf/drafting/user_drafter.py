@@ -75,8 +75,7 @@ class Adapted(BuiltInDrafter):
             self._drafter.rates = rates
 
     def begin(self, rows: Rows) -> None:
-        if begin := self._own("begin"):
-            begin(rows.copied())
+        self._call("begin", rows)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         tree = self._drafter.propose(rows.copied(), max_nodes)
@@ -89,27 +88,23 @@ class Adapted(BuiltInDrafter):
         return replace(tree, evidence=evidence, probs=probs)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        if observe := self._own("observe"):
-            observe(rows.copied(), _copied(draft), _copied(verdict), logits)
+        self._call("observe", rows, _copied(draft), _copied(verdict), logits)
 
     def end(self, rows: Rows) -> None:
-        if end := self._own("end"):
-            end(rows.copied())
+        self._call("end", rows)
 
-    def _own(self, name: str) -> Any:
-        """A method of the object that is not just inherited from `Drafter`; None without one."""
-        method = getattr(self._drafter, name, None)
-        inherited = getattr(method, "__func__", None) is getattr(Drafter, name)
-        return None if inherited else method
+    def _call(self, name: str, rows: Rows, *arguments: Any) -> None:
+        """Call an optional method of the object with a copy of the rows."""
+        if (method := getattr(self._drafter, name, None)) is not None:
+            method(rows.copied(), *arguments)
 
 
 def _copied(record: _Record) -> _Record:
     """The same with copies of the arrays."""
-    own: dict[str, Any] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        own[field.name] = value.copy() if isinstance(value, np.ndarray) else value
-    return type(record)(**own)
+    values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
+    return replace(record, **copies)
 
 
 def _num_buckets(given: Any) -> int:
@@ -253,11 +248,10 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
 
 def _siblings(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
     """All pairs of siblings, as flat nodes: the later and the earlier one of each pair, [pairs]."""
-    pairs: list[tuple[int, int]] = []
+    pairs = [np.empty((0, 2), np.int64)]
     for row in range(tree.num_rows):
         nodes = tree.row(row)
         parents = tree.parents[nodes]
-        later, earlier = np.nonzero(np.tril(parents[:, None] == parents, -1))
-        pairs += zip((later + nodes.start).tolist(), (earlier + nodes.start).tolist(), strict=True)
-    later, earlier = np.array(pairs, np.int64).reshape(-1, 2).T
+        pairs.append(np.argwhere(np.tril(parents[:, None] == parents, -1)) + nodes.start)
+    later, earlier = np.concatenate(pairs).T
     return later, earlier

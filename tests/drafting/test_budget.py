@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +19,6 @@ from lookahead_hf.drafting.cost_model import (
     SLOPE,
     CostCurve,
     CostModel,
-    size_for,
 )
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
@@ -122,11 +120,6 @@ def unsteady(rng: np.random.Generator) -> float:
     return float(1 + 0.05 * abs(rng.normal()) + 0.25 * (rng.random() < 0.05))
 
 
-def crowded(rng: np.random.Generator) -> float:
-    """Other programs take most of the machine, now and then."""
-    return float(np.exp(0.4 * rng.normal()) * (1 + 2 * (rng.random() < 0.15)))
-
-
 def simulate(
     cost: Cost,
     *,
@@ -161,6 +154,11 @@ def simulate(
     return run
 
 
+def plain_seconds(curve: CostCurve) -> float:
+    """The estimate of a step without a draft."""
+    return float(curve.seconds(np.zeros(1))[0])
+
+
 def ideal_rate(cost: Cost, num_rows: int = 1) -> float:
     return max(num_rows * (1 + SCORES[:n].sum()) / cost(n) for n in range(len(SCORES) + 1))
 
@@ -180,13 +178,6 @@ def test_a_model_that_is_known_decodes_nearly_as_fast_as_it_can(curve: str, nois
     assert first.rate > 0.8 * ideal
     assert min(run.rate for run in later) > 0.88 * ideal
     assert first.rate > 1.3 / cost(0)
-
-
-@pytest.mark.parametrize("curve", CURVES)
-def test_a_crowded_machine_does_not_talk_it_out_of_drafting(curve: str) -> None:
-    costs, cost = CostModel(), CURVES[curve]
-    runs = [simulate(cost, costs=costs, noise=crowded, seed=seed) for seed in range(4)]
-    assert np.mean([run.rate for run in runs]) > 0.8 * ideal_rate(cost)
 
 
 def test_a_dear_size_does_not_hide_a_cheaper_larger_one() -> None:
@@ -233,13 +224,6 @@ def test_a_text_that_begins_to_copy_is_drafted_from_at_once() -> None:
     assert taken[110:].count(8) >= 8
 
 
-def test_drafts_that_bring_nothing_are_left() -> None:
-    rest_of_text = simulate(
-        points(FP32), accepts=lambda step: 0.0, scores=np.full(8, 0.05), steps=200
-    )
-    assert rest_of_text.sizes[-50:].count(0) >= 48
-
-
 def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:
     cost = points(BF16)
     run = simulate(
@@ -268,11 +252,6 @@ def test_costs_that_were_measured_too_dear_are_doubted() -> None:
     assert np.mean(np.array(sizes[-DUE_AFTER:]) > 0) > 0.8
 
 
-def test_a_fresh_process_drafts_from_its_first_steps_on() -> None:
-    run = simulate(points(BF16), steps=16)
-    assert (np.array(run.sizes) > 0).mean() > 0.8
-
-
 def test_steps_of_unknown_time_teach_nothing() -> None:
     costs, rows = CostModel(), rows_of()
     budget = Budget("auto", 8, costs, rows)
@@ -280,19 +259,13 @@ def test_steps_of_unknown_time_teach_nothing() -> None:
         budget.observe(DraftTree.empty(1), seconds)
     budget.observe(tree_of(np.ones(8)), None)
     curve = costs.curve(1, 100)
-    assert curve.plain_seconds == 0.02 and curve.is_due(8)
+    assert plain_seconds(curve) == 0.02 and curve.is_due(8)
 
 
 @pytest.mark.parametrize("size", [0, 5, 64])
 def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
     run = simulate(steep, setting=size, accepts=lambda step: 0.0, steps=40)
     assert run.sizes == [size] * 40
-
-
-def test_a_fixed_budget_is_bounded_by_the_draft() -> None:
-    budget = Budget(32, 64, CostModel(), rows_of())
-    assert budget.most_nodes == 32
-    assert budget.choose(tree_of(SCORES[:5])) == 5
 
 
 def test_sizes_between_and_beyond_measured_ones_follow_the_assumption() -> None:
@@ -303,29 +276,7 @@ def test_sizes_between_and_beyond_measured_ones_follow_the_assumption() -> None:
     np.testing.assert_allclose(curve.seconds(sizes), 2 * assumed)
     curve.observe(8, 4 * assumed[2])
     np.testing.assert_allclose(curve.seconds(sizes), np.array([2, 3, 4, 4]) * assumed)
-    assert curve.plain_seconds == 2.0
-
-
-def test_a_size_is_due_while_unknown_and_ever_later_after_that() -> None:
-    curve = CostCurve()
-    assert curve.is_due(8)
-    for count in (1, 2):
-        curve.observe(8, 1.0)
-        waits = 0
-        while not curve.is_due(8):
-            curve.observe(0, 1.0)
-            waits += 1
-        assert waits == count * DUE_AFTER
-
-
-def test_single_disturbances_do_not_move_an_estimate() -> None:
-    curve = CostCurve()
-    for seconds in [1.0, 1.02, 5.0, 1.01, 0.99, 7.0, 1.0, 1.03, 4.0]:
-        curve.observe(8, seconds)
-    assert curve.seconds(np.array([8]))[0] == pytest.approx(1.0)
-    for _ in range(KEPT_SAMPLES):
-        curve.observe(8, 2.0)
-    assert curve.seconds(np.array([8]))[0] == pytest.approx(2.0)
+    assert plain_seconds(curve) == 2.0
 
 
 def test_lengths_have_curves_of_their_own_that_start_from_their_neighbours() -> None:
@@ -336,29 +287,10 @@ def test_lengths_have_curves_of_their_own_that_start_from_their_neighbours() -> 
     assert costs.curve(1, 127) is short
     longer = costs.curve(1, 1000)
     assert longer is not short
-    assert longer.plain_seconds == 1.0
+    assert plain_seconds(longer) == 1.0
     longer.observe(0, 2.0)
-    assert longer.plain_seconds == 2.0, "what was measured outweighs the neighbour at once"
+    assert plain_seconds(longer) == 2.0, "what was measured outweighs the neighbour at once"
     assert longer.seconds(np.array([8]))[0] == 4.0, "and scales what was not"
-    assert short.plain_seconds == 1.0
+    assert plain_seconds(short) == 1.0
     assert costs.curve(2, 100).is_due(8) and costs.curve(1, 100, "other").is_due(8)
     assert costs.curve(1, 100) is not short, "the longest unused curve is dropped"
-
-
-def test_threads_share_a_curve() -> None:
-    curve = CostCurve()
-
-    def measure(size: int) -> None:
-        for _ in range(200):
-            curve.observe(size, 1.0 + size)
-
-    threads = [threading.Thread(target=measure, args=(size,)) for size in SIZES[:8]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    np.testing.assert_allclose(curve.seconds(np.array(SIZES[:8])), 1.0 + np.array(SIZES[:8]))
-
-
-def test_sizes_are_rounded_up() -> None:
-    assert [size_for(n) for n in (0, 1, 3, 17, 64, 1000)] == [0, 1, 4, 24, 64, SIZES[-1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,7 +20,6 @@ from lookahead_hf.drafting.calibration import (
     KeptRates,
 )
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.tree import merge
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.rows import Rows
 
@@ -128,10 +126,6 @@ class Rated(Source):
         return np.full(LEVELS, 0.5, np.float32)
 
 
-class OtherRated(Rated):
-    name = "other"
-
-
 def chain(buckets: Sequence[int]) -> DraftTree:
     """A chain of the tokens 0, 1, ... by one source."""
     count = len(buckets)
@@ -161,44 +155,6 @@ def test_rates_converge_to_what_they_are() -> None:
     assert_near(calibration.rates, CHANCES)
 
 
-def test_rates_converge_where_sources_share_nodes() -> None:
-    """The other source has its buckets the other way round, and chains of another length."""
-    calibration, rng = Calibration([Rated(), OtherRated()]), np.random.default_rng(1)
-    shared = 0
-    for _ in range(8000):
-        order = rng.permutation(LEVELS)
-        lengths = rng.integers(0, LEVELS + 1, 2)
-        own, other = order[: lengths[0]], LEVELS - 1 - order[: lengths[1]]
-        tree = merge([chain(own.tolist()), chain(other.tolist())], calibration, 16)
-        assert tree.num_nodes == lengths.max() and tree.evidence is not None
-        shared += len(tree.evidence.source) - tree.num_nodes
-        play(calibration, tree, rng.random(LEVELS) < CHANCES[order])
-    assert shared > 8000
-    assert (calibration.gained[1] > 3 * MEMORY).all()
-    assert_near(calibration.rates[:LEVELS], CHANCES)
-    assert_near(calibration.rates[LEVELS:], CHANCES[::-1])
-
-
-def test_a_shared_node_is_promised_what_both_rates_say() -> None:
-    calibration = Calibration([Rated(), OtherRated()])
-    calibration.rates[:] = [*CHANCES, *CHANCES[::-1]]
-    tree = merge([chain([2, 1]), chain([2])], calibration, 4)
-    first = 1 - (1 - CHANCES[2]) ** 2
-    assert tree.score.tolist() == pytest.approx([first, first * CHANCES[1]])
-
-
-def test_the_model_sees_its_rates_as_a_table() -> None:
-    kept, sources = KeptRates(), [Source(), Other()]
-    calibration = kept.lease(sources, do_sample=True)
-    calibration.update(draft([([1], [-1])], [[(1, 2)]]), verdict(([0], [1, 2])))
-    assert kept.table() == []
-    kept.merge(calibration, sources, do_sample=True)
-    (row,) = kept.table()
-    assert (row.source, row.sampled, row.bucket, row.tested) == ("other", True, 2, 1.0)
-    assert row.rate == pytest.approx((1 + 0.5 * PRIOR_WEIGHT) / (1 + PRIOR_WEIGHT))
-    assert row.rate == pytest.approx(kept.lease(sources, do_sample=True).rates[5])
-
-
 def learn(kept: KeptRates, *sources: Drafter, times: int = 1000) -> None:
     """A call in which the first bucket of every source is always right."""
     calibration = kept.lease(sources, do_sample=False)
@@ -216,17 +172,6 @@ def test_calls_inherit_rates_but_can_outweigh_them() -> None:
     assert second.counts[1, 0] == pytest.approx(KEPT_WEIGHT)
     assert second.gained.sum() == 0
     assert kept.lease([source], do_sample=True).rates[0] == 0.5
-
-
-def test_a_source_keeps_its_rates_whatever_drafts_beside_it() -> None:
-    kept = KeptRates()
-    learn(kept, Source())
-    for sources in ([Source(), Other()], [Other(), Source()]):
-        calibration = kept.lease(sources, do_sample=False)
-        rates = dict(zip(calibration.names, calibration.rates.reshape(2, 3), strict=True))
-        assert rates["scripted"][0] > 0.8 and rates["other"].tolist() == [0.5, 0.5, 0.5]
-    learn(kept, Other(), Source())
-    assert kept.lease([Other()], do_sample=False).rates[0] > 0.8
 
 
 def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
@@ -249,25 +194,6 @@ def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
     assert kept.lease([Adapted(Source())], do_sample=False).rates[0] > 0.8
 
 
-def test_parallel_calls_lose_nothing() -> None:
-    kept = KeptRates()
-    tree = draft([([1], [-1])], [[(0, 0)]])
-
-    def one_call() -> None:
-        sources = [Source()]
-        calibration = kept.lease(sources, do_sample=False)
-        for _ in range(3):
-            calibration.update(tree, verdict(([0], [1, 2])))
-        kept.merge(calibration, sources, do_sample=False)
-
-    threads = [threading.Thread(target=one_call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert kept.lease([Source()], do_sample=False).counts[1, 0] == 24
-
-
 def test_kept_rates_are_bounded() -> None:
     kept = KeptRates(capacity=2)
     learn(kept, Source())
@@ -277,12 +203,6 @@ def test_kept_rates_are_bounded() -> None:
     assert [row.source for row in kept.table()] == ["scripted", "scripted"]
     assert kept.lease([Other()], do_sample=False).rates[0] == 0.5
     assert kept.lease([Source()], do_sample=False).rates[0] > 0.8
-    assert len(learned_by(kept, [Source(), Other(), Rated()])) == 2
-
-
-def learned_by(kept: KeptRates, sources: list[Drafter]) -> list[str]:
-    """The sources of which something is kept."""
-    return [s.name for s in sources if kept.lease([s], do_sample=False).counts.any()]
 
 
 @st.composite
@@ -313,7 +233,6 @@ def steps(draw: st.DrawFn) -> tuple[DraftTree, Verdict]:
 def test_compiled_and_plain_functions_learn_the_same(
     step: tuple[DraftTree, Verdict], memory: float
 ) -> None:
-    pytest.importorskip("numba")
     tree, result = step
     evidence = tree.evidence
     assert evidence is not None

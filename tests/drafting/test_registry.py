@@ -13,11 +13,8 @@ import pytest
 from lookahead_hf import drafting
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting import compiled
-from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import Resources, build
-from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.ngram_pool import NgramPool, compilation
 from lookahead_hf.rows import Rows
 from tests.helpers.models import tiny
@@ -32,13 +29,6 @@ class Own(Drafter):
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return DraftTree.from_chains([[[1, 2]]] * rows.num_rows)
-
-
-class Bare:
-    """An object that only proposes."""
-
-    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return DraftTree.from_chains([[[3, 4]]] * rows.num_rows)
 
 
 def names_of(drafters: list[Drafter]) -> list[str]:
@@ -57,24 +47,7 @@ def names_of(drafters: list[Drafter]) -> list[str]:
     ],
 )
 def test_names_become_drafters(drafters: Any, predictions: Any, expected: list[str]) -> None:
-    pytest.importorskip("numba")
     assert names_of(build(drafters, {}, Resources(predictions))) == expected
-
-
-def test_objects_of_ours_are_taken_as_they_are() -> None:
-    own = PredictionDrafter(GUESS)
-    assert build([own], {}) == [own]
-
-
-def test_an_object_that_only_proposes_is_enough() -> None:
-    drafters = build([Bare(), Own()], {})
-    assert names_of(drafters) == ["custom", "own"]
-    rows = Rows(np.zeros((1, 3), np.int64))
-    rows.emit(0, 5)
-    ensemble = Ensemble(drafters, Calibration(drafters))
-    ensemble.begin(rows)
-    assert sorted(ensemble.propose(rows, 8).token_ids.tolist()) == [1, 2, 3, 4]
-    ensemble.end(rows)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
@@ -83,7 +56,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_options_reach_the_drafter_of_their_name() -> None:
-    pytest.importorskip("numba")
     with pytest.raises(ValueError, match="'recycling'.*'size'"):
         build(["recycling"], {"recycling": {"size": 3}})
 
@@ -117,15 +89,7 @@ def test_without_numba_what_needs_no_index_still_drafts(
     assert len(caught) == 1
 
 
-def test_no_sources_draft_nothing() -> None:
-    rows = Rows(np.zeros((2, 3), np.int64))
-    ensemble = Ensemble([], Calibration([]))
-    ensemble.begin(rows)
-    assert ensemble.propose(rows, 8).num_nodes == 0
-
-
 def test_every_public_name_can_be_imported() -> None:
-    pytest.importorskip("numba")
     for name in drafting.__all__:
         assert getattr(drafting, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -141,9 +105,8 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_warming_up_compiles_all_that_a_call_needs() -> None:
-    pytest.importorskip("numba")
     code = (
-        "from tests.helpers.drafting import draft_two_steps\n"
+        "from tests.helpers.drafts import draft_two_steps\n"
         "from lookahead_hf import ngram_pool\n"
         "from lookahead_hf.drafting import _numba, compiled\n"
         "from lookahead_hf.drafting.sources import _recycling_numba\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -170,14 +169,6 @@ def test_who_is_not_asked_is_shown_what_it_needs(clock: Clock) -> None:
     assert len(passing.seen) <= 2 * len(passing.asked)
 
 
-def test_nothing_is_looked_for_while_all_of_drafting_rests(clock: Clock) -> None:
-    text = text_of(400)
-    passing = Foreseeing("passing", text, clock, 0.01, lambda at: 0, sees_all=False)
-    seconds = decode(text, clock, passing)
-    assert len(passing.seen) <= 2 * len(passing.asked) < 40
-    assert seconds < 1.05 * 0.02 * len(text)
-
-
 def test_an_object_serves_one_call_at_a_time() -> None:
     shared = RecyclingDrafter(keep=True)
     many, one = (Rows(np.ones((count, 4), np.int64)) for count in (64, 1))
@@ -196,27 +187,3 @@ def test_an_object_serves_one_call_at_a_time() -> None:
         session_of(one, shared)  # the end of a call that had none of it leaves it where it is
     first.end(many)
     assert list(session_of(one, shared).source_counts) == ["recycling"]
-
-
-def test_an_object_of_a_call_that_never_began_is_free_again() -> None:
-    shared, rows = RecyclingDrafter(), Rows(np.ones((1, 4), np.int64))
-    session_of(rows, shared)
-    assert list(session_of(rows, shared).source_counts) == ["recycling"]
-
-
-def test_threads_that_share_an_object_draft_with_it_one_at_a_time() -> None:
-    shared, rows = RecyclingDrafter(), Rows(np.ones((1, 4), np.int64))
-    sessions: list[DraftSession] = []
-    ready = threading.Barrier(8)
-
-    def call() -> None:
-        ready.wait()
-        sessions.append(session_of(rows, shared))
-
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    with pytest.warns(RuntimeWarning, match="drafts for another call"):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(len(each.source_counts) for each in sessions) == [0] * 7 + [1]

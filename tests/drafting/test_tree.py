@@ -52,23 +52,6 @@ def test_shared_prefixes_become_shared_nodes_with_all_their_evidence() -> None:
     assert tree.evidence.bucket.tolist() == [0, 0, 0, 1]
 
 
-def test_siblings_share_one_where_their_chances_exceed_it() -> None:
-    calibration = Calibration([Fixed(0.9, 0.6)])
-    tree = merge(
-        [DraftTree.from_rows([([1, 2], [-1, -1])]).with_buckets(np.array([0, 1]))], calibration, 8
-    )
-    np.testing.assert_allclose(tree.score, [0.6, 0.4], rtol=1e-6)
-
-
-def test_best_nodes_come_first_and_the_rest_is_cut() -> None:
-    calibration = Calibration([Fixed(0.5, 0.45, 0.05)])
-    proposal = DraftTree.from_rows([([1, 2, 3, 4], [-1, -1, -1, 0])])
-    proposal = proposal.with_buckets(np.array([2, 0, 1, 1]))
-    tree = merge([proposal], calibration, 3)
-    assert tree.token_ids.tolist() == [2, 3, 1]
-    assert merge([proposal], calibration, 0).num_nodes == 0
-
-
 def test_what_no_model_could_emit_is_left_out_with_its_children() -> None:
     calibration = Calibration([Fixed(0.5)])
     proposal = DraftTree.from_rows([([5, 100, 6, -3, 7], [-1, -1, 1, 0, 0])])
@@ -156,7 +139,6 @@ def _assert_same_tree(one: DraftTree, other: DraftTree) -> None:
 def test_compiled_and_plain_functions_build_the_same_tree(
     trees: list[DraftTree], max_nodes: int, depth: int, seed: int
 ) -> None:
-    pytest.importorskip("numba")
     rng = np.random.default_rng(abs(seed))
     # Few distinct rates, so that ties occur.
     sources = [Fixed(*rng.choice([0.0, 0.25, 0.5, 0.9, 1.0], NUM_BUCKETS)) for _ in trees]

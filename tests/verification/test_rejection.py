@@ -23,7 +23,7 @@ from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.sources.assistant.picks import Drawn
+from lookahead_hf.drafting.sources.assistant.growth import Drawn
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.generation.outputs import RequestedOutputs

@@ -10,7 +10,7 @@ own, and it is verified like any draft, with processors and sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from lookahead_hf.config import check_int
 from lookahead_hf.draft import ROOT, DraftTree, RowDraft, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.rows import Rows
-
-if TYPE_CHECKING:
-    from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
 
 DEPTH_CLASSES = 4
 """Depths 1, 2, 3, and beyond."""
@@ -163,8 +160,6 @@ class LookaheadDrafter(BuiltInDrafter):
             check_int(f"lookahead: {option}", value, least, 64)
         self._window, self._ngram_size, self._num_ngrams = window, ngram_size, num_ngrams
         self._rows: list[_RowWindow] = []
-        self._logits: torch.Tensor | None = None
-        self._likeliest: Ticket | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -175,14 +170,8 @@ class LookaheadDrafter(BuiltInDrafter):
 
     def begin(self, rows: Rows) -> None:
         self._rows = [
-            _RowWindow(
-                rows.context(row),
-                self._window,
-                WindowNgrams(self._num_ngrams),
-                self._ngram_size,
-                seed=row,
-            )
-            for row in range(rows.num_rows)
+            _RowWindow(context, self._window, WindowNgrams(self._num_ngrams), self._ngram_size, row)
+            for row, context in enumerate(map(rows.context, range(rows.num_rows)))
         ]
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
@@ -194,15 +183,7 @@ class LookaheadDrafter(BuiltInDrafter):
             drafts[row].add_window(self._rows[row].levels.tolist())
         return DraftTree.from_drafts(drafts)
 
-    def prepare(self, logits: torch.Tensor) -> None:
-        self._logits, self._likeliest = logits, None
-
-    def bring(self, copy: HostCopy) -> None:
-        assert self._logits is not None, "prepare() comes first"
-        self._likeliest = copy.add(self._logits.argmax(-1))
-
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        brought, self._logits, self._likeliest = self._likeliest, None, None
         live = np.flatnonzero(verdict.live & ~verdict.finished).tolist()
         if not live:
             return
@@ -211,9 +192,8 @@ class LookaheadDrafter(BuiltInDrafter):
         )
         written = np.full(places.shape, -1, np.int64)
         row, place = np.repeat(live, (places > 0).sum(1)), places[places > 0]
-        written[places > 0] = (
-            _likeliest(logits, row, place) if brought is None else brought.take()[row, place]
-        )
+        at = torch.from_numpy(np.stack([row, place])).to(logits.device)
+        written[places > 0] = logits[at[0], at[1]].argmax(-1).cpu().numpy()
         for index, of_row in zip(live, written, strict=True):
             num_new = len(verdict.emitted(index))
             self._rows[index].advance(rows.context(index), num_new, of_row)
@@ -221,7 +201,6 @@ class LookaheadDrafter(BuiltInDrafter):
 
     def end(self, rows: Rows) -> None:
         self._rows = []
-        self._logits = self._likeliest = None
 
 
 def _last_level(draft: DraftTree, row: int, levels: list[list[int]]) -> list[int]:
@@ -234,12 +213,3 @@ def _last_level(draft: DraftTree, row: int, levels: list[list[int]]) -> list[int
             node = None if node is None else draft.child_of(row, node, token)
         places.append(0 if node is None else node + 1)
     return places
-
-
-def _likeliest(logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The likeliest token after each of the places, from logits [rows, width, vocab]."""
-    if logits.device.type == "cpu":  # numpy takes 5 us for 49,152 entries, torch 60
-        at = zip(rows.tolist(), places.tolist(), strict=True)
-        return np.array([logits[r, p].float().numpy().argmax() for r, p in at], np.int64)
-    on_device = torch.from_numpy(np.stack([rows, places])).to(logits.device)
-    return logits[on_device[0], on_device[1]].argmax(-1).cpu().numpy()

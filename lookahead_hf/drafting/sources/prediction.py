@@ -73,10 +73,13 @@ class PredictionDrafter(BuiltInDrafter):
         drafts = [RowDraft() for _ in range(rows.num_rows)]
         for row in np.flatnonzero(rows.live).tolist():
             alignment = self._alignments[row]
-            chains = [alignment.chain(place, max_nodes) for place in alignment.places]
-            for chain in _likeliest(chains, max_nodes, self.rates):
+            for place in alignment.places:
+                tokens, buckets = alignment.chain(place, max_nodes)
+                chain = tokens, buckets, np.cumprod(self.rates[buckets])
                 node = ROOT
                 for token, bucket, score in zip(*(part.tolist() for part in chain), strict=True):
+                    if score < MIN_SCORE:
+                        break
                     node = drafts[row].child(node, token, bucket, score)
         return DraftTree.from_drafts(drafts)
 
@@ -90,24 +93,3 @@ class PredictionDrafter(BuiltInDrafter):
     def _follow(self, rows: Rows, row: int, num_new: int) -> None:
         rates = self.rates.reshape(NUM_ORIGINS, NUM_RIGHT)
         self._alignments[row].follow(rows.emitted(row), num_new, rates)
-
-
-_Chain = tuple[np.ndarray, np.ndarray, np.ndarray]  # token ids, buckets and scores, [length] each
-
-
-def _likeliest(
-    chains: list[tuple[np.ndarray, np.ndarray]],  # token ids and buckets, [length] each
-    max_nodes: int,
-    rates: np.ndarray,  # [NUM_BUCKETS]
-) -> list[_Chain]:
-    """Cut the chains so that the `max_nodes` likeliest of all their tokens are left."""
-    scores = [np.cumprod(rates[buckets]) for _, buckets in chains]
-    every = np.concatenate(scores) if scores else np.empty(0)
-    owner = np.repeat(np.arange(len(scores)), [len(score) for score in scores])
-    best = np.argsort(-every, kind="stable")[:max_nodes]
-    sizes = np.bincount(owner[best[every[best] >= MIN_SCORE]], minlength=len(chains)).tolist()
-    return [
-        (tokens[:size], buckets[:size], score[:size])
-        for (tokens, buckets), score, size in zip(chains, scores, sizes, strict=True)
-        if size
-    ]

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
-from lookahead_hf.ngram_pool import NumbaMissingError, SuffixIndex, compilation
+from lookahead_hf.ngram_pool import SuffixIndex
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import emit, paths, rows_of
 
@@ -88,15 +87,6 @@ def test_a_long_copy_is_drafted_as_one_long_chain() -> None:
     assert paths(draft, 0)[-1] == page[21:69]
 
 
-def test_learned_rates_decide_what_is_drafted() -> None:
-    drafter, rows = begun([[1, 2, 3, 1, 2]], [3])
-    calibration = Calibration([drafter])
-    draft = drafter.propose(rows, 3)
-    assert paths(draft, 0) == [[1], [1, 2], [1, 2, 3]]
-    calibration.rates[:] = 0.0
-    assert drafter.propose(rows, 3).num_nodes == 0
-
-
 def test_a_draft_outlives_the_next_one() -> None:
     drafter, rows = begun([[1, 2, 3, 1, 2]], [3])
     draft = drafter.propose(rows, 3)
@@ -105,32 +95,6 @@ def test_a_draft_outlives_the_next_one() -> None:
     drafter.propose(rows, 3)
     for array, copy in zip((draft.token_ids, draft.parents, draft.score), before, strict=True):
         np.testing.assert_array_equal(array, copy)
-
-
-def test_the_prior_rises_with_length_share_and_count() -> None:
-    prior = NgramDrafter().prior()
-    assert prior.shape == (NgramDrafter().num_buckets,)
-    assert prior.dtype == np.float32
-    table = prior.reshape(11, 4, 3)
-    for axis in range(3):
-        assert (np.diff(table, axis=axis) > 0).all()
-
-
-def test_options_reach_the_index() -> None:
-    prompt = [[1, 2, 3, 9, 2]]
-    drafter, rows = begun(prompt, [3], min_ngram=2)
-    assert paths(drafter.propose(rows, 1), 0) == [[9]]
-    drafter, rows = begun(prompt, [3], min_ngram=3)
-    assert drafter.propose(rows, 8).num_nodes == 0
-
-
-def test_without_numba_there_is_no_such_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, rows = begun([[1, 2]], [3])
-    monkeypatch.setattr(compilation, "_is_installed", lambda: False)
-    with pytest.raises(NumbaMissingError, match="pip install numba"):
-        NgramDrafter()
-    with pytest.raises(NumbaMissingError, match="pip install numba"):
-        drafter.begin(rows)
 
 
 def turn(drafter: NgramDrafter, prompt: list[int], text: list[int]) -> list[list[int]]:
@@ -175,13 +139,3 @@ def test_a_text_that_goes_another_way_stays_known(added: list[int]) -> None:
     added.clear()
     assert turn(keeping, [5, 6, 7, 20], [7, 8])[0] == [9]
     assert added == [-1, 20, 7, 8]
-
-
-def test_a_batch_begins_anew() -> None:
-    keeping = NgramDrafter(keep=True)
-    turn(keeping, [5, 6, 7, 8], [9, 10])
-    rows = rows_of([[1, 2, 5], [3, 4, 5]])
-    keeping.begin(rows)
-    assert len(keeping.propose(rows, 4).token_ids) == 0
-    keeping.end(rows)
-    assert turn(keeping, [7, 8], [7])[0] == [8]

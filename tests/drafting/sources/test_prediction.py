@@ -11,7 +11,7 @@ import torch
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
-from lookahead_hf.drafting.sources.prediction_alignment import HEAD, NUM_RIGHT
+from lookahead_hf.drafting.tree import merge
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import decided, emit, paths
 
@@ -41,8 +41,7 @@ def steps_for(prediction: list[int], text: list[int], max_nodes: int = 32) -> in
     calibration = Calibration([drafter])
     done, steps = 1, 0
     while done < len(text):
-        draft = drafter.propose(rows, max_nodes)
-        assert draft.num_nodes <= max_nodes
+        draft = merge([drafter.propose(rows, max_nodes)], calibration, max_nodes)
         assert len({tuple(path) for path in paths(draft)}) == draft.num_nodes
         before = done
         done += step(drafter, rows, draft, text[done:])
@@ -78,43 +77,19 @@ def test_it_begins_at_the_head_and_goes_on() -> None:
     assert paths(drafter.propose(rows, 8)) == [[15], [15, 16]]
 
 
-def test_evidence_counts_the_right_tokens() -> None:
-    drafter, rows = begun([list(range(10, 40))], [10])
-    draft = drafter.propose(rows, 20)
-    evidence = draft.evidence
-    assert evidence is not None
-    assert evidence.offsets.tolist() == list(range(21))
-    assert set(evidence.source.tolist()) == {0}
-    right_class = [1] + 2 * [2] + 4 * [3] + 8 * [4] + 5 * [5]
-    assert evidence.bucket.tolist() == [HEAD * NUM_RIGHT + right for right in right_class]
-    rates = drafter.rates[evidence.bucket]
-    np.testing.assert_allclose(draft.score, np.cumprod(rates), rtol=1e-5)
-
-
-def test_nothing_is_drafted_beyond_the_end() -> None:
-    drafter, rows = begun([[10, 11], []], [10, 10])
-    assert paths(drafter.propose(rows, 8), 0) == [[11]]
-    assert paths(drafter.propose(rows, 8), 1) == []
-    drafter, rows = begun([[10]], [10])
-    assert drafter.propose(rows, 8).num_nodes == 0
-
-
-def test_after_a_replaced_token_it_goes_on_behind_it() -> None:
-    drafter, rows = begun([[10, 11, 12, 13, 14, 15]], [10])
-    step(drafter, rows, drafter.propose(rows, 8), [11, 99, 13])
-    assert [13, 14, 15] in paths(drafter.propose(rows, 8))
-
-
-def test_after_an_inserted_token_it_goes_on_before_it() -> None:
-    drafter, rows = begun([[10, 11, 12, 13, 14, 15]], [10])
-    step(drafter, rows, drafter.propose(rows, 8), [11, 99, 12])
-    assert [12, 13, 14, 15] in paths(drafter.propose(rows, 8))
-
-
-def test_after_deleted_tokens_it_goes_on_behind_them() -> None:
+@pytest.mark.parametrize(
+    ("truth", "expected"),
+    [
+        ([11, 99, 13], [13, 14, 15, 16]),
+        ([11, 99, 12], [12, 13, 14, 15, 16]),
+        ([11, 14, 15], [15, 16]),
+    ],
+    ids=["replaced", "inserted", "deleted"],
+)
+def test_after_an_edited_token_it_goes_on_behind_it(truth: list[int], expected: list[int]) -> None:
     drafter, rows = begun([[10, 11, 12, 13, 14, 15, 16]], [10])
-    step(drafter, rows, drafter.propose(rows, 8), [11, 14, 15])
-    assert [15, 16] in paths(drafter.propose(rows, 8))
+    step(drafter, rows, drafter.propose(rows, 8), truth)
+    assert expected in paths(drafter.propose(rows, 8))
 
 
 def test_ambiguous_places_share_their_prefix() -> None:
@@ -139,15 +114,6 @@ def test_a_place_that_holds_is_followed_alone() -> None:
         step(drafter, rows, drafter.propose(rows, 8), [token])
     assert paths(drafter.propose(rows, 64))[-1] == list(range(28, 40))
     assert drafter.propose(rows, 64).num_nodes == 12
-
-
-def test_every_row_follows_its_own_prediction() -> None:
-    drafter, rows = begun([[10, 11], [10, 12]], [10, 10])
-    draft = drafter.propose(rows, 4)
-    assert [paths(draft, row) for row in range(2)] == [[[11]], [[12]]]
-    rows.finished[0] = True
-    draft = drafter.propose(rows, 4)
-    assert [paths(draft, row) for row in range(2)] == [[], [[12]]]
 
 
 def test_rows_of_one_prompt_share_its_prediction() -> None:
@@ -210,22 +176,6 @@ def replaced(line: list[int], old: list[int], new: list[int]) -> list[int]:
         if line[at : at + len(old)] == old:
             return [*line[:at], *new, *line[at + len(old) :]]
     return line
-
-
-def test_what_was_replaced_once_is_predicted_again() -> None:
-    prediction = joined(source_file())
-    first, *others = [at for at, token in enumerate(prediction) if token == 5]
-    assert len(others) > 20
-    text = [*prediction[:first], 998, *prediction[first + 1 :]]
-    assert steps_for(prediction, text) <= -(-len(text) // 33) + 3
-
-
-def test_a_renaming_that_stops_is_taken_back() -> None:
-    prediction = joined(source_file())
-    places = [at for at, token in enumerate(prediction) if token == 5]
-    middle = places[len(places) // 2]
-    text = [998 if token == 5 and at < middle else token for at, token in enumerate(prediction)]
-    assert steps_for(prediction, text) <= -(-len(text) // 33) + 12
 
 
 def test_an_unrelated_text_is_not_disturbed() -> None:

@@ -9,23 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-pytest.importorskip("numba")
-
-import lookahead_hf  # noqa: E402
-from lookahead_hf.draft import ROOT, DraftTree, Verdict  # noqa: E402
-from lookahead_hf.drafting.calibration import Calibration  # noqa: E402
-from lookahead_hf.drafting.sources import _recycling_numba as compiled  # noqa: E402
-from lookahead_hf.drafting.sources.recycling import LEAST_NEW_TOKENS, RecyclingDrafter  # noqa: E402
-from lookahead_hf.drafting.sources.recycling_buckets import (  # noqa: E402
+import lookahead_hf
+from lookahead_hf.draft import ROOT, DraftTree, Verdict
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.sources import _recycling_numba as compiled
+from lookahead_hf.drafting.sources.recycling import LEAST_NEW_TOKENS, RecyclingDrafter
+from lookahead_hf.drafting.sources.recycling_buckets import (
     NEXT_START,
     NUM_BUCKETS,
 )
-from lookahead_hf.ngram_pool.logits_memory import LogitsMemory  # noqa: E402
-from lookahead_hf.rows import Rows  # noqa: E402
-from lookahead_hf.runner.prompt_states import PromptStates  # noqa: E402
-from tests.helpers.drafts import emit, rows_of  # noqa: E402
-from tests.helpers.models import prompt, tiny  # noqa: E402
-from tests.oracles import recycling as reference  # noqa: E402
+from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.prompt_states import PromptStates
+from tests.helpers.drafts import emit, rows_of
+from tests.helpers.models import prompt, tiny
+from tests.oracles import recycling as reference
 
 VOCAB = 40
 LIKELY, POSSIBLE = 8.0, 4.0
@@ -64,11 +62,6 @@ def chain(tree: DraftTree, row: int = 0) -> list[int]:
         at = int(children[score[children].argmax()])
         tokens.append(int(tree.token_ids[nodes][at]))
     return tokens
-
-
-def test_a_fresh_drafter_has_nothing_to_propose() -> None:
-    rows = rows_of([[1, 2, 3]])
-    assert drafter_for(rows).propose(rows, 8).num_nodes == 0
 
 
 def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
@@ -123,17 +116,6 @@ def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> No
     assert 21 not in drafter.propose(rows, 8).token_ids
 
 
-def test_more_candidates_are_tried_than_are_remembered() -> None:
-    rows = rows_of([[1, 2]])
-    drafter = drafter_for(rows, top_k=1, num_next=4)
-    logits = logits_of([{20: LIKELY, 21: 6.0, 22: 5.0, 23: 4.0, 24: 3.0}])
-    drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [20])), logits)
-    tree = drafter.propose(rows, 8)
-    assert tree.token_ids[tree.parents == ROOT].tolist() == [21, 22, 23]
-    assert drafter._memory is not None
-    assert drafter._memory.tokens.shape[1] == 1
-
-
 def test_rows_share_what_they_learn_but_not_their_last_logits() -> None:
     rows = rows_of([[1, 2], [3, 4]])
     drafter = drafter_for(rows, top_k=2, num_next=2)
@@ -171,18 +153,6 @@ def test_a_prompt_can_be_remembered_before_the_first_step() -> None:
     later = drafter_for(rows, top_k=2, num_next=2)
     later.seed(rows, 0, 1, top_ids[1:2], np.full((1, 3), 0.3))
     assert sorted(later.propose(rows, 2).token_ids.tolist()) == [1, 9]
-
-
-def test_nothing_is_kept_from_call_to_call_unless_asked_for() -> None:
-    for keep in (False, True):
-        rows = rows_of([[1, 2]])
-        drafter = drafter_for(rows, keep=keep)
-        verdict = take(rows, ([], [1]))
-        drafter.observe(rows, DraftTree.empty(1), verdict, logits_of([{1: LIKELY}]))
-        drafter.end(rows)
-        rows = rows_of([[1, 2]])
-        drafter.begin(rows)
-        assert (drafter.propose(rows, 4).num_nodes > 0) == keep
 
 
 @settings(max_examples=100, deadline=None)

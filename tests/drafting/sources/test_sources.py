@@ -143,12 +143,6 @@ def test_the_target_as_its_own_assistant_is_always_right() -> None:
     assert stats.num_steps == 7  # 39 tokens behind the first, 6 a step
 
 
-def test_an_assistant_by_name_needs_one() -> None:
-    model = tiny("llama")
-    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="assistant_model="):
-        model.generate(prompt(), **GREEDY, speculative="assistant")
-
-
 def test_predictions_must_fit_the_rows() -> None:
     model = tiny("llama")
     with lookahead_hf.enabled(model), pytest.raises(ValueError, match="2 texts.*3 rows"):
@@ -171,15 +165,6 @@ def test_rejection_draws_from_the_same_distribution() -> None:
         for token in tokens:
             a, b = (float((x[:, place] == token).float().mean()) for x in (plain, ours))
             assert abs(a - b) < 0.13  # four standard deviations at 500 texts
-
-
-def test_rejection_is_exact_where_nothing_is_drawn() -> None:
-    model = tiny("llama")
-    plain = model.generate(prompt(), **GREEDY)
-    config = config_of(("assistant",), verification="rejection")
-    with lookahead_hf.enabled(model):
-        ours = model.generate(prompt(), **GREEDY, assistant_model=tiny("llama"), speculative=config)
-    assert ours.tolist() == plain.tolist()
 
 
 def test_a_pool_learns_only_where_it_is_told_to() -> None:

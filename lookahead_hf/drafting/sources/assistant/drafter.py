@@ -21,9 +21,15 @@ from lookahead_hf.config import check_int
 from lookahead_hf.distributed import sharding
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import BuiltInDrafter
-from lookahead_hf.drafting.sources.assistant.growth import DEPTH_CLASSES, Branches, Growth, tree_of
-from lookahead_hf.drafting.sources.assistant.model import AssistantModel, EncoderInputs
-from lookahead_hf.drafting.sources.assistant.picks import TENTHS, Drawn, Likeliest
+from lookahead_hf.drafting.sources.assistant.growth import (
+    DEPTH_CLASSES,
+    TENTHS,
+    Drawn,
+    Growth,
+    Likeliest,
+    tree_of,
+)
+from lookahead_hf.drafting.sources.assistant.model import AssistantModel, Branches, EncoderInputs
 from lookahead_hf.drafting.sources.assistant.tokens import Bridge, SameTokens, check_sizes, differ
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, implicit_positions

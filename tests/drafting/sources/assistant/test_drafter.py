@@ -12,7 +12,6 @@ import torch
 from lookahead_hf.compat import attention_name
 from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
-from lookahead_hf.drafting.sources.assistant.model import AssistantModel
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import paths, rows_of
@@ -26,10 +25,6 @@ def logits_after(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """The model's own logits, [vocab]."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([list(tokens)])).logits[0, -1]
-
-
-def reading(model: Any) -> AssistantModel:
-    return AssistantModel(model, [np.array(t[:n]) for t, n in zip(TEXTS, LENGTHS, strict=True)])
 
 
 def begun(model: Any, rows: Rows, **options: Any) -> AssistantDrafter:
@@ -54,45 +49,10 @@ def check_tree(model: Any, rows: Rows, tree: DraftTree, top_k: int, beam: int, d
         assert of_depth == [min(beam, top_k), *[beam] * (depth - 2)]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
-def test_the_cache_is_the_texts_own_after_keeping_and_forgetting(name: str) -> None:
-    model = tiny(name)
-    ours = reading(model)
-    chains = [TEXTS[0][5:8] + [7, 8], [], TEXTS[2][2:4] + [9]]
-    ours.feed(chains)
-    ours.keep(np.array([5, 0, 3]))
-    ours.forget(0, 2)
-    ours.forget(2, 1)
-    assert [ours.read(row).tolist() for row in range(3)] == [
-        TEXTS[0][:8],
-        TEXTS[1][:9],
-        TEXTS[2][:4],
-    ]
-    logits = ours.feed([TEXTS[0][8:9], TEXTS[1][9:12], []])
-    for row, place, length in ((0, 0, 9), (1, 0, 10), (1, 2, 12)):
-        expected = logits_after(model, TEXTS[row][:length])
-        torch.testing.assert_close(logits[row, place], expected, atol=2e-3, rtol=1e-4)
-
-
-def test_branches_hang_on_the_end_of_a_chain() -> None:
-    model = tiny("llama")
-    ours = reading(model)
-    chains = [TEXTS[0][5:7], TEXTS[1][9:10], TEXTS[2][2:5]]
-    branches = [([11, 12, 13], [-1, -1, 1]), ([14], [-1]), ([], [])]
-    logits = ours.feed(chains, branches)
-    for row, place, after in (
-        (0, 1, TEXTS[0][:7]),
-        (0, 2, [*TEXTS[0][:7], 11]),
-        (0, 4, [*TEXTS[0][:7], 12, 13]),
-        (1, 1, [*TEXTS[1][:10], 14]),
-        (2, 2, TEXTS[2][:5]),
-    ):
-        expected = logits_after(model, after)
-        torch.testing.assert_close(logits[row, place], expected, atol=2e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize("beam", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "beam"),
+    [("llama", 1), ("llama", 2), ("gemma3", 1), ("gemma3", 3), ("mistral", 1), ("gpt2", 1)],
+)
 def test_drafts_are_what_the_model_would_write_in_every_step(name: str, beam: int) -> None:
     model = tiny(name)
     rows = rows_of([text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)])
@@ -131,17 +91,6 @@ def test_a_draft_ends_where_its_like_are_not_accepted() -> None:
     assert set(drafter.propose(rows, 2).depth.tolist()) == {1, 2}
 
 
-def test_the_likeliest_token_is_gone_on_from_whatever_was_learned() -> None:
-    model = tiny("llama")
-    rows = rows_of([TEXTS[0]])
-    drafter = begun(model, rows, num_draft=2)
-    drafter.rates = np.linspace(1, 0.5, drafter.num_buckets, dtype=np.float32)
-    tree = drafter.propose(rows, 64)
-    best = logits_after(model, TEXTS[0]).argmax()
-    (gone_on,) = set(tree.parents.tolist()) - {ROOT}
-    assert int(tree.token_ids[gone_on]) == int(best)
-
-
 def test_evidence_tells_depth_and_likeliness_apart() -> None:
     rows = rows_of([TEXTS[0]])
     drafter = begun(tiny("llama"), rows)
@@ -157,15 +106,6 @@ def test_evidence_tells_depth_and_likeliness_apart() -> None:
     for node in [0, tree.parents.tolist().index(0)]:
         reach *= float(drafter.rates[buckets[node]])
         assert tree.score[node] == pytest.approx(reach)
-
-
-def test_no_random_number_is_drawn() -> None:
-    rows = rows_of([TEXTS[0], TEXTS[1]])
-    before = torch.get_rng_state()
-    drafter = begun(tiny("llama"), rows)
-    after_model = torch.get_rng_state()
-    assert drafter.propose(rows, 64).num_nodes
-    assert torch.equal(torch.get_rng_state(), before) and torch.equal(after_model, before)
 
 
 def test_ids_that_only_one_of_the_two_knows_are_not_drafted_and_not_read() -> None:
@@ -213,22 +153,17 @@ def test_the_assistant_is_left_as_it_was() -> None:
     assert attention_name(model.config) == "sdpa"
 
 
-@pytest.mark.parametrize("vocab_size", [VOCAB - 2, VOCAB, VOCAB + 2])
-def test_a_vocabulary_that_is_padded_otherwise_is_the_same(vocab_size: int) -> None:
-    AssistantDrafter(tiny("llama"), vocab_size=vocab_size)
-
-
 @pytest.mark.parametrize("vocab_size", [VOCAB // 2, VOCAB + 10])
 def test_another_vocabulary_needs_both_tokenizers(vocab_size: int) -> None:
     model, own = tiny("llama"), characters()
+    for padded in (VOCAB - 2, VOCAB, VOCAB + 2):
+        AssistantDrafter(model, vocab_size=padded)
     says = f"assistant has {VOCAB} token ids, the model {vocab_size}.*tokenizer=.*assistant_token"
     for tokenizer in (None, own):  # that of the model is there for other things, too
         with pytest.raises(ValueError, match=says):
             AssistantDrafter(model, vocab_size=vocab_size, target_tokenizer=tokenizer)
     both = {"target_tokenizer": own, "assistant_tokenizer": characters(pad_token="<pad>")}
     AssistantDrafter(model, vocab_size=vocab_size, **both)
-    with pytest.raises(ValueError, match="assistant_tokenizer= needs tokenizer="):
-        AssistantDrafter(model, vocab_size=VOCAB, assistant_tokenizer=own)
 
 
 @pytest.mark.parametrize("option", [{"top_k": 2}, {"beam": 2}])

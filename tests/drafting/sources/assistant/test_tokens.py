@@ -159,16 +159,6 @@ def test_special_tokens_are_not_text() -> None:
     assert silent.extend(context[:1]) == 0 and silent.ids == []
 
 
-def test_encodings_that_begin_apart_are_joined_where_they_meet() -> None:
-    joined = tokens._joined
-    assert joined([], [1, 2]) == [1, 2]
-    assert joined([1, 2, 3], [1, 2, 3, 4]) == [1, 2, 3, 4]
-    assert joined([1, 2, 3], [9, 2, 3, 4]) == [1, 2, 3, 4]  # a space more in front
-    assert joined([1, 2, 3], [8, 1, 2, 3]) == [1, 2, 3]  # the space is a token
-    assert joined([1, 2], [1, 5]) == [1, 5]
-    assert joined([1, 2, 3], [7, 8]) == [7, 8]
-
-
 def test_same_tokens_are_taken_as_they_are() -> None:
     text = SameTokens(100)
     assert text.extend(np.array([5, 6, 7])) == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from lookahead_hf.drafting.sources.assistant.picks import TENTHS, Drawn, Likeliest
+from lookahead_hf.drafting.sources.assistant.growth import TENTHS, Drawn, Likeliest
 
 VOCAB = 7
 LOGITS = torch.randn(3, 5, VOCAB, generator=torch.Generator().manual_seed(3))
@@ -23,15 +23,6 @@ def test_the_likeliest_come_with_their_tenth_of_probability() -> None:
     certain = torch.full((1, 1, VOCAB), -50.0).index_fill_(2, torch.tensor(4), 50.0)
     tokens, classes, _ = Likeliest(1, None).pick(certain, np.array([0]), np.array([0]))
     assert tokens.tolist() == [[4]] and classes.tolist() == [[TENTHS - 1]]
-
-
-def test_ids_beyond_the_targets_are_not_picked() -> None:
-    tokens, _, _ = Likeliest(3, 3).pick(LOGITS, ROWS, PLACES)
-    assert set(tokens.flatten().tolist()) == {0, 1, 2}
-    drawn = begun(Drawn(3, 3, ()))
-    tokens, _, drawn_from = drawn.pick(LOGITS, ROWS, PLACES)
-    assert set(tokens.flatten().tolist()) == {0, 1, 2}
-    assert drawn_from is not None and drawn_from.shape == (3, 3, 3)
 
 
 def begun(drawn: Drawn) -> Drawn:
