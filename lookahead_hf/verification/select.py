@@ -31,8 +31,8 @@ def choose_verifier(
         stream: Gets every token.
         processes: Who decides where several processes run the model.
     """
-    where, columns = call.input_ids.device, call.input_ids.shape[1]
-    processors = RowProcessors(call.processors, call.num_rows, columns)
+    where = call.input_ids.device
+    processors = RowProcessors(call.processors, call.num_rows)
     stopping = RowStopping(call.criteria, call.num_rows)
     # A class that is not known may draw random numbers: then every draw keeps plain's order.
     is_known = processors.all_known and stopping.all_known

@@ -63,7 +63,7 @@ def engine(
     )
     return Rejection(
         Rules(
-            RowProcessors(hf.LogitsProcessorList(processors), num_rows, 1),
+            RowProcessors(hf.LogitsProcessorList(processors), num_rows),
             RowStopping(criteria, num_rows),
             RequestedOutputs(silent, num_rows),
             ColumnStream(None, num_rows, None),

@@ -52,7 +52,7 @@ class Drawn:
     def __init__(self, num_picks: int, vocab_size: int | None, processors: Sequence[Any]) -> None:
         """`processors`: the call's; those that only read the scores shape the distribution."""
         known = LogitsProcessorList(p for p in processors if type(p) in SCORES_ONLY)
-        self._processors = RowProcessors(known, 1, 0)
+        self._processors = RowProcessors(known, 1)
         self._num_picks, self._vocab_size = num_picks, vocab_size
 
     def begin(self, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class Drawn:
         """The distribution of the next token over the target's vocabulary, [vocab] float32."""
         scores = logits[None, : self._vocab_size].to(copy=True, dtype=torch.float32)
         if not self._processors.empty:
-            scores = self._processors(0, torch.empty(1, 0, dtype=torch.long), scores)
+            scores = self._processors(torch.empty(1, 0, dtype=torch.long), scores)
         probs = scores.softmax(-1)[0]
         missing = 0 if self._vocab_size is None else self._vocab_size - len(probs)
         return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
