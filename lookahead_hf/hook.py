@@ -121,13 +121,8 @@ def disable(model: _Model) -> _Model:
     hook = vars(target).get("generate")
     if isinstance(hook, Hook):
         hook.remove()
-    _free(target)
+    state_of(target).free()
     return model
-
-
-def _free(model: Any) -> None:
-    """Free what is kept of a model for later calls."""
-    state_of(model).free()
 
 
 @contextmanager
@@ -145,7 +140,7 @@ def enabled(model: _Model) -> Iterator[_Model]:
     finally:
         _put(target, found)
         if not isinstance(found, Hook):
-            _free(target)
+            state_of(target).free()
 
 
 _everywhere: Callable[..., Any] | None = None
@@ -176,7 +171,7 @@ def disable_everywhere() -> None:
     while _reached:
         model = _reached.pop()
         if not isinstance(vars(model).get("generate"), Hook):
-            _free(model)
+            state_of(model).free()
 
 
 def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ def choose_verifier(
     on_device = is_replayed and not in_order and device.admits(call.processors)
     on_device = on_device and stopping.by_token_and_length and not outputs
     if on_device and _stays_on_device(call, processes):
-        return Device(rules, call.processors)
+        return Device(rules)
     if processes.receive is not None:
         return FollowerWalk(rules)
     return (BatchedWalk if batched_walk.pays(where, call.num_rows) else Walk)(rules)
