@@ -60,10 +60,6 @@ class Hook:
             return original(*args, **kwargs)
         return run(self._model, original, args, kwargs)
 
-    def remove(self) -> None:
-        """Restore what the hook replaced."""
-        _put(self._model, self._found)
-
     def __getstate__(self) -> tuple[Any, Any, bool]:
         # A method is pickled by its name, which would find this hook or the class's method again.
         is_method = isinstance(self._found, MethodType) and self._found.__self__ is self._model
@@ -120,7 +116,7 @@ def disable(model: _Model) -> _Model:
     target = unwrap(model)
     hook = vars(target).get("generate")
     if isinstance(hook, Hook):
-        hook.remove()
+        _put(target, hook._found)
     state_of(target).free()
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import deque
 from functools import lru_cache
 
 import torch
@@ -91,6 +92,7 @@ class Replay:
         self.generator.set_state(begin)
         self.at = 0
         self._states = {0: begin}  # by the number of draws before them
+        self._recent: deque[int] = deque()
 
     def back_to(self, draw: int) -> None:
         """Go to the newest known state at or before `draw`."""
@@ -105,8 +107,9 @@ class Replay:
         """Note that one more draw was made."""
         self.at += 1
         self._states[self.at] = self.generator.get_state()
-        if (self.at - _RECENT) % _CHECKPOINT:
-            self._states.pop(self.at - _RECENT, None)
+        self._recent.append(self.at)
+        if len(self._recent) > _RECENT and (oldest := self._recent.popleft()) % _CHECKPOINT:
+            self._states.pop(oldest, None)
 
 
 def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
 
 import lookahead_hf
-from lookahead_hf.generation.outputs import RequestedOutputs
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import RandomTrees, continuations, scripted
@@ -106,20 +105,6 @@ def test_scores_are_put_together_once_for_those_who_look(rows: int) -> None:
         assert all(shown[column] is scores for shown in seen.shown[column:])
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_scores_are_not_put_together_where_nobody_looks(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny("llama")
-    plain = scored(model, rows)
-    asked: list[int] = []
-    monkeypatch.setattr(RequestedOutputs, "scores_so_far", lambda self: asked.append(1))
-    ours = scored(model, rows, plain.sequences)
-    assert ours.speculative_stats.num_accepted > 0
-    assert not asked
-    assert_close(ours.scores, plain.scores)
-
-
 class Remembers:
     """Depends on the scores that it saw in the step before, and on all rows."""
 
@@ -146,37 +131,15 @@ class DrawsNoise:
 def test_processors_that_remember_or_draw(
     rows: int, processor: Any, do_sample: bool, eos: list[int] | None
 ) -> None:
-    model = tiny("llama")
     call: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": 0, "do_sample": do_sample}
-    if eos:
-        call["eos_token_id"] = eos
-
-    def run(**kwargs: Any) -> torch.Tensor:
-        torch.manual_seed(2)
-        processors = LogitsProcessorList([processor()])
-        return model.generate(prompt(rows), **call, logits_processor=processors, **kwargs)
-
-    plain, after = run(), torch.get_rng_state()
-    with lookahead_hf.enabled(model):
-        ours = run(speculative=scripted(continuations(plain, 12), RandomTrees()))
-    assert ours.tolist() == plain.tolist()
-    assert torch.equal(torch.get_rng_state(), after)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    call |= {"input_ids": prompt(rows), **({"eos_token_id": eos} if eos else {})}
+    stats = compared(tiny("llama"), lambda: {**call, "logits_processor": [processor()]}, 12).stats
     assert stats.engine == ("walk" if rows == 1 else "lockstep")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_synth_id(rows: int) -> None:
-    model = tiny("llama")
     mark = SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=5)
     call = {"max_new_tokens": 30, "pad_token_id": 0, "do_sample": True, "top_k": 0}
-    torch.manual_seed(4)
-    plain = model.generate(prompt(rows), **call, watermarking_config=mark)
-    config = scripted(continuations(plain, 12), RandomTrees())
-    torch.manual_seed(4)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(prompt(rows), **call, watermarking_config=mark, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    call |= {"input_ids": prompt(rows), "watermarking_config": mark}
+    compared(tiny("llama"), lambda: dict(call), 12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,21 +177,3 @@ def test_probabilities_that_are_not_finite_raise_as_in_plain() -> None:
     for speculative in (False, config):
         with lookahead_hf.enabled(model), pytest.raises(RuntimeError, match="inf"):
             model.generate(prompt(), max_new_tokens=9, do_sample=True, speculative=speculative)
-
-
-def test_the_length_warning_is_heard_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny("llama")
-    model.config.max_position_embeddings = 20
-    with warnings.catch_warnings(record=True):
-        stats = compare(model, {"input_ids": prompt()}, **GREEDY)
-    assert_on_device(stats)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_through_tritons_interpreter(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
-    call = {"do_sample": do_sample, "max_new_tokens": 16, "pad_token_id": 0}
-    stats = compare(tiny("llama"), padded("left"), **call)
-    assert_on_device(stats)
-    assert stats.num_moved > 0

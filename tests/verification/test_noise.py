@@ -79,7 +79,7 @@ def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
         for step in order:
             assert torch.equal(noise.block(step), expected[step])
             assert len(noise._blocks) <= max(2, max_bytes // 400)
-            assert len(noise._replay._states) <= 2 * 5 + 60 // 8 + 2
+            assert len(noise._replay._states) <= 5 + 60 // 8 + 1
 
 
 def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(

@@ -184,12 +184,6 @@ def test_texts_are_distributed_as_plain_samples(
     assert tokens_per_step > 1.3
 
 
-def test_siblings_that_run_out_of_tokens_leave_the_distribution_alone() -> None:
-    processors = [hf.TopKLogitsWarper(1)]
-    texts, _ = generate(MarkovDrafter(2, 3, processors), processors=WARPERS)
-    assert chi_square(texts, expected_counts(WARPERS)) < CRITICAL
-
-
 def test_drafts_whose_probabilities_are_unknown_count_as_certain() -> None:
     texts, tokens_per_step = generate(MarkovDrafter(2, 2, hides=True))
     assert chi_square(texts, expected_counts()) < CRITICAL
