@@ -35,15 +35,8 @@ def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
     model, inputs = tiny(name, "eager"), batch(kind)
     call: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": do_sample}
     call |= {"eos_token_id": [5, 6, 7, 8], "top_k": 20} if do_sample else {"eos_token_id": [5, 6]}
-    torch.manual_seed(1)
-    plain = model.generate(**inputs, **call, **ALL)
-    config = scripted(continuations(plain.sequences, 12), RandomTrees())
-    torch.manual_seed(1)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **call, **ALL, speculative=config)
-    assert ours.sequences.tolist() == plain.sequences.tolist()
-    assert ours.speculative_stats.fallback_reason is None
-    assert ours.speculative_stats.num_accepted > 0
+    plain, ours, stats = compared(model, lambda: {**inputs, **call, **ALL}, 12)
+    assert ours.speculative_stats is stats
     assert_close(ours.scores, plain.scores)
     assert_close(ours.logits, plain.logits)
     assert_close(ours.hidden_states, plain.hidden_states)
@@ -59,13 +52,7 @@ def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
 def test_attention_that_returns_no_weights(name: str, kind: str) -> None:
     model, inputs = tiny(name, "sdpa"), batch(kind)
     call = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": False, "eos_token_id": [5, 6]}
-    plain = model.generate(**inputs, **call, **ALL)
-    config = scripted(continuations(plain.sequences, 12), RandomTrees())
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **call, **ALL, speculative=config)
-    assert ours.sequences.tolist() == plain.sequences.tolist()
-    assert ours.speculative_stats.fallback_reason is None
-    assert ours.speculative_stats.num_accepted > 0
+    plain, ours, _ = compared(model, lambda: {**inputs, **call, **ALL}, 12)
     assert ours.attentions == plain.attentions
     assert_close(ours.hidden_states, plain.hidden_states)
 

@@ -13,9 +13,10 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.runner.cuda.transfer import HostCopy
 from tests.helpers.calls import GREEDY, WARPERS, compare, padded
+from tests.helpers.compared import compared
 from tests.helpers.device import on_device
 from tests.helpers.models import NAMES, prompt, tiny
-from tests.helpers.scripted import RandomTrees, continuations, right, scripted
+from tests.helpers.scripted import continuations, right, scripted
 
 SAMPLE = ("llama", "mistral", "gpt2")
 """Architectures that are also tried where time is short."""
@@ -73,12 +74,9 @@ def test_finished_rows_are_fed_pads_where_the_cache_is_returned() -> None:
     model, inputs = tiny("llama"), padded("left", rows=4)
     call = {**inputs, "max_new_tokens": 60, "pad_token_id": 0, "eos_token_id": list(range(3, 12))}
     call |= {"do_sample": False, "return_dict_in_generate": True}
-    plain = model.generate(**call)
-    truth = continuations(plain.sequences, inputs["input_ids"].shape[1])
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**call, speculative=scripted(truth, right(4)))
-    assert_on_device(ours.speculative_stats)
-    assert ours.sequences.tolist() == plain.sequences.tolist()
+    columns = inputs["input_ids"].shape[1]
+    plain, ours, stats = compared(model, lambda: dict(call), columns, right(4))
+    assert_on_device(stats)
     assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
 
@@ -100,11 +98,8 @@ def test_one_copy_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cache_comes_back_as_plain_leaves_it() -> None:
     model, inputs = tiny("gemma3"), padded("left")
     call = {**inputs, **GREEDY, "return_dict_in_generate": True}
-    plain = model.generate(**call)
-    truth = continuations(plain.sequences, inputs["input_ids"].shape[1])
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**call, speculative=scripted(truth, RandomTrees()))
-    assert_on_device(ours.speculative_stats)
+    plain, ours, stats = compared(model, lambda: dict(call), inputs["input_ids"].shape[1])
+    assert_on_device(stats)
     for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         attended = theirs.keys.abs().sum((1, 3)) * mine.keys.abs().sum((1, 3)) > 0
         assert attended[:, -20:].all() or attended[:, -7:].all()
