@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -69,8 +70,8 @@ class RowProcessors:
     def __init__(self, processors: hf.LogitsProcessorList, num_rows: int) -> None:
         self._processors = processors
         self.num_rows = num_rows
-        self._unknown = _first_unknown(processors)
-        self._row_wise: list[Processor] | None = None  # built once the device is known
+        self._unknown = _first_unknown(processors, num_rows)
+        self._chains: list[list[Processor]] = []  # per row, built once the device is known
 
     @property
     def empty(self) -> bool:
@@ -99,18 +100,19 @@ class RowProcessors:
                 return type(processor).__name__
         return self._unknown if self.num_rows > 1 else None
 
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return what plain's batched call returns for a row.
 
         Args:
+            row: The row.
             ids: The row's prefix, [1, columns].
             scores: Its scores, [1, vocab] float32.
         """
         if self._unknown is not None:
             return self._processors(ids, scores)
-        if self._row_wise is None:
-            self._row_wise = self._chain(scores.device)
-        for processor in self._row_wise:
+        if not self._chains:
+            self._chains = [self._chain(each, scores.device) for each in range(self.num_rows)]
+        for processor in self._chains[row]:
             scores = processor(ids, scores)
         return scores
 
@@ -141,7 +143,7 @@ class RowProcessors:
                 scores = self._in_full(processor, scores)
             else:
                 each = zip(rows, scores.split(1), strict=True)
-                scores = torch.cat([processor(ids(row), own) for row, own in each])
+                scores = torch.cat([_bound(processor, row)(ids(row), own) for row, own in each])
         return scores
 
     def _in_full(self, processor: Processor, scores: torch.Tensor) -> torch.Tensor:
@@ -151,29 +153,40 @@ class RowProcessors:
         no_ids = torch.empty(self.num_rows, 0, dtype=torch.long, device=scores.device)
         return processor(no_ids, filled)[: len(scores)]
 
-    def _chain(self, device: torch.device) -> list[Processor]:
-        """Return the processors, on a CPU the fastest that round as in plain's batch."""
+    def _chain(self, row: int, device: torch.device) -> list[Processor]:
+        """Return the row's processors, on a CPU the fastest that round as in plain's batch."""
+        bound = [_bound(processor, row) for processor in self._processors]
         if device.type != "cpu":
-            return list(self._processors)
+            return bound
         return [
             functools.partial(_as_in_batch, p)
             if self.num_rows > 1 and type(p) in _SUM_OVER_VOCAB
             else twin(p)
-            for p in self._processors
+            for p in bound
         ]
 
 
-def _first_unknown(processors: hf.LogitsProcessorList) -> str | None:
+def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | None:
     if type(processors) is not hf.LogitsProcessorList:
         return type(processors).__name__
-    return next((type(p).__name__ for p in processors if not _is_known(p)), None)
+    return next((type(p).__name__ for p in processors if not _is_known(p, num_rows)), None)
 
 
-def _is_known(processor: Any) -> bool:
-    """Whether a row's result depends on that row alone."""
-    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
-        return False  # a length for each row
-    return type(processor) in SCORES_ONLY | _BY_PREFIX
+def _is_known(processor: Any, num_rows: int) -> bool:
+    """Whether a row's result depends on that row alone, and on what the processor holds of it."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    fits = not isinstance(ignored, torch.Tensor) or len(ignored) == num_rows
+    return fits and type(processor) in SCORES_ONLY | _BY_PREFIX
+
+
+def _bound(processor: Any, row: int) -> Processor:
+    """Return the processor of one row; a repetition penalty holds a length for each."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, torch.Tensor):
+        return processor
+    bound = copy.copy(processor)
+    bound.prompt_ignore_length = ignored[row : row + 1]
+    return bound
 
 
 def _as_in_batch(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

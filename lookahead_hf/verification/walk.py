@@ -164,7 +164,7 @@ class Walk(HostVerifier):
         scores = raw
         if not rules.processors.empty:
             ids = self._ids(rows, row)
-            scores = rules.processors(ids, raw)
+            scores = rules.processors(row, ids, raw)
             if not rules.processors.all_known:
                 rows.rewrite(row, ids[0])
         rules.outputs.choose(row, scores[0], raw[0])

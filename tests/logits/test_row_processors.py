@@ -43,6 +43,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "decay": lambda: hf.ExponentialDecayLengthPenalty((2, 1.2), [2, 9], COLUMNS - 5),
     "suppress_at_begin": lambda: hf.SuppressTokensAtBeginLogitsProcessor([5, 6], COLUMNS),
     "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition_pads": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([0, 3, 7, 1])),
     "repetition_cut": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, 4),
     "no_repeat_ngram": lambda: hf.NoRepeatNGramLogitsProcessor(2),
     "sequence_bias": lambda: hf.SequenceBiasLogitsProcessor([[[3], -2.0], [[7, 9], 4.0]]),
@@ -84,7 +85,7 @@ def every_row_equals(processors: hf.LogitsProcessorList, fresh: RowProcessors, k
     ids, scores = prefixes(), logits(kind)
     expected = processors(ids, scores.clone())
     return all(
-        same_bits(fresh(ids[row : row + 1], scores[row : row + 1].clone())[0], expected[row])
+        same_bits(fresh(row, ids[row : row + 1], scores[row : row + 1].clone())[0], expected[row])
         for row in reversed(range(ROWS))
     )
 
@@ -112,7 +113,7 @@ def test_a_long_vocabulary_rounds_as_in_the_batch_with_several_threads(name: str
         ids, scores = prefixes(3), logits("fp32", 3, 49152)
         expected = processor(ids, scores.clone())
         for row in range(3):
-            found = ours(ids[row : row + 1], scores[row : row + 1].clone())
+            found = ours(row, ids[row : row + 1], scores[row : row + 1].clone())
             assert same_bits(found[0], expected[row])
     finally:
         torch.set_num_threads(1)
@@ -120,7 +121,7 @@ def test_a_long_vocabulary_rounds_as_in_the_batch_with_several_threads(name: str
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "tied"])
 def test_a_whole_list_is_applied_in_order(kind: str):
-    names = ["repetition", "no_repeat_ngram", "min_new_tokens", "temperature", "top_k"]
+    names = ["repetition_pads", "no_repeat_ngram", "min_new_tokens", "temperature", "top_k"]
     names += ["top_p", "min_p"]
     plain, given = (hf.LogitsProcessorList([MAKERS[n]() for n in names]) for _ in range(2))
     ours = RowProcessors(given, ROWS)
@@ -145,7 +146,7 @@ class OwnTopK(hf.TopKLogitsWarper):
 
 def test_an_unknown_class_is_served_alone_and_named_in_a_batch():
     callers = hf.PrefixConstrainedLogitsProcessor(lambda row, prefix: [row], 1)
-    by_row = hf.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2]))
+    by_row = hf.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3]))
     for unknown in (Counting(), OwnTopK(5), callers, by_row):
         processors = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(0.5), unknown])
         assert RowProcessors(processors, 2).unserved() == type(unknown).__name__
@@ -155,7 +156,7 @@ def test_an_unknown_class_is_served_alone_and_named_in_a_batch():
     alone = RowProcessors(hf.LogitsProcessorList([counting]), 1)
     scores = logits("fp32", 1)
     for calls in (1, 2, 3):
-        assert same_bits(alone(prefixes(1), scores), scores + calls)
+        assert same_bits(alone(0, prefixes(1), scores), scores + calls)
 
 
 def test_guidance_keeps_a_model_cache_and_is_never_asked_row_by_row():
@@ -172,7 +173,7 @@ def test_a_list_of_another_class_counts_as_unknown():
 
     assert RowProcessors(OwnList(), 2).unserved() == "OwnList"
     alone, scores = RowProcessors(OwnList(), 1), logits("fp32", 1)
-    assert same_bits(alone(prefixes(1), scores), scores * 2)
+    assert same_bits(alone(0, prefixes(1), scores), scores * 2)
     assert not alone.empty and not alone.scores_only
 
 

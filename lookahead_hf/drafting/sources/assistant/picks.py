@@ -86,7 +86,7 @@ class Drawn:
         """The distribution of the next token over the target's vocabulary, [vocab] float32."""
         scores = logits[None, : self._vocab_size].to(copy=True, dtype=torch.float32)
         if not self._processors.empty:
-            scores = self._processors(torch.empty(1, 0, dtype=torch.long), scores)
+            scores = self._processors(0, torch.empty(1, 0, dtype=torch.long), scores)
         probs = scores.softmax(-1)[0]
         missing = 0 if self._vocab_size is None else self._vocab_size - len(probs)
         return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
