@@ -60,10 +60,6 @@ class Hook:
             return original(*args, **kwargs)
         return run(self._model, original, args, kwargs)
 
-    def remove(self) -> None:
-        """Restore what the hook replaced."""
-        _put(self._model, self._found)
-
     def __getstate__(self) -> tuple[Any, Any, bool]:
         # A method is pickled by its name, which would find this hook or the class's method again.
         is_method = isinstance(self._found, MethodType) and self._found.__self__ is self._model
@@ -120,14 +116,9 @@ def disable(model: _Model) -> _Model:
     target = unwrap(model)
     hook = vars(target).get("generate")
     if isinstance(hook, Hook):
-        hook.remove()
-    _free(target)
+        _put(target, hook._found)
+    state_of(target).free()
     return model
-
-
-def _free(model: Any) -> None:
-    """Free what is kept of a model for later calls."""
-    state_of(model).free()
 
 
 @contextmanager
@@ -145,7 +136,7 @@ def enabled(model: _Model) -> Iterator[_Model]:
     finally:
         _put(target, found)
         if not isinstance(found, Hook):
-            _free(target)
+            state_of(target).free()
 
 
 _everywhere: Callable[..., Any] | None = None
@@ -176,7 +167,7 @@ def disable_everywhere() -> None:
     while _reached:
         model = _reached.pop()
         if not isinstance(vars(model).get("generate"), Hook):
-            _free(model)
+            state_of(model).free()
 
 
 def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:

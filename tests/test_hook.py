@@ -224,7 +224,7 @@ def test_mixin_is_the_strategy(decoding: PlainDecoding) -> None:
 
 def test_functional_form_patches_nothing(model: Any, decoding: PlainDecoding) -> None:
     before, expected = dict(vars(model)), run(model)
-    ids, arguments = prompt(), {"max_new_tokens": 6, "do_sample": False}
+    ids, arguments = prompt(), {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(lookahead_hf.generate(model, ids, **arguments), expected)
     assert len(decoding.calls) == 1
     lookahead_hf.generate(model, ids, **arguments, speculative=False)

@@ -59,20 +59,10 @@ class PreparedCall:
         return compat.pad_token(self.generation_config)
 
     @property
-    def has_users_cache(self) -> bool:
-        """Whether the caller passed the cache."""
-        return compat.is_users_cache(self.model_kwargs.get("past_key_values"))
-
-    @property
     def returns_cache(self) -> bool:
         """Whether the caller sees the cache afterwards."""
-        return bool(self.generation_config.return_dict_in_generate) or self.has_users_cache
-
-    @property
-    def returns_attentions(self) -> bool:
-        """Whether the caller asked for attention weights."""
-        config = self.generation_config
-        return bool(config.return_dict_in_generate and config.output_attentions)
+        returned = bool(self.generation_config.return_dict_in_generate)
+        return returned or compat.is_users_cache(self.model_kwargs.get("past_key_values"))
 
     @property
     def encoder_inputs(self) -> EncoderInputs | None:

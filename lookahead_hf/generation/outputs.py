@@ -47,7 +47,9 @@ class RequestedOutputs:
         }
         self._encoder: dict[str, Any] = {}
         if has_encoder and returned:
-            self._encoder = _of_encoder(encoder_outputs, states, weights)
+            found = encoder_outputs.get  # type: ignore[union-attr]
+            self._encoder["encoder_hidden_states"] = found("hidden_states") if states else None
+            self._encoder["encoder_attentions"] = found("attentions") if weights else None
         self.chooses = self._wants["scores"] or self._wants["logits"]
         self.observes = states or weights
         self._chosen: dict[str, list[list[torch.Tensor]]] = {
@@ -139,14 +141,6 @@ class RequestedOutputs:
         return (self._prefill[name], *map(_by_layer, columns))
 
 
-def _of_encoder(outputs: Any, states: bool, weights: bool) -> dict[str, Any]:
-    """The output's fields for the encoder."""
-    return {
-        "encoder_hidden_states": outputs.get("hidden_states") if states else None,
-        "encoder_attentions": outputs.get("attentions") if weights else None,
-    }
-
-
 def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
     """A column's entry, put together from its rows' entries."""
     layers = [row for row in rows if row is not None]
@@ -161,15 +155,12 @@ def _weights(attentions: Any, row: int, token: int, slots: list[torch.Tensor]) -
     return tuple(_by_column(weights, row, token, held) for weights, held in layers)
 
 
-def _over_encoder(attentions: Any, row: int, token: int) -> Layers | None:
+def _over_encoder(attentions: Any, row: int, token: int) -> Any:
     """One token's weights over the encoder's columns, [heads, 1, columns], layer by layer."""
     if not attentions:
         return attentions
-    return tuple(_of_token(weights, row, token) for weights in attentions)
-
-
-def _of_token(weights: Any, row: int, token: int) -> Any:
-    return None if weights is None else weights[row, :, token : token + 1].clone()
+    at = row, slice(None), slice(token, token + 1)
+    return tuple(None if weights is None else weights[at].clone() for weights in attentions)
 
 
 def _by_column(weights: Any, row: int, token: int, slots: torch.Tensor) -> Any:

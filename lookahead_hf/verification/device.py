@@ -13,7 +13,6 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.runner import DeviceOutputs, Scores, Scoring
 from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.noise import Noise
-from lookahead_hf.verification.walk import Rules
 
 KNOWN = frozenset(
     {
@@ -48,11 +47,6 @@ class Device(BatchedWalk):
 
     name = "device"
 
-    def __init__(self, rules: Rules, processors: Any) -> None:
-        """`processors`: the logits processors, which `admits` has admitted."""
-        super().__init__(rules)
-        self._processors = processors
-
     @property
     def scoring(self) -> Scoring | None:
         alters = self.rules.do_sample or not self.rules.processors.empty
@@ -61,10 +55,7 @@ class Device(BatchedWalk):
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """Return what the tokens of a step are chosen by, from its logits, [rows, width, vocab]."""
         scores = logits.to(copy=True, dtype=torch.float32).flatten(0, 1)
-        ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-        for processor in self._processors:
-            scores = processor(ids, scores)
-        scores = scores.view_as(logits)
+        scores = self.rules.processors.at_once(scores).view_as(logits)
         if not self.rules.do_sample:
             return Scores(scores)
         assert isinstance(self._noise, Noise)
@@ -84,14 +75,11 @@ class Device(BatchedWalk):
         columns = rows.prompt_columns + rows.num_emitted
         kept, ended = self.rules.stopping.cut(tokens, counts, columns)
         rows.emit_block(tokens, kept)
-        self.rules.stopping.warn_rows(columns + kept, lambda row: self._ids(rows, row))
+        self.rules.stopping.warn(int((columns + kept).max()))
         rows.end_rows(ended)
-        on_path = np.maximum(kept - 1, 0)
-        verdict = Verdict(
-            _offsets(kept),
-            tokens[np.arange(tokens.shape[1]) < kept[:, None]],
-            _offsets(on_path),
-            _path(path, on_path),
+        verdict = Verdict.from_rows(
+            [of_row[:count].tolist() for of_row, count in zip(tokens, kept, strict=True)],
+            [(nodes[1:count] - 1).tolist() for nodes, count in zip(path, kept, strict=True)],
             live,
             rows.finished.copy(),
         )
@@ -126,13 +114,3 @@ def _tokens(
     tokens = np.take_along_axis(drafted, np.maximum(after, 0), 1)
     tokens[np.arange(num_rows), accepted] = bonus
     return tokens
-
-
-def _path(path: np.ndarray, on_path: np.ndarray) -> np.ndarray:
-    """The accepted nodes of all rows, row after row, in the draft's numbering."""
-    taken = np.arange(path.shape[1] - 1) < on_path[:, None]
-    return (path[:, 1:][taken] - 1).astype(np.int32)
-
-
-def _offsets(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.int64), counts.cumsum()])

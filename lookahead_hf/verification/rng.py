@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
+from collections import deque
 from functools import lru_cache
 
 import torch
@@ -81,39 +81,35 @@ class Replay:
     """A generator that can return to the state before any of its draws.
 
     It keeps its newest states, and every sixty-fourth.
+
+    Attributes:
+        generator: The generator.
+        at: Draws made before its present state.
     """
 
     def __init__(self, generator: torch.Generator, begin: torch.Tensor) -> None:
         self.generator = generator
         self.generator.set_state(begin)
-        self.at = 0  # draws made before the generator's present state
-        self._front = 0
-        self._checkpoints = [begin]
-        self._recent: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self.at = 0
+        self._states = {0: begin}  # by the number of draws before them
+        self._recent: deque[int] = deque()
 
     def back_to(self, draw: int) -> None:
-        """Go to the newest known state at or before `draw`, or else to the furthest one."""
-        known = min(draw, self._front)
-        while known != self.at and known not in self._recent and known % _CHECKPOINT:
+        """Go to the newest known state at or before `draw`."""
+        known = min(draw, max(self._states))
+        while known not in self._states:
             known -= 1
-        if known != self.at:
-            state = self._recent.get(known)
-            self.generator.set_state(
-                self._checkpoints[known // _CHECKPOINT] if state is None else state
-            )
+        if not known <= self.at <= draw:
+            self.generator.set_state(self._states[known])
             self.at = known
 
     def drew(self) -> None:
         """Note that one more draw was made."""
         self.at += 1
-        self._front = max(self._front, self.at)
-        state = self.generator.get_state()
-        if self.at == len(self._checkpoints) * _CHECKPOINT:
-            self._checkpoints.append(state)
-        self._recent[self.at] = state
-        self._recent.move_to_end(self.at)
-        if len(self._recent) > _RECENT:
-            self._recent.popitem(last=False)
+        self._states[self.at] = self.generator.get_state()
+        self._recent.append(self.at)
+        if len(self._recent) > _RECENT and (oldest := self._recent.popleft()) % _CHECKPOINT:
+            self._states.pop(oldest, None)
 
 
 def _far_from(state: torch.Tensor, device: torch.device) -> torch.Tensor:

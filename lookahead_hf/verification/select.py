@@ -31,8 +31,8 @@ def choose_verifier(
         stream: Gets every token.
         processes: Who decides where several processes run the model.
     """
-    where, columns = call.input_ids.device, call.input_ids.shape[1]
-    processors = RowProcessors(call.processors, call.num_rows, columns)
+    where = call.input_ids.device
+    processors = RowProcessors(call.processors, call.num_rows)
     stopping = RowStopping(call.criteria, call.num_rows)
     # A class that is not known may draw random numbers: then every draw keeps plain's order.
     is_known = processors.all_known and stopping.all_known
@@ -61,7 +61,7 @@ def choose_verifier(
     on_device = is_replayed and not in_order and device.admits(call.processors)
     on_device = on_device and stopping.by_token_and_length and not outputs
     if on_device and _stays_on_device(call, processes):
-        return Device(rules, call.processors)
+        return Device(rules)
     if processes.receive is not None:
         return FollowerWalk(rules)
     return (BatchedWalk if batched_walk.pays(where, call.num_rows) else Walk)(rules)

@@ -45,9 +45,6 @@ class RowStopping:
         )
         self._eos_ids = np.array(sorted(self._eos), np.int64)
         self._max_length = min((c.max_length for c in self._lengths), default=None)
-        self._warn_above = [
-            c for c in self._lengths if c.max_position_embeddings is not None
-        ]  # those that have not warned yet
 
     @property
     def has_eos(self) -> bool:
@@ -99,8 +96,7 @@ class RowStopping:
             unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
             return bool((unfinished & ~self._criteria(prefix, scores())).max() == 0)
         ended = self._max_length is not None and num_columns >= self._max_length
-        if self._warn_above:
-            self._warn(num_columns, ids)
+        self.warn(num_columns)
         if self._times:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
@@ -133,22 +129,11 @@ class RowStopping:
         kept = np.where(ended, ends.argmax(1) + 1, counts)
         return kept, ended
 
-    def warn_rows(self, num_columns: np.ndarray, ids: Callable[[int], torch.Tensor]) -> None:
-        """Let a length criterion warn once that a text has outgrown the model.
-
-        Args:
-            num_columns: Columns of each row in plain's batch, [rows].
-            ids: Returns a row as plain holds it, [1, columns].
-        """
-        if self._warn_above:
-            longest = int(num_columns.argmax())
-            self._warn(int(num_columns[longest]), lambda: ids(longest))
-
-    def _warn(self, num_columns: int, ids: Callable[[], torch.Tensor]) -> None:
-        for criterion in self._warn_above:
-            if criterion.max_position_embeddings < num_columns < criterion.max_length:
-                criterion(ids(), None)
-                self._warn_above = [c for c in self._warn_above if c is not criterion]
+    def warn(self, num_columns: int) -> None:
+        """Let the length criteria warn of a text of so many columns that outgrows the model."""
+        for c in self._lengths:
+            if c.max_position_embeddings is not None and num_columns > c.max_position_embeddings:
+                c(torch.empty(1, num_columns), None)
 
 
 class _StopStrings:

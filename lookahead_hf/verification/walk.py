@@ -14,7 +14,7 @@ from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
-from lookahead_hf.verification.noise import Noise, NoiseInOrder
+from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.verifier import HostVerifier
 
@@ -57,7 +57,7 @@ class Walk(HostVerifier):
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules.processes)
         self.rules = rules
-        self._noise: Noise | NoiseInOrder = NoiseInOrder()
+        self._noise: Noise | None = None
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
         if self.rules.do_sample and not self.rules.in_order:
@@ -66,6 +66,8 @@ class Walk(HostVerifier):
 
     def end(self, rows: Rows) -> None:
         stream = self.rules.stream
+        if self._noise is None:
+            return
         with self._noise:
             # A streamer that raised did so at a column that plain had drawn, too.
             self._noise.finish(stream.num_begun if stream.is_heard else rows.num_columns)
@@ -150,7 +152,10 @@ class Walk(HostVerifier):
         scores = self.score(rows, row, logits)
         if not rules.do_sample:
             return _argmax(scores[0])
-        return self._noise.pick(scores.softmax(-1), row, int(rows.num_emitted[row]))
+        probs = scores.softmax(-1)
+        if self._noise is None:
+            return int(torch.multinomial(probs, 1))
+        return self._noise.pick(probs, row, int(rows.num_emitted[row]))
 
     def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
         """Return the processed scores after these logits, [1, vocab] float32, and keep them."""

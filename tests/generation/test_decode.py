@@ -1,17 +1,17 @@
-"""The loop under scripted drafts: stops, streams, caches, failures and threads end as in plain."""
+"""The loop under scripted drafts: stops, streams and failures end as in plain."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import lookahead_hf
+from tests.helpers.compared import compared
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import VOCAB, prompt, tiny
 from tests.helpers.scripted import (
@@ -93,41 +93,24 @@ def test_a_model_is_set_up_for_decoding_as_plain_sets_it_up(
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_narrow_token_ids_become_wide_as_in_plain(model: Any, rows: int) -> None:
-    call = {"input_ids": prompt(rows).int(), **GREEDY}
-    plain = model.generate(**call)
-    ours = model.generate(**call, speculative=scripted(continuations(plain, 12), right(4)))
+    plain, ours, _ = compared(model, lambda: {"input_ids": prompt(rows).int(), **GREEDY}, 12)
     assert ours.dtype == plain.dtype == torch.int64
-    assert torch.equal(ours, plain)
-    assert stats_of(model).num_accepted > 0
 
 
-def test_all_right_takes_the_fewest_steps(model: Any) -> None:
+@pytest.mark.parametrize(
+    ("script", "num_steps"),  # for 23 tokens after the first
+    [(right(5), 4), (wrong, 23), (empty, 23)],
+    ids=["right", "wrong", "empty"],
+)
+def test_drafts_decide_how_many_steps_a_text_takes(model: Any, script: Any, num_steps: int) -> None:
     inputs = {"input_ids": prompt()}
     truth = plain_text(model, inputs)
-    out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, right(5)))
+    out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, script))
     assert continuations(out, 12) == truth
     stats = stats_of(model)
-    assert stats.num_steps == 4  # 23 tokens behind the first, 6 a step
-    assert stats.tokens_per_step == pytest.approx(23 / 4)
-    assert stats.num_moved == 0
-
-
-def test_all_wrong_takes_plains_steps(model: Any) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, wrong))
-    assert continuations(out, 12) == truth
-    stats = stats_of(model)
-    assert (stats.num_steps, stats.num_accepted) == (23, 0)
-    assert stats.num_drafted > 0
-
-
-def test_empty_drafts_are_plain_decoding(model: Any) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    out = model.generate(**inputs, **GREEDY, speculative=scripted(truth, empty))
-    assert continuations(out, 12) == truth
-    assert stats_of(model).tokens_per_step == 1.0
+    assert (stats.num_steps, stats.num_moved) == (num_steps, 0)
+    assert stats.tokens_per_step == pytest.approx(23 / num_steps)
+    assert (stats.num_drafted > 0) == (script is not empty)
 
 
 def test_over_long_drafts_end_with_the_text(model: Any) -> None:
@@ -141,14 +124,10 @@ def test_over_long_drafts_end_with_the_text(model: Any) -> None:
 
 
 def test_a_tree_keeps_its_path(model: Any) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    config = scripted(truth, second_child_right)
-    assert continuations(model.generate(**inputs, **GREEDY, speculative=config), 12) == truth
-    stats = stats_of(model)
+    call = {"input_ids": prompt(), **GREEDY}
+    stats = compared(model, lambda: dict(call), 12, second_child_right).stats
     assert stats.num_moved > 0
     assert stats.max_width > 1
-    assert stats.num_accepted > 0
 
 
 def test_rows_advance_by_their_own_counts(model: Any) -> None:
@@ -198,20 +177,6 @@ def test_a_criterion_of_the_users_stops_at_its_token(model: Any, as_bool: bool) 
     assert stats_of(model).num_accepted > 0
 
 
-def test_in_a_batch_a_criterion_of_the_users_puts_the_rows_in_lockstep(model: Any) -> None:
-    inputs = {"input_ids": prompt(2)}
-    truth = plain_text(model, inputs)
-    criteria = StoppingCriteriaList([EndsWith(first_seen(truth[0], 4), False)])
-    ended = plain_text(model, inputs, stopping_criteria=criteria)
-    out = model.generate(
-        **inputs, **GREEDY, stopping_criteria=criteria, speculative=scripted(truth, right(8))
-    )
-    assert continuations(out, 12) == ended
-    stats = stats_of(model)
-    assert stats.engine == "lockstep"
-    assert stats.num_accepted > 0
-
-
 def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any) -> None:
     inputs = {"input_ids": prompt(3)}
     truth = plain_text(model, inputs)
@@ -244,26 +209,6 @@ def test_a_streamer_is_fed_as_by_plain(model: Any, rows: int) -> None:
     assert got.events == expected.events
     assert got.events[-1] == "end"
     assert stats_of(model).num_accepted > 0
-
-
-def test_an_aborted_streamer_leaves_model_and_cache_usable(model: Any) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    cache = DynamicCache(config=model.config)
-    config = scripted(truth, right(3))
-    with pytest.raises(ConnectionError, match="went away"):
-        model.generate(
-            **inputs, **GREEDY, past_key_values=cache, streamer=Recorder(9), speculative=config
-        )
-    held = cache.get_seq_length()
-    assert 12 < held < 12 + 9
-    ids = torch.cat([inputs["input_ids"], torch.tensor(truth)[:, : held + 1 - 12]], 1)
-    rest = 24 - (held + 1 - 12)
-    out = model.generate(ids, **{**GREEDY, "max_new_tokens": rest}, past_key_values=cache)
-    assert continuations(out, 12) == truth
-    assert model.config._attn_implementation == "sdpa"
-    out = model.generate(**inputs, **GREEDY, speculative=config)
-    assert continuations(out, 12) == truth
 
 
 def test_the_record_is_there_at_a_streams_end_and_stays_when_a_call_raises(model: Any) -> None:
@@ -311,59 +256,6 @@ def test_a_drafter_that_raises_costs_a_warning_not_the_text(model: Any, where: s
         out = model.generate(**inputs, **GREEDY, speculative=config)
     assert continuations(out, 12) == truth
     assert stats_of(model).num_accepted > 0
-
-
-def test_with_max_time_a_faster_run_gets_further(model: Any) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs, max_new_tokens=400)
-    kwargs = {**GREEDY, "max_new_tokens": 400, "max_time": 0.25}
-    out = model.generate(**inputs, **kwargs, speculative=scripted(truth, right(30)))
-    text = continuations(out, 12)[0]
-    assert text == truth[0][: len(text)]
-    assert stats_of(model).num_accepted > 0
-
-
-def test_threads_on_one_model_do_not_mix(model: Any) -> None:
-    prompts = [prompt(seed=seed) for seed in range(4)]
-    truths = [plain_text(model, {"input_ids": ids}, max_new_tokens=60) for ids in prompts]
-    got: dict[int, Any] = {}
-
-    def work(index: int) -> None:
-        config = scripted(truths[index], RandomTrees(index))
-        kwargs = {**GREEDY, "max_new_tokens": 60}
-        out = model.generate(prompts[index], **kwargs, speculative=config)
-        stats = lookahead_hf.last_stats(model)
-        got[index] = continuations(out, 12), stats
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, (text, stats) in got.items():
-        assert text == truths[index]
-        assert stats.num_accepted > 0
-    assert len(got) == 4
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_threads_that_sample_at_once_never_share_noise(model: Any) -> None:
-    ids = prompt()
-    kwargs = {"do_sample": True, "top_k": 0, "temperature": 1.5, "max_new_tokens": 60}
-    texts: dict[int, list[int]] = {}
-    barrier = threading.Barrier(2)
-
-    def work(index: int) -> None:
-        barrier.wait()
-        out = model.generate(ids, **kwargs, pad_token_id=0, speculative=True)
-        texts[index] = out[0].tolist()
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts[0] != texts[1]
 
 
 def test_token_ids_out_of_the_vocabulary_are_never_drafted(model: Any) -> None:

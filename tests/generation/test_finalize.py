@@ -1,4 +1,4 @@
-"""Streamers, stop strings and refusals: what is handed over comes out as plain has it."""
+"""Stop strings and refusals: what is handed over comes out as plain has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     MaxLengthCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteria,
@@ -18,8 +17,9 @@ from transformers import (
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
+from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding, Recorder
-from tests.helpers.models import characters, prompt, tiny
+from tests.helpers.models import characters, tiny
 
 Warned = lookahead_hf.SpeculationFallbackWarning
 
@@ -32,41 +32,6 @@ def model() -> Any:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return characters()
-
-
-def run(model: Any, rows: int = 1, **kwargs: Any) -> Any:
-    ids = prompt(rows)
-    settings = {"max_new_tokens": 8, "do_sample": False, **kwargs}
-    if "generation_config" in settings:
-        settings = kwargs
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_streamer_gets_what_plain_gives_it(
-    model: Any, decoding: PlainDecoding, rows: int
-) -> None:
-    plain, ours = Recorder(), Recorder()
-    run(model, rows, streamer=plain)
-    run(model, rows, streamer=ours, speculative=True)
-    assert ours.events == plain.events
-    assert len(decoding.calls) == 1
-
-
-def test_a_streamers_exception_comes_out(model: Any, decoding: PlainDecoding) -> None:
-    class Cancelled(Exception):
-        pass
-
-    class Streamer(Recorder):
-        def put(self, value: torch.Tensor) -> None:
-            super().put(value)
-            if len(self.events) == 3:
-                raise Cancelled
-
-    with pytest.raises(Cancelled):
-        run(model, streamer=Streamer(), speculative=True)
-    run(model, speculative=True)
-    assert len(decoding.calls) == 2
 
 
 def stop_word(model: Any) -> str:
@@ -165,32 +130,9 @@ def test_what_plain_raises_after_a_refusal_is_all_that_is_seen(
     assert raised.value.__context__ is None
 
 
-def test_sampling_after_a_refusal_is_plains(model: Any, decoding: PlainDecoding) -> None:
-    torch.manual_seed(1)
-    expected = run(model, do_sample=True)
-    decoding.before = refuse
-    torch.manual_seed(1)
-    with pytest.warns(Warned):
-        assert torch.equal(run(model, do_sample=True, speculative=True), expected)
-
-
 def test_an_assistant_is_handed_over_to_decoding(model: Any, decoding: PlainDecoding) -> None:
     expected = run(model)
     assistant = lookahead_hf.enable(tiny("llama"))
     got = run(model, assistant_model=assistant, speculative=True)
     assert torch.equal(got, expected)
     assert [call.request.assistant_model for call in decoding.calls] == [assistant]
-
-
-def test_a_processor_may_ask_for_speculation_of_its_own(
-    model: Any, decoding: PlainDecoding
-) -> None:
-    helper = lookahead_hf.enable(tiny("gpt2"))
-
-    class Asks(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            helper.generate(input_ids, max_new_tokens=1, speculative=True)
-            return scores
-
-    run(model, logits_processor=[Asks()], speculative=False, max_new_tokens=2)
-    assert [call.model for call in decoding.calls] == [helper, helper]

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import lookahead_hf
+from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding, Recorder
 from tests.helpers.models import prompt, tiny
 
@@ -25,14 +26,6 @@ def model() -> Iterator[Any]:
     model = tiny("llama")
     yield lookahead_hf.enable(model)
     lookahead_hf.disable_everywhere()
-
-
-def run(model: Any, rows: int = 1, **kwargs: Any) -> Any:
-    ids = prompt(rows)
-    settings = {"max_new_tokens": 8, "do_sample": False, **kwargs}
-    if "generation_config" in settings:
-        settings = kwargs
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
 
 class Segments(LlamaForCausalLM):

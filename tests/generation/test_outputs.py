@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
 
 import lookahead_hf
-from lookahead_hf.generation.outputs import RequestedOutputs
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
 from tests.helpers.outputs import ALL, assert_close
 from tests.helpers.scripted import RandomTrees, continuations, scripted
@@ -36,15 +35,8 @@ def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
     model, inputs = tiny(name, "eager"), batch(kind)
     call: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": do_sample}
     call |= {"eos_token_id": [5, 6, 7, 8], "top_k": 20} if do_sample else {"eos_token_id": [5, 6]}
-    torch.manual_seed(1)
-    plain = model.generate(**inputs, **call, **ALL)
-    config = scripted(continuations(plain.sequences, 12), RandomTrees())
-    torch.manual_seed(1)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **call, **ALL, speculative=config)
-    assert ours.sequences.tolist() == plain.sequences.tolist()
-    assert ours.speculative_stats.fallback_reason is None
-    assert ours.speculative_stats.num_accepted > 0
+    plain, ours, stats = compared(model, lambda: {**inputs, **call, **ALL}, 12)
+    assert ours.speculative_stats is stats
     assert_close(ours.scores, plain.scores)
     assert_close(ours.logits, plain.logits)
     assert_close(ours.hidden_states, plain.hidden_states)
@@ -60,13 +52,7 @@ def test_every_entry(name: str, kind: str, do_sample: bool) -> None:
 def test_attention_that_returns_no_weights(name: str, kind: str) -> None:
     model, inputs = tiny(name, "sdpa"), batch(kind)
     call = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": False, "eos_token_id": [5, 6]}
-    plain = model.generate(**inputs, **call, **ALL)
-    config = scripted(continuations(plain.sequences, 12), RandomTrees())
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**inputs, **call, **ALL, speculative=config)
-    assert ours.sequences.tolist() == plain.sequences.tolist()
-    assert ours.speculative_stats.fallback_reason is None
-    assert ours.speculative_stats.num_accepted > 0
+    plain, ours, _ = compared(model, lambda: {**inputs, **call, **ALL}, 12)
     assert ours.attentions == plain.attentions
     assert_close(ours.hidden_states, plain.hidden_states)
 
@@ -106,20 +92,6 @@ def test_scores_are_put_together_once_for_those_who_look(rows: int) -> None:
         assert all(shown[column] is scores for shown in seen.shown[column:])
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_scores_are_not_put_together_where_nobody_looks(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny("llama")
-    plain = scored(model, rows)
-    asked: list[int] = []
-    monkeypatch.setattr(RequestedOutputs, "scores_so_far", lambda self: asked.append(1))
-    ours = scored(model, rows, plain.sequences)
-    assert ours.speculative_stats.num_accepted > 0
-    assert not asked
-    assert_close(ours.scores, plain.scores)
-
-
 class Remembers:
     """Depends on the scores that it saw in the step before, and on all rows."""
 
@@ -146,37 +118,15 @@ class DrawsNoise:
 def test_processors_that_remember_or_draw(
     rows: int, processor: Any, do_sample: bool, eos: list[int] | None
 ) -> None:
-    model = tiny("llama")
     call: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": 0, "do_sample": do_sample}
-    if eos:
-        call["eos_token_id"] = eos
-
-    def run(**kwargs: Any) -> torch.Tensor:
-        torch.manual_seed(2)
-        processors = LogitsProcessorList([processor()])
-        return model.generate(prompt(rows), **call, logits_processor=processors, **kwargs)
-
-    plain, after = run(), torch.get_rng_state()
-    with lookahead_hf.enabled(model):
-        ours = run(speculative=scripted(continuations(plain, 12), RandomTrees()))
-    assert ours.tolist() == plain.tolist()
-    assert torch.equal(torch.get_rng_state(), after)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    call |= {"input_ids": prompt(rows), **({"eos_token_id": eos} if eos else {})}
+    stats = compared(tiny("llama"), lambda: {**call, "logits_processor": [processor()]}, 12).stats
     assert stats.engine == ("walk" if rows == 1 else "lockstep")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_synth_id(rows: int) -> None:
-    model = tiny("llama")
     mark = SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=5)
     call = {"max_new_tokens": 30, "pad_token_id": 0, "do_sample": True, "top_k": 0}
-    torch.manual_seed(4)
-    plain = model.generate(prompt(rows), **call, watermarking_config=mark)
-    config = scripted(continuations(plain, 12), RandomTrees())
-    torch.manual_seed(4)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(prompt(rows), **call, watermarking_config=mark, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    call |= {"input_ids": prompt(rows), "watermarking_config": mark}
+    compared(tiny("llama"), lambda: dict(call), 12)

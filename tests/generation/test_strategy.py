@@ -15,6 +15,7 @@ from transformers import (
 )
 
 import lookahead_hf
+from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding, Recorder
 from tests.helpers.models import characters, prompt, tiny
 
@@ -29,14 +30,6 @@ def model() -> Any:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return characters()
-
-
-def run(model: Any, rows: int = 1, **kwargs: Any) -> Any:
-    ids = prompt(rows)
-    settings = {"max_new_tokens": 8, "do_sample": False, **kwargs}
-    if "generation_config" in settings:
-        settings = kwargs
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
 
 class Spy:

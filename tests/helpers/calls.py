@@ -49,8 +49,10 @@ def compare(
     return compared(model, lambda: {**inputs, **kwargs}, columns, **fields).stats
 
 
-def run(model: Any, **settings: Any) -> Any:
-    """Generate six tokens greedily."""
-    ids = prompt()
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+def run(model: Any, rows: int = 1, **settings: Any) -> Any:
+    """Generate eight tokens greedily, or what a generation config asks for."""
+    ids = prompt(rows)
+    call: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+    if "generation_config" not in settings:
+        call |= {"max_new_tokens": 8, "do_sample": False}
     return model.generate(ids, **{**call, **settings})

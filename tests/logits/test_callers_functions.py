@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-import lookahead_hf
+from tests.helpers.compared import compared
 from tests.helpers.models import VOCAB, prompt
 from tests.helpers.random_calls import smallest
-from tests.helpers.scripted import continuations, scripted, second_child_right
+from tests.helpers.scripted import second_child_right
 
 
 class Budgeted:
@@ -36,17 +36,12 @@ def test_a_function_that_chooses_the_allowed_tokens(name: str, rows: int, do_sam
     model = smallest(name)
     call: dict[str, Any] = {"input_ids": prompt(rows), "max_new_tokens": 16, "pad_token_id": 0}
     call |= {"do_sample": do_sample, "top_k": 0, "eos_token_id": [11, 12]}
-    asked = Budgeted(do_sample), Budgeted(do_sample)
-    torch.manual_seed(4)
-    plain = model.generate(**call, prefix_allowed_tokens_fn=asked[0])
-    after = torch.get_rng_state()
-    config = scripted(continuations(plain, 12), second_child_right)
-    torch.manual_seed(4)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(**call, prefix_allowed_tokens_fn=asked[1], speculative=config)
-    assert torch.equal(ours, plain)
-    assert torch.equal(torch.get_rng_state(), after)
+    asked: list[Budgeted] = []
+
+    def given() -> dict[str, Any]:
+        asked.append(Budgeted(do_sample))
+        return {**call, "prefix_allowed_tokens_fn": asked[-1]}
+
+    stats = compared(model, given, 12, second_child_right).stats
     assert asked[1].asked == asked[0].asked
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
     assert stats.engine == ("walk" if rows == 1 else "lockstep")

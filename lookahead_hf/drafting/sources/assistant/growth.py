@@ -59,7 +59,7 @@ class Drawn:
     def __init__(self, num_picks: int, vocab_size: int | None, processors: Sequence[Any]) -> None:
         """`processors`: the call's; those that only read the scores shape the distribution."""
         known = LogitsProcessorList(p for p in processors if type(p) in SCORES_ONLY)
-        self._processors = RowProcessors(known, 1, 0)
+        self._processors = RowProcessors(known, 1)
         self._num_picks, self._vocab_size = num_picks, vocab_size
 
     def begin(self, device: torch.device) -> None:
