@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lookahead_hf.cli import loading, main
 from lookahead_hf.fallback import FallbackReason
@@ -21,7 +20,6 @@ from tests.helpers.tiny_chat import save_tiny_chat
 
 COMMANDS = ("demo", "generate", "chat", "bench", "pool", "env")
 ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
-PROGRAM = [sys.executable, "-W", "ignore", "-m", "lookahead_hf"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *ACTIONS])
@@ -36,10 +34,8 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         ("sing", "demo|generate|chat|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
-        ("generate --sample 0,0.9 Hello", "temperature is 0"),
-        ("generate --sample nan,0.5 Hello", "temperature is nan"),
-        ("generate --sample 0.7,2 Hello", "top-p is 2"),
-        ("generate --sample 1 Hello", "two numbers"),
+        ("generate --sample 0,0.9 Hello", "must be above 0"),
+        ("generate --sample 0.7,2 Hello", "top-p at most 1"),
         ("generate --sample a,b Hello", "two numbers"),
     ],
 )
@@ -88,17 +84,6 @@ def test_an_error_while_loading_is_one_message(
     assert shown in message and "More." not in message
 
 
-def test_a_text_longer_than_the_table_of_positions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_tiny_chat(tmp_path)
-    config = GPT2Config(vocab_size=300, n_embd=48, n_layer=2, n_head=4, n_positions=16)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    words = ["generate", "--model", str(folder), "--new-tokens", "30", "Hello"]
-    assert main(words) == 1
-    assert "knows 16 positions" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_empty_prompt_is_one_message(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -139,22 +124,6 @@ def test_a_reader_that_stops_early_is_no_error(words: list[str], tmp_path: Path)
         command.stdout.close()
         assert command.stderr.read().decode() == ""
     assert command.returncode == 0
-
-
-ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-
-
-@pytest.mark.parametrize("words", ["generate", "generate é --json", "chat", "demo --prompt é"])
-def test_a_locale_that_knows_ascii_only(words: str, folder: str) -> None:
-    command = [*PROGRAM, *words.split(), "--model", folder, "--new-tokens", "16"]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = subprocess.run(command, input="é\n".encode(), env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.decode("ascii")
-    if "--json" in words:
-        assert json.loads(shown)["prompt"] == "é"
-    else:
-        assert "?" in shown  # the random bytes of a random model are hardly ever ASCII
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
