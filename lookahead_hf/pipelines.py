@@ -48,7 +48,7 @@ def pipeline(
     """
     SpeculativeConfig.resolve(speculative)
     pipe = transformers.pipeline(task, model, *args, **kwargs)
-    if not isinstance(pipe, tuple(SERVED.values())):
+    if not issubclass(type(pipe), tuple(SERVED.values())):
         raise ValueError(
             f"a {pipe.task} pipeline does not generate text: speculation supports the tasks "
             f"{', '.join(SERVED)}; build other pipelines with transformers.pipeline"
