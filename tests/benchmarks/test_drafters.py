@@ -171,18 +171,6 @@ def test_prompt_lookup_copies_after_the_first_longest_match() -> None:
     assert paths_of(drafted) == {(7, 8, 3)}
 
 
-def test_the_recycling_templates_are_the_published_ones() -> None:
-    recycling, sam = module("peers.token_recycling"), module("peers.sam_decoding")
-    for template, levels in (
-        (recycling.TEMPLATE_80, [8, 21, 25, 15, 8, 3]),
-        (sam.TEMPLATE_60, [7, 20, 21, 8, 4]),
-    ):
-        assert [sum(level) for level in template] == levels
-        assert len(recycling.parents_and_ranks(template)) == sum(levels)
-        # Better ranks have at least as many children.
-        assert list(template[1]) == sorted(template[1], reverse=True)
-
-
 def test_token_recycling_follows_the_newest_best_tokens() -> None:
     text = text_of([1, 2, 3, 4, 3], 2, {2: [4, 50, 51], 3: [3, 60]})
     contender = begun(module("peers").TokenRecycling(), text)
@@ -239,11 +227,3 @@ def test_suffix_decoding_weighs_continuations_by_frequency() -> None:
     tree = begun(peers.SuffixDecoding(tree=True, factor=4.0, depth=64), text).propose()
     assert tree.num_nodes == 8  # four times the match
     assert {path[:2] for path in paths_of(tree)} == {(3, 9), (3, 8), (4, 9)}
-
-
-def test_suffix_decoding_remembers_the_outputs_of_other_texts() -> None:
-    contender = begun(module("peers").SuffixDecoding(), text_of([1, 2, 3, 4, 5], 2))
-    contender.observe(DraftTree.empty(1), [], np.array([4, 5]), None)
-    contender.end()
-    begun(contender, text_of([7, 3, 4, 0], 2))
-    assert paths_of(contender.propose()) == {(5,)}
