@@ -117,29 +117,6 @@ def test_prompts_that_are_too_long_are_not_counted(
     assert [batch.inputs["input_ids"].shape[0] for batch in found] == [2, 1]
 
 
-def test_an_interrupted_run_gives_what_there_is(
-    benchmark: ModuleType,
-    folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    whole = measuring.timed_call
-    calls: list[object] = []
-
-    def interrupted(*arguments: object) -> object:
-        calls.append(arguments)
-        if len(calls) == 4 + 4 + 2:  # warm-up, the first prompt, half of the second
-            raise KeyboardInterrupt
-        return whole(*arguments)
-
-    monkeypatch.setattr(measuring, "timed_call", interrupted)
-    words = ["--model", folder, "--families", "qa", "--prompts-per-family", "2"]
-    benchmark.main([*words, "--new-tokens", "8", "--rounds", "1"])
-    shown = capsys.readouterr()
-    assert "interrupted" in shown.err
-    assert shown.out.count("% of 1 |") == 2 * 4  # one text each, in its family and in all
-
-
 def test_outputs_processors_and_streamers_are_asked_of_all_systems(
     benchmark: ModuleType, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

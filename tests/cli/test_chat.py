@@ -122,15 +122,6 @@ def test_a_cache_that_cannot_be_shortened_is_made_anew(
     assert conversation.answer(TURNS[2])[1] == 0
 
 
-def test_it_answers_until_an_empty_line(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    say(monkeypatch, "abc", "abcd", "", "never asked")
-    assert main(["chat", "--model", folder, "--new-tokens", "16"]) == 0
-    assert capsys.readouterr().out.count("tokens per step") == 2
-
-
 @pytest.mark.parametrize("plain", [[], ["--plain"]])
 def test_json_has_a_line_per_turn(
     plain: list[str],

@@ -81,7 +81,3 @@ def test_a_character_is_shown_when_it_is_whole(capsys: pytest.CaptureFixture[str
     text.put(torch.tensor([0xA9]))
     text.end()
     assert capsys.readouterr().out == "é\n"
-
-
-def test_a_recorder_proposes_nothing(rows: Rows) -> None:
-    assert StepRecorder().propose(rows, 8).num_nodes == 0
