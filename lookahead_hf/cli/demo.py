@@ -115,9 +115,8 @@ def _show_parting(stage: Stage, parting: Parting) -> None:
     )
     distance = "far apart" if parting.ulps is None else f"at most {parting.ulps} ulps apart"
     stage.screen.line(
-        f"In plain's own step the logits of these two tokens are {distance}; an ulp, the distance "
-        f"of neighbouring {stage.dtype} numbers of the logits' size, is {parting.spacing:.4f}. Up "
-        f"to {MOST_ULPS} ulps are a near tie, which rounding can turn."
+        f"In plain's own step the logits of these two tokens are {distance}. Up to {MOST_ULPS} ulps "
+        "are a near tie, which rounding can turn."
     )
 
 

@@ -208,16 +208,6 @@ def test_the_automaton_finds_the_longest_match_and_where_it_first_ended(tokens: 
         assert automaton.states[state].first_end == ends(length)[0]
 
 
-def test_logitspec_guesses_the_token_after_next_and_goes_on_by_lookup() -> None:
-    # After 5 the target considered 6 and 8; both have followed something in the prompt.
-    text = text_of([6, 7, 1, 8, 9, 2, 5, 4, 0], 7, {6: [4, 6, 8]})
-    tree = begun(module("peers").LogitSpec(), text).propose()
-    paths = paths_of(tree)
-    assert {(6, 7, 1, 8), (8, 9, 2, 5)} <= paths
-    assert tree.num_nodes <= 63
-    assert not any(path[0] == 4 for path in paths)  # 4 is what was said
-
-
 def test_suffix_decoding_weighs_continuations_by_frequency() -> None:
     peers = module("peers")
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 9, 5, 1, 2, 0]

@@ -107,16 +107,6 @@ def test_unknown_names_are_answered_with_the_known_ones(benchmark: ModuleType) -
         benchmark.extra_arguments(["beams"], byte_tokenizer())
 
 
-def test_prompts_that_are_too_long_are_not_counted(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark.common, "MAX_PROMPT_TOKENS", 20)
-    prompts = {"words": ["a", "b" * 40, "c", "d", "e", "f"]}
-    found = list(benchmark.common.batches(byte_tokenizer(), prompts, slice(1, 4), 2))
-    assert [batch.indices for batch in found] == [(2, 3), (4,)]
-    assert [batch.inputs["input_ids"].shape[0] for batch in found] == [2, 1]
-
-
 def test_outputs_processors_and_streamers_are_asked_of_all_systems(
     benchmark: ModuleType, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

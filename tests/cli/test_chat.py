@@ -18,7 +18,6 @@ from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
-from lookahead_hf.ngram_pool import SuffixIndex
 from tests.helpers.tiny_chat import DRAFTING, stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
@@ -78,32 +77,6 @@ def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
         before = [*prompt, *timed.ids[:-1]]
     assert known > 40
     assert timed.stats is not None and timed.stats.num_accepted > 0
-
-
-def test_what_drafts_are_made_from_lasts(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "SpeculativeConfig", partial(SpeculativeConfig, **DRAFTING))
-    conversation = Conversation(stage)
-    added: list[int] = []
-    extend = SuffixIndex.extend
-
-    def noting(self: SuffixIndex, token_ids: Any) -> None:
-        added.append(len(token_ids))
-        extend(self, token_ids)
-
-    monkeypatch.setattr(SuffixIndex, "extend", noting)
-    conversation.answer(TURNS[0])
-    ngram, recycling = conversation._drafters or ()
-    (index,) = ngram._indexes
-    memory = recycling._memory
-    assert memory is not None
-    added.clear()
-    timed, known = conversation.answer(TURNS[1])
-    assert ngram._indexes == [index] and recycling._memory is memory
-    # All but what both prompts begin with, and a border: the bytes that a random model writes are
-    # no text, and come back as others.
-    assert sum(added) <= len(conversation._cached) + 1 - known + 1
-    assert known > 10
-    assert timed.stats is not None and set(timed.stats.per_source) == {"ngram", "recycling"}
 
 
 def test_a_cache_that_cannot_be_shortened_is_made_anew(
