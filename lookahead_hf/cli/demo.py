@@ -115,8 +115,8 @@ def _show_parting(stage: Stage, parting: Parting) -> None:
     )
     distance = "far apart" if parting.ulps is None else f"at most {parting.ulps} ulps apart"
     stage.screen.line(
-        f"In plain's own step the logits of these two tokens are {distance}. Up to {MOST_ULPS} ulps "
-        "are a near tie, which rounding can turn."
+        f"In plain's own step the logits of these two tokens are {distance}. Up to {MOST_ULPS} "
+        "ulps are a near tie, which rounding can turn."
     )
 
 

@@ -44,13 +44,11 @@ class Parting:
     Attributes:
         place: The row, the number of tokens before it, and the two tokens.
         ulps: How far one of the two logits must move before plain decoding takes the other token,
-            in units of the last place; None where no shift that was tried is enough.
-        spacing: The unit: the distance between neighbouring numbers of the model's dtype.
+            in units of the last place of its dtype; None: no shift that was tried is enough.
     """
 
     place: Place
     ulps: int | None
-    spacing: float
 
     @property
     def is_near_tie(self) -> bool:
@@ -129,7 +127,7 @@ def _look(
     import torch
 
     # Without a token there is no logit: a text stopped where no end token made it.
-    found = {place: Parting(place, None, 0.0) for place in wanted if None in place}
+    found = {place: Parting(place, None) for place in wanted if None in place}
 
     def decode(
         model: Any,
@@ -201,8 +199,8 @@ def _measure(
     for ulps in SHIFTS:
         shift = (ulps + 0.01) * spacing  # beyond a tie, which the smaller token id would win
         if other in (choose(row, other, shift), choose(row, plain, -shift)):
-            return Parting(place, ulps, spacing)
-    return Parting(place, None, spacing)
+            return Parting(place, ulps)
+    return Parting(place, None)
 
 
 def _spacing(value: float, dtype: torch.dtype) -> float:

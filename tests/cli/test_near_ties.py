@@ -79,9 +79,9 @@ def test_texts_of_several_runs_and_rows(model: Any) -> None:
     assert partings[2] is not None and partings[2].place.other is None  # ended without an end token
     assert describe(same) == "identical, 3 of 3"
     assert describe(partings) == "BUG: parts beyond near ties, 2 of 3"
-    near = Parting(Place(0, 3, 1, 2), 4, 0.125)
+    near = Parting(Place(0, 3, 1, 2), 4)
     assert describe([None, near]) == "parts at near ties only, 1 of 2 (at most 4 ulps)"
-    assert not Parting(Place(0, 3, 1, 2), 6, 0.125).is_near_tie
+    assert not Parting(Place(0, 3, 1, 2), 6).is_near_tie
 
 
 def test_a_text_that_plain_does_not_write_again(model: Any) -> None:
