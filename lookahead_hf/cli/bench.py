@@ -94,7 +94,7 @@ def _measure(stage: Stage, prompts: list[tuple[str, str]], rounds: int) -> list[
 
 
 def _show(lines: list[Line], about: dict[str, Any], screen: Screen) -> None:
-    headers = ["prompts", "", "tokens/s", "ratio", "tokens per step", "identical"]
+    headers = ["prompts", "", "tokens/s", "ratio", "per step", "identical"]
     rows = [
         [
             line.family,

