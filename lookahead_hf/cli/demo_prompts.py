@@ -29,11 +29,11 @@ _PASSAGE = (
 )
 
 PROMPTS = {
-    "an edit of a function": (
+    "code edit": (
         "Rename the variable `amount` to `value` in this function and print the whole function.\n\n"
         f"```python\n{_FUNCTION}\n```"
     ),
-    "questions on a passage": (
+    "questions": (
         f"{_PASSAGE}\n\nWho designed the present tower, how high does the light stand above the "
         "water, and when did the lighthouse become automatic?"
     ),

@@ -10,7 +10,7 @@ import click
 from lookahead_hf.cli.comparison import Stage, Timed, run_plain, run_speculative
 from lookahead_hf.cli.loading import encode_chat, open_model
 from lookahead_hf.cli.parsing import Arguments, command, generation_arguments, generation_options
-from lookahead_hf.cli.screen import CommandError, Screen, as_text
+from lookahead_hf.cli.screen import CommandError, Screen
 
 _EXAMPLES = """\
 examples:
@@ -32,7 +32,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """
     import torch
 
-    prompt = as_text(_read_stdin() if arguments.prompt is None else arguments.prompt)
+    prompt = _read_stdin() if arguments.prompt is None else arguments.prompt
     if not prompt.strip():
         raise CommandError("The prompt is empty: give it as an argument or on stdin.")
     stage = open_stage(arguments, screen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,7 @@ class LiveText:
         self._ids: list[int] = []
         self._num_shown = 0
         self._shown = ""
-        self._open, self._close = ("", "") if screen.has_colour else quotes()
+        self._open, self._close = ("", "") if screen.has_colour else ("\u2039", "\u203a")
         self._marked = False
         self._past_prompt = False
         if recorder is not None:
@@ -98,12 +97,3 @@ class LiveText:
         if drafted != self._marked and self._open:
             self._screen.write(self._open if drafted else self._close)
         self._marked = drafted
-
-
-def quotes() -> tuple[str, str]:
-    """The quotes around accepted text: single angle quotes where stdout can show them."""
-    try:
-        "\u2039\u203a".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return "<", ">"
-    return "\u2039", "\u203a"

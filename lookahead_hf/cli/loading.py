@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lookahead_hf.cli.real_model import ensure_demo_model
@@ -68,27 +66,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     # For the host's memory, torch raises a RuntimeError that only its message tells apart.
     is_host = "can't allocate memory" in str(error)
     return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-@contextmanager
-def within_positions(model: Any, columns: int, new_tokens: int) -> Iterator[None]:
-    """Turn the error of a text that outgrows a model's table of positions into a message.
-
-    Args:
-        model: The model that generates.
-        columns: The number of prompt tokens.
-        new_tokens: The most tokens that may follow.
-    """
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        if most is None or columns + new_tokens <= most or is_out_of_memory(error):
-            raise
-        raise CommandError(
-            f"This model knows {most} positions, but the prompt has {columns} tokens and up to "
-            f"{new_tokens} may follow. Take a shorter prompt or fewer --new-tokens."
-        ) from error
 
 
 def encode_chat(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead_hf.cli.screen import CommandError
@@ -43,13 +44,11 @@ class Parting:
     Attributes:
         place: The row, the number of tokens before it, and the two tokens.
         ulps: How far one of the two logits must move before plain decoding takes the other token,
-            in units of the last place; None where no shift that was tried is enough.
-        spacing: The unit: the distance between neighbouring numbers of the model's dtype.
+            in units of the last place of its dtype; None: no shift that was tried is enough.
     """
 
     place: Place
     ulps: int | None
-    spacing: float
 
     @property
     def is_near_tie(self) -> bool:
@@ -128,7 +127,7 @@ def _look(
     import torch
 
     # Without a token there is no logit: a text stopped where no end token made it.
-    found = {place: Parting(place, None, 0.0) for place in wanted if None in place}
+    found = {place: Parting(place, None) for place in wanted if None in place}
 
     def decode(
         model: Any,
@@ -145,8 +144,10 @@ def _look(
                 if columns + place.num_same == ids.shape[1]:
                     written = ids[place.row, columns:].tolist()
                     _check_repeated(written == list(plain[place.row][: place.num_same]))
-                    rule = _Rule(logits_processor, generation_config.do_sample, ids, logits)
-                    found[place] = _measure(place, rule, model.dtype)
+                    rule = logits_processor, generation_config.do_sample, ids, logits
+                    found[place] = _measure(
+                        place, partial(_choose, *rule), logits[place.row], model.dtype
+                    )
             return logits_processor(ids, logits)
 
         return model._sample(input_ids, watch, stopping_criteria, generation_config, **kwargs)
@@ -159,50 +160,47 @@ def _look(
     return found
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """How plain decoding chooses the next token of each row.
+def _choose(
+    processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    do_sample: bool,
+    ids: torch.Tensor,  # [rows, columns]
+    logits: torch.Tensor,  # [rows, vocab]
+    row: int,
+    token: int = 0,
+    shift: float = 0.0,
+) -> int:
+    """Choose the next token of a row as plain decoding does, with one of its logits shifted."""
+    import torch
 
-    Attributes:
-        processors: Its logits processors, warpers included.
-        do_sample: Whether it draws the token.
-        ids: Its tokens so far, [rows, columns].
-        logits: The model's logits behind them, [rows, vocab].
-    """
-
-    processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    do_sample: bool
-    ids: torch.Tensor
-    logits: torch.Tensor
-
-    def token(self, row: int, token: int = 0, shift: float = 0.0) -> int:
-        """Choose the token of a row, with one of its logits shifted."""
-        import torch
-
-        logits = self.logits.clone()
-        logits[row, token] += shift
-        devices = [logits.device] if logits.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            scores = self.processors(self.ids, logits)
-            if self.do_sample:
-                return int(torch.multinomial(scores.softmax(-1), 1)[row])
-            return int(scores[row].argmax())
+    logits = logits.clone()
+    logits[row, token] += shift
+    with torch.random.fork_rng([logits.device] if logits.device.type == "cuda" else []):
+        scores = processors(ids, logits)
+        if do_sample:
+            return int(torch.multinomial(scores.softmax(-1), 1)[row])
+        return int(scores[row].argmax())
 
 
-def _measure(place: Place, rule: _Rule, dtype: torch.dtype) -> Parting:
+def _measure(
+    place: Place,
+    choose: Callable[..., int],
+    logits: torch.Tensor,  # [vocab]
+    dtype: torch.dtype,
+) -> Parting:
     """Shift the two logits of a place until plain decoding takes the other token."""
     import torch
 
     row, _, plain, other = place
     assert plain is not None and other is not None
-    _check_repeated(rule.token(row) == plain)
-    sizes = rule.logits[row].abs()
-    spacing = _spacing(float(torch.maximum(sizes[[plain, other]].max(), sizes.median())), dtype)
+    _check_repeated(choose(row) == plain)
+    sizes = logits.abs()
+    size = float(torch.maximum(sizes[[plain, other]].max(), sizes.median()))
+    spacing = _spacing(size, dtype)
     for ulps in SHIFTS:
         shift = (ulps + 0.01) * spacing  # beyond a tie, which the smaller token id would win
-        if other in (rule.token(row, other, shift), rule.token(row, plain, -shift)):
-            return Parting(place, ulps, spacing)
-    return Parting(place, None, spacing)
+        if other in (choose(row, other, shift), choose(row, plain, -shift)):
+            return Parting(place, ulps)
+    return Parting(place, None)
 
 
 def _spacing(value: float, dtype: torch.dtype) -> float:

@@ -85,13 +85,8 @@ def _sampling(context: Any, option: Any, value: str | None) -> tuple[float, floa
         temperature, top_p = map(float, value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not two numbers, such as 0.7,0.95") from None
-    if not 0 < temperature < float("inf"):
-        raise click.BadParameter(
-            f"the temperature is {temperature:g}, but must be above 0; leave --sample out for "
-            "greedy decoding"
-        )
-    if not 0 < top_p <= 1:
-        raise click.BadParameter(f"top-p is {top_p:g}, but must be above 0 and at most 1")
+    if not (0 < temperature < float("inf") and 0 < top_p <= 1):
+        raise click.BadParameter(f"{value}: both must be above 0, and top-p at most 1")
     return temperature, top_p
 
 

@@ -116,19 +116,6 @@ def open_screen(is_plain: bool = False) -> Screen:
 
 
 def write_any_character() -> None:
-    """Let stdout replace the characters that its encoding lacks, where it would raise an error.
-
-    Bytes on stdin that are no characters of its encoding are read as surrogates; see `as_text`.
-    """
-    for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
-
-
-def as_text(given: str) -> str:
-    """Read the bytes that the locale's encoding could not decode as UTF-8.
-
-    Args:
-        given: Words of the command line or lines of stdin; such bytes are surrogates in them.
-    """
-    return given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    """Let stdout replace the characters that its encoding lacks, instead of raising an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

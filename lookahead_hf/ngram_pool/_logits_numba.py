@@ -46,19 +46,11 @@ def top_rows(bits, which, tokens, probs):
 
 @jit
 def _sum_of_exp(values, top):
-    """Sum of `exp(values - top)`, NaN as 0; the largest of the values is `top`.
-
-    `(1 + x / 1024) ** 1024` and an integer sum are what vector instructions can do: 2 us for 1,024
-    values instead of 6, and within 1 %.
-    """
-    total = np.int64(0)
-    for i in range(len(values)):
-        power = np.float32(1.0) + (values[i] - top) * np.float32(1.0 / 1024.0)
-        power = power if power > np.float32(0.0) else np.float32(0.0)
-        for _ in range(10):
-            power = power * power
-        total += np.int32(power * np.float32(65536.0))
-    return total / 65536.0
+    """Sum of `exp(values - top)`; NaN if one of them is."""
+    total = 0.0
+    for value in values:
+        total += np.exp(value - top)
+    return total
 
 
 @jit

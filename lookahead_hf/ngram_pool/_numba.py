@@ -54,7 +54,7 @@ def insert(text, links, heads, length, num_entries, most_entries, token_ids):
         for k in range(NUM_KEYS):
             if known < 1 << k:
                 break
-            key = _longer_key(key, context, k)
+            key = longer_key(key, context, k)
             slot = _find(text, heads, context, k, key)
             if heads[slot] == FREE:
                 num_entries += 1
@@ -74,7 +74,7 @@ def rehash(text, heads, larger):
         _gather(text, entry >> 2, context)
         key = np.uint64(0)
         for k in range((entry & 3) + 1):
-            key = _longer_key(key, context, k)
+            key = longer_key(key, context, k)
         slot = _first_slot(key, len(larger))
         while larger[slot] != FREE:
             slot = (slot + 1) % len(larger)
@@ -142,10 +142,11 @@ def _write_path(nodes, node, context):
 
 
 @jit
-def _longer_key(key, context, k):
+def longer_key(key, context, k):
     """Hash of the context's last `2**k` tokens, computed from that of the next shorter key."""
     for i in range((1 << k) >> 1, 1 << k):
         key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
+        key ^= key >> np.uint64(32)
     return key
 
 
@@ -215,7 +216,7 @@ def _newest_places(text, heads, context, newest):
     for k in range(NUM_KEYS):
         if len(context) < 1 << k:
             return k - 1
-        key = _longer_key(key, context, k)
+        key = longer_key(key, context, k)
         entry = heads[_find(text, heads, context, k, key)]
         if entry == FREE:
             return k - 1

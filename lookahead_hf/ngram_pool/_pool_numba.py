@@ -26,11 +26,11 @@ from lookahead_hf.ngram_pool._numba import (
     TOTAL,
     VISITS,
     bucket_of,
+    longer_key,
     rank,
 )
 from lookahead_hf.ngram_pool._pool_table import (
     append,
-    longer_key,
     match_length,
     newest_occurrence,
     place_of,

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookahead_hf.ngram_pool._numba import LONGEST_KEY, longer_key
 from lookahead_hf.ngram_pool.jit import jit
 from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
 from lookahead_hf.ngram_pool.store import FEWEST_BUCKETS, ROOM_TO_GROW, WAYS
 
 FREE = 0
-LONGEST_KEY = 1 << (NUM_KEYS - 1)
 
 
 @jit
@@ -121,15 +121,6 @@ def age_of(entry, now, time_bits):
     period = (np.int64(1) << time_bits) - 1
     age = now - (np.int64(entry) & period)
     return age if age > 0 else age + period
-
-
-@jit
-def longer_key(key, context, k):
-    """Hash of the context's last `2**k` tokens, computed from that of the next shorter key."""
-    for i in range((1 << k) >> 1, 1 << k):
-        key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
-        key ^= key >> np.uint64(32)
-    return key
 
 
 @jit

@@ -6,14 +6,10 @@ import importlib.util
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
-
-SECONDS_BETWEEN_ATTEMPTS = 60.0
-"""After a failure, the first call that begins this much later tries to compile again."""
 
 _pending: list[Callable[[], None]] = []
 _compiling = threading.Lock()
@@ -22,7 +18,6 @@ _compiler: int | None = None
 _background: threading.Thread | None = None
 _failure: Exception | None = None
 """Why the last attempt to compile failed; None if it succeeded or there was none."""
-_failed_at = 0.0
 
 
 class NumbaMissingError(ImportError):
@@ -99,7 +94,7 @@ def compile_now() -> None:
     Raises:
         NumbaMissingError: numba is missing or cannot be imported.
     """
-    global _compiler, _failure, _failed_at
+    global _compiler, _failure
     with _compiling:
         _compiler = threading.get_ident()
         try:
@@ -108,33 +103,25 @@ def compile_now() -> None:
                 del _pending[0]
             _failure = None
         except Exception as error:
-            _failure, _failed_at = error, time.monotonic()
+            _failure = error
             raise
         finally:
             _compiler = None
 
 
 def compile_in_background() -> None:
-    """Start `compile_now` in a thread, unless it is running, has run, or has failed recently."""
-    global _background, _failure, _failed_at
-    if compiled() or not _is_worth_trying() or (_background and _background.is_alive()):
+    """Start `compile_now` in a thread, unless it is running, has run, or has failed."""
+    global _background, _failure
+    if compiled() or not available() or (_background and _background.is_alive()):
         return
     # Not a daemon: a script that ends early still fills the cache for the next one.
     thread = threading.Thread(target=_compile_quietly, name="lookahead-hf-compile")
     try:
         thread.start()
     except RuntimeError as error:  # there are too many threads, or the interpreter is ending
-        _failure, _failed_at = error, time.monotonic()
+        _failure = error
     else:
         _background = thread
-
-
-def _is_worth_trying() -> bool:
-    """An import of numba that failed is not repeated: it would fail again in this process."""
-    if _failure is None:
-        return _is_installed()
-    is_due = time.monotonic() - _failed_at >= SECONDS_BETWEEN_ATTEMPTS
-    return is_due and not isinstance(_failure, NumbaMissingError)
 
 
 def _compile_quietly() -> None:

@@ -171,18 +171,6 @@ def test_prompt_lookup_copies_after_the_first_longest_match() -> None:
     assert paths_of(drafted) == {(7, 8, 3)}
 
 
-def test_the_recycling_templates_are_the_published_ones() -> None:
-    recycling, sam = module("peers.token_recycling"), module("peers.sam_decoding")
-    for template, levels in (
-        (recycling.TEMPLATE_80, [8, 21, 25, 15, 8, 3]),
-        (sam.TEMPLATE_60, [7, 20, 21, 8, 4]),
-    ):
-        assert [sum(level) for level in template] == levels
-        assert len(recycling.parents_and_ranks(template)) == sum(levels)
-        # Better ranks have at least as many children.
-        assert list(template[1]) == sorted(template[1], reverse=True)
-
-
 def test_token_recycling_follows_the_newest_best_tokens() -> None:
     text = text_of([1, 2, 3, 4, 3], 2, {2: [4, 50, 51], 3: [3, 60]})
     contender = begun(module("peers").TokenRecycling(), text)
@@ -220,16 +208,6 @@ def test_the_automaton_finds_the_longest_match_and_where_it_first_ended(tokens: 
         assert automaton.states[state].first_end == ends(length)[0]
 
 
-def test_logitspec_guesses_the_token_after_next_and_goes_on_by_lookup() -> None:
-    # After 5 the target considered 6 and 8; both have followed something in the prompt.
-    text = text_of([6, 7, 1, 8, 9, 2, 5, 4, 0], 7, {6: [4, 6, 8]})
-    tree = begun(module("peers").LogitSpec(), text).propose()
-    paths = paths_of(tree)
-    assert {(6, 7, 1, 8), (8, 9, 2, 5)} <= paths
-    assert tree.num_nodes <= 63
-    assert not any(path[0] == 4 for path in paths)  # 4 is what was said
-
-
 def test_suffix_decoding_weighs_continuations_by_frequency() -> None:
     peers = module("peers")
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 9, 5, 1, 2, 0]
@@ -239,11 +217,3 @@ def test_suffix_decoding_weighs_continuations_by_frequency() -> None:
     tree = begun(peers.SuffixDecoding(tree=True, factor=4.0, depth=64), text).propose()
     assert tree.num_nodes == 8  # four times the match
     assert {path[:2] for path in paths_of(tree)} == {(3, 9), (3, 8), (4, 9)}
-
-
-def test_suffix_decoding_remembers_the_outputs_of_other_texts() -> None:
-    contender = begun(module("peers").SuffixDecoding(), text_of([1, 2, 3, 4, 5], 2))
-    contender.observe(DraftTree.empty(1), [], np.array([4, 5]), None)
-    contender.end()
-    begun(contender, text_of([7, 3, 4, 0], 2))
-    assert paths_of(contender.propose()) == {(5,)}

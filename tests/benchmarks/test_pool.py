@@ -46,16 +46,3 @@ def test_the_scan_follows_the_first_occurrence_of_the_longest_suffix(drafting: M
                 expected = text[found[0] + length :][:10].tolist()
                 break
         assert drafting.scan(text, 4, 10).tolist() == expected
-
-
-def test_the_compiled_part_is_all_that_a_proposal_compiles(drafting: ModuleType) -> None:
-    pool = drafting.NgramPool()
-    text = np.random.default_rng(0).integers(0, 50, 3_000).astype(np.int32)
-    pool.add(text)
-    sources = [drafting.NgramDrafter(), drafting.RecyclingDrafter(), drafting.PoolDrafter(pool)]
-    step = drafting.Step(text, 500, sources)
-    step.advance_and_record()
-    assert [call.func for call in step._calls] == [
-        getattr(module, name) for module, name in drafting.COMPILED
-    ]
-    assert step.propose().num_nodes == drafting.NODES

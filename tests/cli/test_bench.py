@@ -52,7 +52,7 @@ def test_without_a_file_the_demos_prompts_are_taken(
 ) -> None:
     assert main(words(folder)) == 0
     shown = capsys.readouterr()
-    assert all(name in shown.out for name in ("an edit of a function", "all", *SYSTEMS))
+    assert all(name in shown.out for name in ("code edit", "all", *SYSTEMS))
     assert "measuring" in shown.err
 
 

@@ -18,7 +18,6 @@ from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
-from lookahead_hf.ngram_pool import SuffixIndex
 from tests.helpers.tiny_chat import DRAFTING, stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
@@ -80,32 +79,6 @@ def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
     assert timed.stats is not None and timed.stats.num_accepted > 0
 
 
-def test_what_drafts_are_made_from_lasts(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "SpeculativeConfig", partial(SpeculativeConfig, **DRAFTING))
-    conversation = Conversation(stage)
-    added: list[int] = []
-    extend = SuffixIndex.extend
-
-    def noting(self: SuffixIndex, token_ids: Any) -> None:
-        added.append(len(token_ids))
-        extend(self, token_ids)
-
-    monkeypatch.setattr(SuffixIndex, "extend", noting)
-    conversation.answer(TURNS[0])
-    ngram, recycling = conversation._drafters or ()
-    (index,) = ngram._indexes
-    memory = recycling._memory
-    assert memory is not None
-    added.clear()
-    timed, known = conversation.answer(TURNS[1])
-    assert ngram._indexes == [index] and recycling._memory is memory
-    # All but what both prompts begin with, and a border: the bytes that a random model writes are
-    # no text, and come back as others.
-    assert sum(added) <= len(conversation._cached) + 1 - known + 1
-    assert known > 10
-    assert timed.stats is not None and set(timed.stats.per_source) == {"ngram", "recycling"}
-
-
 def test_a_cache_that_cannot_be_shortened_is_made_anew(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,15 +93,6 @@ def test_a_cache_that_cannot_be_shortened_is_made_anew(
 
     monkeypatch.setattr(conversation._cache, "crop", crop)
     assert conversation.answer(TURNS[2])[1] == 0
-
-
-def test_it_answers_until_an_empty_line(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    say(monkeypatch, "abc", "abcd", "", "never asked")
-    assert main(["chat", "--model", folder, "--new-tokens", "16"]) == 0
-    assert capsys.readouterr().out.count("tokens per step") == 2
 
 
 @pytest.mark.parametrize("plain", [[], ["--plain"]])

@@ -58,9 +58,3 @@ def test_demo_fails_where_texts_part_without_a_near_tie(
     shown = capsys.readouterr()
     assert "The texts part after 5 identical tokens" in shown.out
     assert "BUG: parts beyond near ties, 1 of 1" in shown.out and "report this bug" in shown.err
-
-
-def test_generate_prints_the_statistics(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", "--model", folder, "--new-tokens", "40", "--sample", "0.5,0.9"]
-    assert main([*words, "--stats", "abc abc"]) == 0
-    assert "tokens per step" in capsys.readouterr().out

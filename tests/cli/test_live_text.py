@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import sys
-
 import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.cli.live_text import LiveText, StepRecorder, quotes
+from lookahead_hf.cli.live_text import LiveText, StepRecorder
 from lookahead_hf.cli.screen import Screen
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
@@ -55,11 +52,6 @@ def test_plain_text_is_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "\n"
 
 
-def test_quotes_are_ascii_where_stdout_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert quotes() == ("<", ">")
-
-
 @pytest.mark.parametrize("observed_first", [True, False])
 def test_accepted_tokens_are_marked(
     rows: Rows, observed_first: bool, capsys: pytest.CaptureFixture[str]
@@ -89,7 +81,3 @@ def test_a_character_is_shown_when_it_is_whole(capsys: pytest.CaptureFixture[str
     text.put(torch.tensor([0xA9]))
     text.end()
     assert capsys.readouterr().out == "é\n"
-
-
-def test_a_recorder_proposes_nothing(rows: Rows) -> None:
-    assert StepRecorder().propose(rows, 8).num_nodes == 0

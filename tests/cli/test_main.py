@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lookahead_hf.cli import loading, main
 from lookahead_hf.fallback import FallbackReason
-from tests.helpers.tiny_chat import save_tiny_chat
 
 COMMANDS = ("demo", "generate", "chat", "bench", "pool", "env")
 ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
-PROGRAM = [sys.executable, "-W", "ignore", "-m", "lookahead_hf"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *ACTIONS])
@@ -36,28 +32,14 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         ("sing", "demo|generate|chat|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
-        ("generate --sample 0,0.9 Hello", "temperature is 0"),
-        ("generate --sample nan,0.5 Hello", "temperature is nan"),
-        ("generate --sample 0.7,2 Hello", "top-p is 2"),
-        ("generate --sample 1 Hello", "two numbers"),
+        ("generate --sample 0,0.9 Hello", "must be above 0"),
+        ("generate --sample 0.7,2 Hello", "top-p at most 1"),
         ("generate --sample a,b Hello", "two numbers"),
     ],
 )
 def test_wrong_usage(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert shown in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_model_that_cannot_be_loaded_is_one_message(
-    damaged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if damaged:
-        weights = save_tiny_chat(tmp_path) / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:1000])
-    assert main(["generate", "--model", str(tmp_path), "Hello"]) == 1
-    message = capsys.readouterr().err
-    assert "could not be loaded" in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(
@@ -88,17 +70,6 @@ def test_an_error_while_loading_is_one_message(
     assert shown in message and "More." not in message
 
 
-def test_a_text_longer_than_the_table_of_positions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_tiny_chat(tmp_path)
-    config = GPT2Config(vocab_size=300, n_embd=48, n_layer=2, n_head=4, n_positions=16)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    words = ["generate", "--model", str(folder), "--new-tokens", "30", "Hello"]
-    assert main(words) == 1
-    assert "knows 16 positions" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_empty_prompt_is_one_message(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -121,40 +92,14 @@ def test_env_names_versions_and_every_reason(capsys: pytest.CaptureFixture[str])
     assert any(line.startswith("  torch: ") for line in lines)
 
 
-@pytest.mark.parametrize("words", [["env"], ["pool", "info", "small"]])
-def test_a_reader_that_stops_early_is_no_error(words: list[str], tmp_path: Path) -> None:
-    script = (
-        "import sys; from lookahead_hf.ngram_pool import NgramPool; from lookahead_hf.cli import "
-        "main; NgramPool(9).save('small'); sys.exit(main(sys.argv[1:]))"
-    )
-    path = str(Path(__file__).parents[2])
-    with subprocess.Popen(
-        [sys.executable, "-c", script, *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as command:
-        assert command.stdout is not None and command.stderr is not None
-        command.stdout.close()
-        assert command.stderr.read().decode() == ""
-    assert command.returncode == 0
-
-
-ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-
-
-@pytest.mark.parametrize("words", ["generate", "generate é --json", "chat", "demo --prompt é"])
-def test_a_locale_that_knows_ascii_only(words: str, folder: str) -> None:
-    command = [*PROGRAM, *words.split(), "--model", folder, "--new-tokens", "16"]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = subprocess.run(command, input="é\n".encode(), env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.decode("ascii")
-    if "--json" in words:
-        assert json.loads(shown)["prompt"] == "é"
-    else:
-        assert "?" in shown  # the random bytes of a random model are hardly ever ASCII
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "lookahead_hf", "env"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read().decode() == ""
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])

@@ -63,12 +63,6 @@ def test_a_field_of_each_record_is_taken(folder: str, capsys: pytest.CaptureFixt
     assert continuation("out", "number 7 is") == " eve"
 
 
-def test_the_bound_can_be_chosen(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a.txt").write_text("x" * 500)
-    said = run(capsys, "build", "--tokenizer", folder, "--max-tokens", "100", "a.txt")
-    assert (said["num_tokens"], said["max_tokens"]) == (99, 100)
-
-
 def save(file: str, *texts: list[int], **options: Any) -> NgramPool:
     pool = NgramPool(**{"max_tokens": 1_000, **options})
     for text in texts:
@@ -98,15 +92,6 @@ def test_pools_are_merged_in_order_and_whole(capsys: pytest.CaptureFixture[str])
     assert said["num_tokens"] == 998
     # Into one of them.
     assert run(capsys, "merge", "a", "a", "b")["num_tokens"] == 1_800
-
-
-def test_what_pools_say_of_their_tokenizer_is_merged(capsys: pytest.CaptureFixture[str]) -> None:
-    save("a", [1, 2, 3])
-    save("x", [4, 5], vocab_size=10, tokenizer_fingerprint="X")
-    said = run(capsys, "merge", "c", "a", "x")
-    assert (said["vocab_size"], said["tokenizer_fingerprint"]) == (10, "X")
-    assert (NgramPool.load("c").vocab_size, said["num_texts"]) == (10, 2)
-    assert run(capsys, "merge", "c", "a", "a")["tokenizer_fingerprint"] is None
 
 
 def test_check_finds_a_changed_bit(capsys: pytest.CaptureFixture[str]) -> None:

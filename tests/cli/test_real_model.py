@@ -73,15 +73,6 @@ def test_the_verified_wheel_is_converted_once(index: Path, monkeypatch: pytest.M
     assert left_behind() == [first]
 
 
-def test_a_model_that_another_process_put_there_is_kept(tmp_path: Path) -> None:
-    built, folder = tmp_path / "built", tmp_path / "folder"
-    for place in (built, folder):
-        place.mkdir()
-        (place / "config.json").write_text(place.name)
-    real_model._move_into_place(built, folder)
-    assert (folder / "config.json").read_text() == "folder"
-
-
 @pytest.mark.parametrize("package", ["accelerate", "gguf"])
 def test_without_a_reader_the_message_names_the_extra(
     package: str, index: Path, monkeypatch: pytest.MonkeyPatch

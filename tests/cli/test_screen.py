@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
 
-from lookahead_hf.cli.screen import RichScreen, Screen, open_screen
+from lookahead_hf.cli.screen import RichScreen, Screen, open_screen, write_any_character
 
 
 def test_colours_are_for_terminals_unless_plain_text_is_asked_for(
@@ -44,3 +45,11 @@ def test_rich_screen_takes_text_literally(capsys: pytest.CaptureFixture[str]) ->
         report(10)
     shown = capsys.readouterr().out
     assert "orders[month]" in shown and "[red]x[/red] :smile:" in shown and "[x]" in shown
+
+
+def test_characters_that_stdout_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    write_any_character()
+    Screen().line("é")
+    assert written.getvalue() == b"?\n"

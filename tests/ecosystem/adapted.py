@@ -52,11 +52,6 @@ def lora_around(room: Room, speculative: Any) -> Any:
     return _texts(model, room)
 
 
-def lora_merged(room: Room, speculative: Any) -> Any:
-    merged = _adapted(room, None, _lora()).merge_and_unload()
-    return _texts(speculating(merged, speculative), room)
-
-
 def lora_disabled(room: Room, speculative: Any) -> Any:
     model = _adapted(room, speculative, _lora())
     with model.disable_adapter():
@@ -151,7 +146,6 @@ CALLERS = [
         lora_around,
         PEFT,
     ),
-    Caller("PEFT, LoRA merged", ENABLE, lora_merged, PEFT),
     Caller("PEFT, LoRA disabled for a call", ENABLE, lora_disabled, PEFT),
     Caller("PEFT, two LoRA adapters in a batch", ENABLE, lora_mixed, PEFT),
     Caller("PEFT, transformers' add_adapter", ENABLE, lora_native, PEFT),

@@ -36,11 +36,6 @@ def _pipe(room: Room, speculative: Any) -> Any:
     )
 
 
-def text_generation_generator(room: Room, speculative: Any) -> Any:
-    prompts = (text for text in (PROMPT, "abcd", "xyz xyz"))
-    return list(_pipe(room, speculative)(prompts, **GREEDY))
-
-
 def text_generation_stop(room: Room, speculative: Any) -> Any:
     whole = _pipe(room, None)(PROMPT, return_full_text=False, **GREEDY)[0]["generated_text"]
     return _pipe(room, speculative)(PROMPT, stop_sequence=whole[10], **GREEDY)
@@ -144,7 +139,6 @@ CALLERS = [
         OURS,
         lambda room, asked: _pipe(room, asked)([PROMPT, "abcd"], batch_size=2, **GREEDY),
     ),
-    Caller("pipeline text-generation, a generator", OURS, text_generation_generator),
     Caller("pipeline text-generation, stop_sequence", OURS, text_generation_stop),
     Caller("pipeline text-generation, a streamer", OURS, text_generation_streamer),
     Caller(
@@ -193,13 +187,6 @@ CALLERS = [
         "LangChain, invoke",
         CHAIN,
         lambda room, asked: _langchain(room, asked).invoke(PROMPT),
-        LANGCHAIN,
-        auto=True,
-    ),
-    Caller(
-        "LangChain, batch",
-        CHAIN,
-        lambda room, asked: _langchain(room, asked).batch([PROMPT, "abcd"]),
         LANGCHAIN,
         auto=True,
     ),

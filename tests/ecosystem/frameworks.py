@@ -22,23 +22,6 @@ def _llama_index(room: Room, speculative: Any) -> Any:
 
 
 def haystack(room: Room, speculative: Any) -> Any:
-    chat, asked = _haystack(room, speculative)
-    return chat.run(asked)["replies"][0].text
-
-
-def haystack_stream(room: Room, speculative: Any) -> Any:
-    chat, asked = _haystack(room, speculative)
-    pieces: list[str] = []
-    chat.run(asked, streaming_callback=lambda chunk: pieces.append(chunk.content))
-    return pieces
-
-
-def haystack_async(room: Room, speculative: Any) -> Any:
-    chat, asked = _haystack(room, speculative)
-    return asyncio.run(chat.run_async(asked))["replies"][0].text
-
-
-def _haystack(room: Room, speculative: Any) -> Any:
     from haystack.dataclasses import ChatMessage
     from haystack_integrations.components.generators.transformers import TransformersChatGenerator
 
@@ -48,7 +31,7 @@ def _haystack(room: Room, speculative: Any) -> Any:
         generation_kwargs={**GREEDY, **asking(speculative)},
     )
     chat.warm_up()
-    return chat, [ChatMessage.from_user(PROMPT)]
+    return chat.run([ChatMessage.from_user(PROMPT)])["replies"][0].text
 
 
 def outlines_json(room: Room, speculative: Any) -> Any:
@@ -86,17 +69,7 @@ CALLERS = [
         lambda room, asked: _llama_index(room, asked).complete(PROMPT).text,
         INDEX_NEEDS,
     ),
-    Caller(
-        "LlamaIndex, stream_complete",
-        INDEX,
-        lambda room, asked: [
-            piece.delta for piece in _llama_index(room, asked).stream_complete(PROMPT)
-        ],
-        INDEX_NEEDS,
-    ),
     Caller("Haystack, run", HAYSTACK, haystack, HAYSTACK_NEEDS, auto=True),
-    Caller("Haystack, streaming", HAYSTACK, haystack_stream, HAYSTACK_NEEDS, auto=True),
-    Caller("Haystack, run_async", HAYSTACK, haystack_async, HAYSTACK_NEEDS, auto=True),
     Caller(
         "outlines, a choice",
         "`enable(model)` and `from_transformers(model, ...)(prompt, choice, speculative=True)`",

@@ -14,57 +14,39 @@ from tests.ecosystem.room import ENTRY, Caller, Room, asking
 PROMPTS = [PROMPT, "abcd", "xyz xyz xyz"]
 
 
-def lm_eval(speculative: Any, model: Any, requests: list[tuple[Any, ...]]) -> Any:
-    """The answers of lm-eval to requests: texts, each with what else is shown of it."""
+def lm_eval(room: Room, speculative: Any, batch_size: int = 1) -> Any:
     from lm_eval.api.instance import Instance
-
-    asked = {"until": ["\x00"], "max_gen_toks": NEW_TOKENS, **asking(speculative)}
-    return model.generate_until(
-        [
-            Instance("generate_until", {}, (text, dict(asked), *more), index)
-            for index, (text, *more) in enumerate(requests)
-        ],
-        disable_tqdm=True,
-    )
-
-
-def lm_eval_texts(room: Room, speculative: Any, batch_size: int = 1) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     model = HFLM(room.folder(None), device="cpu", batch_size=batch_size, max_length=128)
-    return lm_eval(speculative, model, [(text,) for text in PROMPTS])
+    asked = {"until": ["\x00"], "max_gen_toks": NEW_TOKENS, **asking(speculative)}
+    requests = [
+        Instance("generate_until", {}, (text, dict(asked)), index)
+        for index, text in enumerate(PROMPTS)
+    ]
+    return model.generate_until(requests, disable_tqdm=True)
 
 
-def lighteval(
-    room: Room, kind: Any, config: Any, folder: str, prompts: list[str], **shown: Any
-) -> list[str]:
-    """The answers of a model of lighteval."""
+def lighteval(room: Room, speculative: Any) -> list[str]:
+    from lighteval.models.transformers import transformers_model as models
     from lighteval.tasks.requests import Doc
 
-    model = kind(
-        config(
-            model_name=folder,
-            device="cpu",
-            batch_size=2,
-            max_length=128,
-            model_parallel=False,
-            cache_dir=str(room.scratch / f"lighteval {kind.__name__} {Path(folder).name}"),
-        )
+    folder = room.folder(speculative)
+    config = models.TransformersModelConfig(
+        model_name=folder,
+        device="cpu",
+        batch_size=2,
+        max_length=128,
+        model_parallel=False,
+        cache_dir=str(room.scratch / f"lighteval {Path(folder).name}"),
     )
     docs = [
-        Doc(query=text, choices=[""], gold_index=0, generation_size=NEW_TOKENS, id=str(at), **shown)
-        for at, text in enumerate(prompts)
+        Doc(query=text, choices=[""], gold_index=0, generation_size=NEW_TOKENS, id=str(at))
+        for at, text in enumerate(PROMPTS)
     ]
     for doc in docs:
         doc.sampling_methods = ["GENERATIVE"]
-    return [answer.text for answer in model.greedy_until(docs)]
-
-
-def lighteval_texts(room: Room, speculative: Any) -> Any:
-    from lighteval.models.transformers import transformers_model as models
-
-    kinds = models.TransformersModel, models.TransformersModelConfig
-    return lighteval(room, *kinds, room.folder(speculative), PROMPTS)
+    return [answer.text for answer in models.TransformersModel(config).greedy_until(docs)]
 
 
 def rewarded(room: Room, speculative: Any, method: str) -> list[str]:
@@ -91,22 +73,6 @@ def rewarded(room: Room, speculative: Any, method: str) -> list[str]:
     ).train()
     assert model.training
     return seen
-
-
-def distillation(room: Room, speculative: Any) -> Any:
-    """The student's weights after two training steps on its own texts."""
-    from trl import DistillationConfig, DistillationTrainer
-
-    settings = _settings(room, DistillationConfig, speculative, per_device_train_batch_size=2)
-    model = room.enabled(speculative)
-    DistillationTrainer(
-        model=model,
-        teacher_model=room.folder(None),
-        args=settings,
-        train_dataset=_prompts(),
-        processing_class=room.tokenizer(),
-    ).train()
-    return [parameter.sum().item() for parameter in model.parameters()]
 
 
 def _settings(room: Room, config: Any, speculative: Any, **more: Any) -> Any:
@@ -147,18 +113,18 @@ TRL_NEEDS = ("trl", "datasets")
 TRAINING = "the model is in training mode before and after, with TRL's gradient checkpointing"
 
 CALLERS = [
-    Caller("lm-eval, one by one", GEN_KWARGS, lm_eval_texts, ("lm_eval",), auto=True),
+    Caller("lm-eval, one by one", GEN_KWARGS, lm_eval, ("lm_eval",), auto=True),
     Caller(
         "lm-eval, batches",
         GEN_KWARGS,
-        lambda room, asked: lm_eval_texts(room, asked, batch_size=2),
+        partial(lm_eval, batch_size=2),
         ("lm_eval",),
         auto=True,
     ),
     Caller(
         "lighteval",
         ENTRY,
-        lighteval_texts,
+        lighteval,
         ("lighteval",),
         note="requests the scores of every call",
         auto=True,
@@ -172,13 +138,6 @@ CALLERS = [
             note=TRAINING,
         )
         for method in ("GRPO", "RLOO")
-    ),
-    Caller(
-        "TRL, distillation",
-        TRL.format("DistillationConfig"),
-        distillation,
-        TRL_NEEDS,
-        note=TRAINING,
     ),
     Caller("a model in training mode, without dropout", "`enable(model)`", training_mode),
 ]

@@ -50,55 +50,25 @@ def test_a_call_waits_only_while_compiling(work: list[Callable[[], None]]) -> No
     assert compilation.ready() and compilation.compiled()
 
 
-def test_what_failed_is_tried_again_after_a_while(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_failed_is_compiled_again_on_request(work: list[Callable[[], None]]) -> None:
     seen: list[bool] = []
-    go = threading.Event()
 
     def compile_later() -> None:
         seen.append(compilation.failed())
         if len(seen) == 1:
             raise MemoryError("too little memory")
-        go.wait(60)
 
     compilation.register(compile_later)
-    compilation.ready()
-    settle()
-    assert compilation.ready() and not compilation.available()
-    with pytest.raises(NumbaMissingError, match="does not work here .MemoryError: too little"):
-        compilation.check_available()
-    settle()
-    assert len(seen) == 1  # not at once
-    monkeypatch.setattr(compilation, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
-    assert compilation.ready()  # calls go on without, while it is tried
-    assert compilation.failed()
-    go.set()
-    settle()
-    assert compilation.ready() and compilation.available() and compilation.compiled()
-    assert seen == [False, False]  # the thread that tries is not told of the failure
-    compilation.check_available()
-
-
-def test_a_numba_that_cannot_be_imported_is_not_tried_again(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-
-    def fail() -> None:
-        seen.append(1)
-        raise NumbaMissingError(ImportError("Numba needs NumPy 2.3 or less"))
-
-    compilation.register(fail)
-    monkeypatch.setattr(compilation, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
     for _ in range(3):
         compilation.ready()
         settle()
-    assert len(seen) == 1
-    with pytest.raises(NumbaMissingError, match="does not work here .ImportError: Numba needs"):
+    assert compilation.ready() and not compilation.available()
+    with pytest.raises(NumbaMissingError, match="does not work here .MemoryError: too little"):
         compilation.check_available()
-    with pytest.raises(NumbaMissingError):
-        compilation.compile_now()  # who asks for it is told
+    assert len(seen) == 1  # calls continue without indexes and do not try again
+    compilation.compile_now()
+    assert seen == [False, False]  # the thread that tries is not told of the failure
+    assert compilation.available() and compilation.compiled()
 
 
 def test_a_thread_that_cannot_be_started_costs_no_call(
@@ -108,13 +78,8 @@ def test_a_thread_that_cannot_be_started_costs_no_call(
         raise RuntimeError("can't start new thread")
 
     compilation.register(lambda: None)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fail)
-        assert compilation.ready() and not compilation.available()
-    monkeypatch.setattr(compilation, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
-    compilation.ready()
-    settle()
-    assert compilation.compiled() and compilation.available()
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert compilation.ready() and not compilation.available()
 
 
 def test_without_numba_nothing_waits(

@@ -60,12 +60,6 @@ def test_equal_logits_yield_the_lowest_ids(dtype: str) -> None:
     assert top_rows(bits_of(logits, dtype), np.array([0]), 3)[0].tolist() == [[5, 2 * LANES + 1, 0]]
 
 
-def test_the_last_tokens_of_an_uneven_vocabulary_count() -> None:
-    logits = torch.zeros(1, LANES + 7)
-    logits[0, LANES + 6] = 9.0
-    assert top_rows(bits_of(logits, "fp32"), np.array([0]), 1)[0].tolist() == [[LANES + 6]]
-
-
 def test_fewer_tokens_than_asked_for_leave_places_empty() -> None:
     tokens, probs = top_rows(bits_of(torch.tensor([[1.0, 3.0]]), "fp32"), np.array([0]), 4)
     assert tokens.tolist() == [[1, 0, -1, -1]]
@@ -127,13 +121,6 @@ def test_contexts_are_found_by_two_tokens_and_by_one() -> None:
     note(memory, 3, 4, 70)
     assert entry(memory, 3, 4) == [70]
     assert len(memory) == 3
-
-
-def test_the_first_token_of_a_text_has_none_before_it() -> None:
-    memory = LogitsMemory(top_k=1, capacity=64)
-    note(memory, -1, 4, 50)
-    assert entry(memory, -1, 4) == [50]
-    assert len(memory) == 1
 
 
 def test_a_row_without_tokens_is_not_remembered() -> None:

@@ -68,20 +68,6 @@ def test_the_longest_match_decides_about_a_token() -> None:
     assert roots(pool.grow([9, 1, 2], EVEN, 64)) == {3: (3, 1, 1), 4: (2, 2, 3)}
 
 
-def test_match_lengths_are_limited() -> None:
-    pool = pool_of([1, 2, 3, 4, 5, 6])
-    context = [1, 2, 3, 4, 5]
-    assert pool.grow(context, EVEN, 1, max_ngram=3).match_len.tolist() == [3]
-    assert len(pool.grow(context, EVEN, 1, min_ngram=6).token_ids) == 0
-    assert pool.grow(context, EVEN, 1, min_ngram=5).token_ids.tolist() == [6]
-
-
-def test_a_match_grows_up_to_the_longest_length() -> None:
-    text = np.arange(100)
-    tree = pool_of(text).grow(text[:30], np.ones(NUM_BUCKETS), 5)
-    assert tree.match_len.tolist() == [30, 31, 32, 32, 32]
-
-
 def test_the_newest_occurrences_are_counted() -> None:
     pool = pool_of(*[[1, 2, 3]] * 100, *[[1, 2, 4]] * 100)
     tree = pool.grow([1, 2], EVEN, 8)
@@ -187,26 +173,10 @@ def test_merging_is_building_together() -> None:
     assert_same_content(merged, pool_of(*first, *second))
 
 
-def test_merging_keeps_the_bound() -> None:
-    texts = list(random_texts(30, 300, 900))
-    merged, built = pool_of(texts[0], max_tokens=2_000), pool_of(*texts, max_tokens=2_000)
-    merged.merge(pool_of(*texts[1:], max_tokens=5_000))
-    np.testing.assert_array_equal(merged._texts(), built._texts())
-    assert len(merged) == len(built)
-
-
 def test_a_pool_can_be_merged_with_itself() -> None:
     pool = pool_of([1, 2, 3])
     pool.merge(pool)
     assert_same_content(pool, pool_of([1, 2, 3], [1, 2, 3]))
-
-
-@pytest.mark.parametrize("name", ["vocab_size", "tokenizer_fingerprint"])
-def test_pools_of_different_tokenizers_are_not_merged(name: str) -> None:
-    one, other = ({name: 10}, {name: 20}) if name == "vocab_size" else ({name: "a"}, {name: "b"})
-    with pytest.raises(ValueError, match="only pools of one tokenizer"):
-        NgramPool(**one).merge(NgramPool(**other))
-    NgramPool(**one).merge(NgramPool())
 
 
 def test_merging_takes_over_the_tokenizer_of_the_other_pool() -> None:

@@ -63,14 +63,6 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, max_tokens: int) -> No
         np.testing.assert_array_equal(loaded._contents.arrays()[name], array)
 
 
-def test_an_empty_pool_can_be_saved(tmp_path: Path) -> None:
-    NgramPool().save(tmp_path / "pool")
-    pool = NgramPool.load(tmp_path / "pool")
-    store.check(tmp_path / "pool")
-    pool.add([1, 2])
-    assert pool.grow([1], EVEN, 1).token_ids.tolist() == [2]
-
-
 def test_other_programs_can_read_it(path: Path) -> None:
     tensors = load_file(path)
     assert tensors["log"].tolist() == [*TEXT.tolist(), -1]
@@ -89,31 +81,12 @@ def test_what_is_added_to_a_loaded_pool_stays_out_of_the_file(path: Path) -> Non
     assert path.read_bytes() == before
 
 
-def test_a_full_pool_from_a_file_is_overwritten_in_memory_only(tmp_path: Path) -> None:
-    pool = NgramPool(1_000)
-    pool.add(TEXT)
-    pool.save(tmp_path / "pool")
-    before = (tmp_path / "pool").read_bytes()
-    loaded = NgramPool.load(tmp_path / "pool")
-    loaded.add(TEXT[:2_000])
-    assert len(loaded) == 999
-    assert (tmp_path / "pool").read_bytes() == before
-    loaded.save(tmp_path / "pool")
-    store.check(tmp_path / "pool")
-    assert tree_of(NgramPool.load(tmp_path / "pool"), 1_900) == tree_of(loaded, 1_900)
-
-
 @pytest.mark.parametrize("expected", [{"vocab_size": 501}, {"tokenizer_fingerprint": "abd"}])
 def test_a_pool_of_another_tokenizer_is_refused(path: Path, expected: dict[str, Any]) -> None:
     (name,) = expected
     with pytest.raises(ValueError, match=f"has {name}=.*build a pool with the tokenizer"):
         NgramPool.load(path, **expected)
     NgramPool.load(path, vocab_size=500, tokenizer_fingerprint="abc")
-
-
-def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        NgramPool.load(tmp_path / "nothing")
 
 
 NO_POOL = {
@@ -155,10 +128,9 @@ WRONG_NUMBERS = [
     ("num_added", float("inf")),
     ("num_added", "5000"),  # more than the log holds
     ("num_texts", "-1"),
-    ("vocab_size", "0"),
     ("vocab_size", [5]),
 ]
-SHAPES = [[1500.5, 16], [-1500, -16], [1500, 16, 1], [2**70, 0], "ab", 24000, [24000], None]
+SHAPES = [[1500.5, 16], [-1500, -16], [2**70, 0], "ab", None]
 WRONG = [("__metadata__", *wrong) for wrong in WRONG_NUMBERS]
 WRONG += [("table", "shape", shape) for shape in SHAPES]
 
@@ -292,23 +264,3 @@ def test_a_writer_that_fails_leaves_the_old_file(
         NgramPool.load(path).save(path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
-
-
-def test_two_processes_read_one_file(path: Path) -> None:
-    code = """
-import sys
-from lookahead_hf.ngram_pool import NgramPool
-pool = NgramPool.load(sys.argv[1])
-pool.add([497, 498, 499])
-print(tree_of(pool, 2_000), flush=True)
-sys.stdin.readline()
-"""
-    ours = NgramPool.load(path)
-    ours.add([497, 498, 499])
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(child(code, path), **pipes) as reader:
-        assert reader.stdout is not None
-        assert json.loads(reader.stdout.readline()) == tree_of(ours, 2_000)
-        assert len(NgramPool.load(path)) == len(TEXT)
-        reader.communicate(b"\n")
-    assert reader.returncode == 0

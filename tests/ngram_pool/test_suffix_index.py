@@ -36,10 +36,6 @@ def test_a_text_without_repetition_has_no_continuation() -> None:
     assert len(build([]).grow(EVEN, 8).token_ids) == 0
 
 
-def test_no_node_is_allowed() -> None:
-    assert len(build([1, 1, 1]).grow(EVEN, 0).token_ids) == 0
-
-
 def test_a_copy_is_followed_past_its_own_beginning() -> None:
     tree = build([5, 6, 7, 8, 5, 6]).grow(rates_by_length(), 6, min_score=0.0)
     assert paths(tree)[0] == [7]
@@ -52,13 +48,6 @@ def test_the_longest_match_decides_about_a_token() -> None:
     # 3 followed "1 2" once and "9 1 2" once, 4 followed "1 2" twice.
     text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 9, 1, 2]
     assert roots(build(text).grow(EVEN, 64)) == {3: (3, 1, 1), 4: (2, 2, 3)}
-
-
-def test_branches_share_their_prefix() -> None:
-    text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 1, 2]
-    tree = build(text, min_ngram=2).grow(rates_by_length(), 5)
-    short = [path for path in paths(tree) if len(path) <= 2]
-    assert sorted(short) == [[3], [3, 4], [3, 5]]
 
 
 def test_equal_tokens_are_counted_up_to_the_visits() -> None:
@@ -81,13 +70,6 @@ def test_matches_do_not_cross_a_border() -> None:
 def test_references_come_first() -> None:
     with pytest.raises(ValueError, match="references come first"):
         build([1]).add_reference([2])
-
-
-def test_match_lengths_are_limited() -> None:
-    text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
-    assert build(text, max_ngram=3).grow(EVEN, 1).match_len.tolist() == [3]
-    assert len(build(text, min_ngram=6).grow(EVEN, 1).token_ids) == 0
-    assert build(text, min_ngram=5).grow(EVEN, 1).token_ids.tolist() == [6]
 
 
 @pytest.mark.parametrize("limits", [(0, 8), (5, 4), (1, 33)])

@@ -109,12 +109,8 @@ def test_a_call_is_plain_until_all_is_compiled_and_then_drafts(
     assert ids == plain and drafted[0] > 0
 
 
-def test_where_compiling_fails_the_others_draft_and_it_is_tried_again(
-    model: Any,
-    plain: list[list[int]],
-    work: list[Callable[[], None]],
-    drafted: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+def test_where_compiling_fails_the_others_draft_until_it_succeeds(
+    model: Any, plain: list[list[int]], work: list[Callable[[], None]], drafted: list[int]
 ) -> None:
     go = threading.Event()
 
@@ -135,9 +131,7 @@ def test_where_compiling_fails_the_others_draft_and_it_is_tried_again(
     (said,) = [str(each.message) for each in caught if each.category is RuntimeWarning]
     assert "are left out of calls" in said and "MemoryError: too little memory" in said
     work[:] = [lambda: None]
-    monkeypatch.setattr(compilation, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
-    generated(model, plain)
-    settle()
+    compilation.compile_now()
     ids, stats = generated(model, plain)
     assert ids == plain and stats.per_source["ngram"].accepted > 0
 
