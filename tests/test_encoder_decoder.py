@@ -182,7 +182,7 @@ def test_an_assistant_with_an_encoder_has_nothing_to_read_without_one() -> None:
     plain = model.generate(prompt(), max_new_tokens=10, do_sample=False)
     with (
         lookahead_hf.enabled(model),
-        pytest.warns(RuntimeWarning, match="can assist none that has no encoder"),
+        pytest.warns(RuntimeWarning, match="cannot assist a decoder-only model"),
     ):
         given = {"assistant_model": tiny_pair("t5"), "speculative": True}
         ours = model.generate(prompt(), max_new_tokens=10, do_sample=False, **given)
