@@ -43,21 +43,12 @@ def torchao(quant_type: Any) -> SimpleNamespace:
         (BitsAndBytesConfig(load_in_8bit=True), "LLM.int8"),
         (BitsAndBytesConfig(load_in_4bit=True), None),
         (FineGrainedFP8Config(), "fp8"),
-        (FineGrainedFP8Config(dequantize=True), None),
         (torchao(Int8DynamicActivationInt8WeightConfig()), "Int8DynamicActivationInt8WeightConfig"),
         (torchao(Int8WeightOnlyConfig()), None),
         ({"quant_method": "quanto", "weights": "int8", "activations": "int8"}, "quanto, int8"),
         ({"quant_method": "quanto", "weights": "int8", "activations": None}, None),
         (compressed({"num_bits": 8}), "compressed-tensors"),
         (compressed(None), None),
-        (
-            SimpleNamespace(
-                quant_method="compressed-tensors",
-                quantization_config=compressed({"num_bits": 8}),
-            ),
-            "compressed-tensors",
-        ),
-        ({"quant_method": "gptq", "bits": 4}, None),
         (None, None),
     ],
 )
