@@ -293,21 +293,6 @@ def test_sampled_greedy_plain_and_failing_calls_at_once() -> None:
     assert traces(model) == found
 
 
-def test_samples_drawn_at_once_share_no_numbers() -> None:
-    model = smallest("llama")
-    call = {"input_ids": prompt(2), "do_sample": True, **SETTINGS, "temperature": 1.5}
-    texts: list[list[int]] = []
-    barrier = threading.Barrier(4)
-
-    def work() -> None:
-        barrier.wait()
-        texts.extend(model.generate(**call, speculative=True)[:, 12:].tolist())
-
-    with lookahead_hf.enabled(model):
-        in_threads(*[work] * 4)
-    assert len({tuple(text) for text in texts}) == 8
-
-
 class Interrupted(Scripted):
     """A drafter at whose work the user presses ctrl-C."""
 

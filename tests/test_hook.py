@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import threading
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -201,27 +200,3 @@ def test_default_is_kept_by_save_pretrained(
     assert not hasattr(loaded.generation_config, "speculative")
     run(loaded)
     assert len(decoding.calls) == 1
-
-
-def test_threads_on_one_model_do_not_mix(model: Any, decoding: PlainDecoding) -> None:
-    """Both threads are inside `generate` at once, each with arguments of its own."""
-    lookahead_hf.enable(model)
-    barrier = threading.Barrier(2, timeout=60)
-    decoding.before = lambda call: barrier.wait() and None
-    found: dict[int, Any] = {}
-
-    def work(nodes: int) -> None:
-        config = lookahead_hf.SpeculativeConfig(max_draft_nodes=nodes)
-        model.generate(prompt(rows=nodes), max_new_tokens=4, speculative=config)
-        barrier.wait()
-        found[nodes] = lookahead_hf.last_stats(model)
-
-    threads = [threading.Thread(target=work, args=(nodes,)) for nodes in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {nodes: stats.rows for nodes, stats in found.items()} == {1: 1, 2: 2}
-    reached = {call.request.config.max_draft_nodes: len(call.input_ids) for call in decoding.calls}
-    assert reached == {1: 1, 2: 2}
-    assert lookahead_hf.last_stats(model) in found.values()
