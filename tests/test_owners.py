@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -174,6 +174,33 @@ def test_a_repository_that_declares_nothing(
         assert generate(loaded, speculative=BUDGET) == own
 
 
+def compiled_forward(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.slow  # tracing takes a minute
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+@pytest.mark.parametrize(
+    "compiled",
+    [functools.partial(torch.compile, backend="eager"), compiled_in_place, compiled_forward],
+    ids=["torch.compile(model)", "model.compile()", "model.forward"],
+)
+def test_compiled_models(
+    model: Any, compiled: Callable[[Any], Any], expected: list[list[int]]
+) -> None:
+    wrapped = compiled(model)
+    lookahead_hf.enable(wrapped)
+    assert generate(wrapped, speculative=BUDGET) == expected
+    assert_speculated(wrapped)
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
@@ -191,3 +218,21 @@ def test_data_parallel(model: Any, group: None, expected: list[list[int]]) -> No
     assert_speculated(wrapped)
     ids = prompt()
     assert lookahead_hf.generate(wrapped, ids, **SETTINGS).tolist() == expected
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_sharded_before_and_after(
+    model: Any, is_first: bool, group: None, expected: list[list[int]]
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    if is_first:
+        lookahead_hf.enable(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    lookahead_hf.enable(model)
+    assert type(model).__name__ == "FSDPLlamaForCausalLM"
+    assert generate(model, speculative=BUDGET) == expected
+    assert_speculated(model)
