@@ -1,4 +1,4 @@
-"""Interrupts, failing forwards and threads: what is left behind can be gone on with."""
+"""Interrupts, failing forwards and threads leave a usable model and cache behind."""
 
 from __future__ import annotations
 

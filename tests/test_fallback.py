@@ -1,4 +1,4 @@
-"""Calls that cannot be speculated: plain's own text, said once, for a reason of the closed list."""
+"""Calls that cannot be speculated write plain's text and warn once, with a reason of the list."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_decoding_loop_of_its_own(decoding: PlainDecoding) -> None:
         assert torch.equal(run(model, speculative=True), prompt().flip(1))
 
 
-def test_it_is_said_once_per_model_and_reason(model: Any) -> None:
+def test_one_warning_per_model_and_reason(model: Any) -> None:
     other = lookahead_hf.enable(tiny("gpt2"))
     calls = [(model, {"num_beams": 2})] * 2 + [(model, {"use_cache": False})] * 2
     calls += [(other, {"num_beams": 2})] * 2
@@ -177,7 +177,7 @@ def test_silent_and_error(model: Any) -> None:
         run(model, num_beams=2, speculative={"on_fallback": "error"})
 
 
-def test_every_reason_says_what_stands_in_the_way() -> None:
+def test_every_reason_has_a_text_and_a_remedy() -> None:
     for reason in FallbackReason:
         assert reason.text
         assert str(reason) == reason.value == reason == reason.name.lower()

@@ -1,4 +1,4 @@
-"""Wrong values of every argument of ours: one error that says so, before any work is done."""
+"""A wrong value of any of the library's arguments raises one error that names it, before any work."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def is_speculative(value: Any) -> bool:
 
 
 def words_for(value: Any) -> tuple[str, ...]:
-    """What an error says of a wrong `speculative=`: of a dict, one of its fields."""
+    """Return words of the error for a wrong `speculative=`; for a dict, one of its fields."""
     if isinstance(value, dict):
         return "has no field", *(name[:-1] for name in FIELDS if name in value)
     return ("speculative",)
@@ -214,7 +214,7 @@ def test_speculative(model: Model, value: Any) -> None:
 @fuzzed
 @given(value=VALUES)
 def test_a_prediction_is_served_or_refused(model: Model, value: Any) -> None:
-    """What is token ids is told by tests of arguments; here nothing comes of it but these two."""
+    """A prediction has no effect on the text, or it raises an error that names it."""
     before = model.forwards
     try:
         output = model.generate(speculative=True, prediction=value)

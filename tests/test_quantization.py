@@ -1,4 +1,4 @@
-"""Models that quantise activations are recognised, and it is said once."""
+"""Models that quantise activations are recognised, with one warning."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def quantise(model: Any) -> None:
         torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
 
 
-def test_it_is_said_once_of_what_is_quantised_now() -> None:
+def test_one_warning_about_what_is_quantised_now() -> None:
     model = lookahead_hf.enable(tiny("llama"))
     run(model, max_new_tokens=24, speculative=BUDGET)  # nothing is said
     quantise(model)

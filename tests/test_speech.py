@@ -157,7 +157,7 @@ def test_a_decoder_that_is_told_rotary_positions() -> None:
 
 
 def pipes(which: str) -> tuple[Any, Any]:
-    """transformers' pipeline and ours, on one model."""
+    """Return transformers' pipeline and the library's, on one model."""
     if which == "whisper":
         parts = {"model": tiny_whisper(), "tokenizer": whisper_tokenizer()}
         parts["feature_extractor"] = whisper_features()

@@ -1,4 +1,4 @@
-"""What a call's record says, and whose record `last_stats` gives."""
+"""The statistics of a call, and which call `last_stats` returns."""
 
 from __future__ import annotations
 
