@@ -1,4 +1,4 @@
-"""A wrong value of any of the library's arguments raises an error that names it, before any work."""
+"""A wrong value of an argument raises one error that names it, before any work is done."""
 
 from __future__ import annotations
 
