@@ -64,7 +64,7 @@ def compiled() -> None:
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> PlainDecoding:
-    """Plain decoding in place of ours: what matters is which calls reach it, and how."""
+    """Plain decoding in place of the library's: tests see which calls reach it, and how."""
     fake = PlainDecoding()
     monkeypatch.setattr("lookahead_hf.generation.strategy.decode", fake)
     return fake

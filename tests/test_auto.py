@@ -1,4 +1,4 @@
-"""Programs that import nothing of ours."""
+"""Programs that do not import the package run with speculation by `lookahead_hf.auto`."""
 
 from __future__ import annotations
 

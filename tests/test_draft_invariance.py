@@ -56,18 +56,6 @@ def test_five_drafters_one_text(loaded: tuple[Any, Any]) -> None:
     assert_one_text(model, DRAFTED, **ragged, max_new_tokens=48, do_sample=False)
 
 
-def test_one_text_with_two_threads(loaded: tuple[Any, Any]) -> None:
-    """A product of matrices is cut by the number of threads, too."""
-    model, tokenizer = loaded
-    alone = encode(tokenizer, texts(per_family=1, longest=400)[:1])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert_one_text(model, DRAFTED[1:3], **alone, max_new_tokens=24, do_sample=False)
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_one_sample_for_a_seed(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     alone = encode(tokenizer, texts(per_family=1, longest=400)[:1])
@@ -100,21 +88,6 @@ def test_every_block_has_one_shape_and_drafts_are_chains() -> None:
         assert shapes_of(model, SpeculativeConfig(draft_invariant=True, **fields)) == expected
     assert speculated(model).max_width == 1
     assert len(shapes_of(model, trees)) > 1
-
-
-def test_where_weights_are_asked_for_drafts_are_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernel has none to show, and elsewhere a branch would count among a token's ancestors."""
-    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
-    model = tiny("llama", num_hidden_layers=1)
-    call = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(prompt(), **call)
-    trees = scripted(continuations(plain, 12), RandomTrees(hit=1.0))
-    config = SpeculativeConfig(draft_invariant=True, drafters=trees.drafters, budget=12)
-    shown = {"output_attentions": True, "return_dict_in_generate": True}
-    with lookahead_hf.enabled(model):
-        output = model.generate(prompt(), **call, **shown, speculative=config)
-    assert output.sequences.tolist() == plain.tolist()
-    assert speculated(model).max_width == 1
 
 
 def test_a_mixture_of_experts_falls_back() -> None:

@@ -1,4 +1,4 @@
-"""Wrong values of every argument of ours: one error that says so, before any work is done."""
+"""A wrong value of an argument raises one error that names it, before any work is done."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from lookahead_hf.config import (
 )
 from lookahead_hf.drafting.sources.recycling import MAX_TOP_K
 from lookahead_hf.ngram_pool import NgramPool
-from lookahead_hf.ngram_pool.store import MOST_TOKENS
-from lookahead_hf.runner import self_test
 from tests.helpers.models import prompt, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:steps are no longer recorded")
@@ -196,7 +194,7 @@ def is_speculative(value: Any) -> bool:
 
 
 def words_for(value: Any) -> tuple[str, ...]:
-    """What an error says of a wrong `speculative=`: of a dict, one of its fields."""
+    """Return words of the error for a wrong `speculative=`; for a dict, one of its fields."""
     if isinstance(value, dict):
         return "has no field", *(name[:-1] for name in FIELDS if name in value)
     return ("speculative",)
@@ -216,7 +214,7 @@ def test_speculative(model: Model, value: Any) -> None:
 @fuzzed
 @given(value=VALUES)
 def test_a_prediction_is_served_or_refused(model: Model, value: Any) -> None:
-    """What is token ids is told by tests of arguments; here nothing comes of it but these two."""
+    """A prediction has no effect on the text, or it raises an error that names it."""
     before = model.forwards
     try:
         output = model.generate(speculative=True, prediction=value)
@@ -242,115 +240,3 @@ def test_options_of_drafters(model: Model, option: tuple[str, str], value: Any) 
 def test_an_assistant_that_is_no_model(model: Model, value: Any) -> None:
     call = {"speculative": True, "assistant_model": value}
     model.refuses("assistant_model must be", lambda: model.generate(**call))
-
-
-WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "an option's value": ({"speculative": {"options": {"ngram": {"min_ngram": 0}}}}, "min_ngram=0"),
-    "an option's name": (
-        {"speculative": {"options": {"recycling": {"topk": 3}}}},
-        "options of the drafter 'recycling'",
-    ),
-    "no pool there": (
-        {"speculative": {"pool": "nowhere/pool"}},
-        "cannot be read (No such file or directory): build one with `lookahead-hf pool build`",
-    ),
-    "no pool of that name": ({"speculative": {"pool": ""}}, "pool build"),
-    "a folder for a pool": (
-        {"speculative": SpeculativeConfig(pool=Path(__file__).parent)},
-        "cannot be read (Is a directory)",
-    ),
-    "a text for a pool": (
-        {"speculative": SpeculativeConfig(pool=Path(__file__))},
-        "test_fuzz.py is no pool, or a damaged one",
-    ),
-    "no assistant": ({"speculative": "assistant"}, "pass assistant_model="),
-    "predictions": (
-        {"speculative": True, "prediction": [[3], [4], [5]]},
-        "prediction holds 3 texts",
-    ),
-    "too many nodes": (
-        {"speculative": {"max_draft_nodes": 10**9}},
-        "max_draft_nodes must be an int from 1 to 4096, not 1000000000",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "says"), WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_no_model_is_tried_before_all_else_is_right(
-    call: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(self_test, "TRIED", frozenset())
-    model = tiny("llama", num_hidden_layers=1)
-    forwards: list[Any] = []
-    model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    with lookahead_hf.enabled(model):
-        refused(says, lambda: model.generate(prompt(), max_new_tokens=2, **call))
-        assert not forwards
-        model.generate(prompt(), max_new_tokens=2, speculative=True)
-    assert len(forwards) > 2  # a trial, the prompt and a step
-
-
-@pytest.mark.parametrize("name", ["batch_size", "context_length", "max_draft_nodes"])
-def test_numbers_of_warm_up(model: Model, name: str) -> None:
-    for value in AWKWARD:
-        if not is_int(value, 1):
-            call = {name: value}
-            model.refuses(name, lambda call=call: lookahead_hf.warm_up(model.model, **call))
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        lookahead_hf.enable,
-        lookahead_hf.disable,
-        lookahead_hf.last_stats,
-        lookahead_hf.warm_up,
-        lookahead_hf.generate,
-        lambda value: lookahead_hf.enabled(value).__enter__(),
-        lambda value: lookahead_hf.set_default(value, True),
-    ],
-)
-def test_what_is_no_model(entry: Callable[[Any], Any]) -> None:
-    wraps_itself = SimpleNamespace(get_base_model=lambda: wraps_itself)
-    for value in (*AWKWARD, wraps_itself):
-        refused("model", lambda value=value: entry(value))
-
-
-def test_speculative_of_a_pipeline(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
-    built: list[Any] = []
-    monkeypatch.setattr("transformers.pipeline", lambda *_, **__: built.append(1))
-    for value in AWKWARD:
-        if not is_speculative(value):
-            call = {"task": "text-generation", "model": model.model, "speculative": value}
-            model.refuses(words_for(value), lambda call=call: lookahead_hf.pipeline(**call))
-    assert not built
-
-
-def is_id(value: Any) -> bool:
-    return type(value) is np.int64 or is_int(value, 1, 2**31 - 1)
-
-
-def test_arguments_of_a_pool() -> None:
-    pool = NgramPool(max_tokens=100)
-    allowed: dict[str, Callable[[Any], bool]] = {
-        "max_tokens": lambda value: is_id(value) and value <= MOST_TOKENS,
-        "vocab_size": lambda value: value is None or is_id(value),
-        "tokenizer_fingerprint": lambda value: value is None or type(value) is str,
-    }
-    for value in AWKWARD:
-        for name, is_allowed in allowed.items():
-            call = {name: value}
-            if not is_allowed(value):
-                refused(name, lambda call=call: NgramPool(**call))
-        refused("merge", lambda value=value: pool.merge(value))
-        if not isinstance(value, (str, bytes, os.PathLike)):
-            refused("PathLike", lambda value=value: NgramPool.load(value))
-            refused("PathLike", lambda value=value: pool.save(value))
-    assert len(pool) == 0
-
-
-@pytest.mark.parametrize("text", [3, "ngram", [-1], [0.5], [[1]], [2**40], {1: 2}, None, object()])
-def test_what_is_no_text(text: Any) -> None:
-    pool = NgramPool(max_tokens=100)
-    refused("a text must be", lambda: pool.add(text))
-    assert len(pool) == 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import io
 import pickle
-import threading
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -42,22 +40,6 @@ def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).generate(self, *args, **kwargs)
 
 
-def repository_generate(model: Any, **kwargs: Any) -> Any:
-    """What a repository with `custom_generate` binds."""
-    return type(model).generate(model, **kwargs)
-
-
-repository_generate.speculative_passthrough = True  # type: ignore[attr-defined]
-
-
-def repository_loop(model: Any, inputs: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> Any:
-    """What a repository binds that decodes by itself."""
-    for _ in range(max_new_tokens):
-        logits = model(inputs, **kwargs).logits
-        inputs = torch.cat([inputs, logits[:, -1:].argmax(-1)], 1)
-    return inputs
-
-
 def test_enabled_model_decodes_by_us_and_disable_leaves_no_trace(
     model: Any, decoding: PlainDecoding
 ) -> None:
@@ -74,13 +56,8 @@ def test_enabled_model_decodes_by_us_and_disable_leaves_no_trace(
     lookahead_hf.disable(model)
 
 
-@pytest.mark.parametrize("kind", ["method", "partial"])
-def test_what_is_bound_is_wrapped_and_put_back(
-    model: Any, decoding: PlainDecoding, kind: str
-) -> None:
+def test_what_is_bound_is_wrapped_and_put_back(model: Any, decoding: PlainDecoding) -> None:
     bound: Any = MethodType(own_generate, model)
-    if kind == "partial":
-        bound = functools.partial(repository_generate, model=model)
     vars(model)["generate"] = bound
     call = {"inputs": prompt(), "max_new_tokens": 6}
     expected = model.generate(**call)
@@ -90,16 +67,6 @@ def test_what_is_bound_is_wrapped_and_put_back(
     assert len(decoding.calls) == 1
     lookahead_hf.disable(model)
     assert vars(model)["generate"] is bound
-
-
-def test_a_repositorys_own_loop_runs_plainly(model: Any, decoding: PlainDecoding) -> None:
-    vars(model)["generate"] = functools.partial(repository_loop, model=model)
-    call = {"inputs": prompt(), "max_new_tokens": 4}
-    expected = model.generate(**call)
-    lookahead_hf.enable(model)
-    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="repository.*own_generate"):
-        assert torch.equal(model.generate(**call, speculative=True), expected)
-    assert not decoding.calls
 
 
 def test_enabled_restores_what_it_found(model: Any) -> None:
@@ -151,15 +118,6 @@ def test_a_copy_has_a_hook_of_its_own(
     assert isinstance(vars(model)["generate"], Hook)
 
 
-def test_a_saved_model_is_an_ordinary_one(model: Any, tmp_path: Path) -> None:
-    lookahead_hf.enable(model)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    lookahead_hf.disable(model)
-    assert "generate" not in vars(loaded)
-    assert torch.equal(run(loaded), run(model))
-
-
 def test_everywhere_reaches_every_model_and_goes(model: Any, decoding: PlainDecoding) -> None:
     lookahead_hf.enable_everywhere()
     lookahead_hf.enable_everywhere()
@@ -171,23 +129,6 @@ def test_everywhere_reaches_every_model_and_goes(model: Any, decoding: PlainDeco
     with pytest.raises(ValueError, match="speculative"):
         run(model, speculative=True)
     lookahead_hf.disable_everywhere()
-
-
-def test_everywhere_under_somebody_elses_wrapper_only_passes_on(model: Any) -> None:
-    lookahead_hf.enable_everywhere()
-    ours = GenerationMixin.generate
-
-    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(self, *args, **kwargs)
-
-    GenerationMixin.generate = theirs
-    try:
-        lookahead_hf.disable_everywhere()
-        assert GenerationMixin.generate is theirs
-        with pytest.raises(ValueError, match="model_kwargs"):
-            run(model, speculative=True)
-    finally:
-        GenerationMixin.generate = STOCK
 
 
 def test_hooks_on_class_and_object_step_aside_for_each_other(
@@ -259,27 +200,3 @@ def test_default_is_kept_by_save_pretrained(
     assert not hasattr(loaded.generation_config, "speculative")
     run(loaded)
     assert len(decoding.calls) == 1
-
-
-def test_threads_on_one_model_do_not_mix(model: Any, decoding: PlainDecoding) -> None:
-    """Both threads are inside `generate` at once, each with arguments of its own."""
-    lookahead_hf.enable(model)
-    barrier = threading.Barrier(2, timeout=60)
-    decoding.before = lambda call: barrier.wait() and None
-    found: dict[int, Any] = {}
-
-    def work(nodes: int) -> None:
-        config = lookahead_hf.SpeculativeConfig(max_draft_nodes=nodes)
-        model.generate(prompt(rows=nodes), max_new_tokens=4, speculative=config)
-        barrier.wait()
-        found[nodes] = lookahead_hf.last_stats(model)
-
-    threads = [threading.Thread(target=work, args=(nodes,)) for nodes in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {nodes: stats.rows for nodes, stats in found.items()} == {1: 1, 2: 2}
-    reached = {call.request.config.max_draft_nodes: len(call.input_ids) for call in decoding.calls}
-    assert reached == {1: 1, 2: 2}
-    assert lookahead_hf.last_stats(model) in found.values()

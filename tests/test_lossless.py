@@ -27,7 +27,7 @@ def test_greedy_ragged(name: str, attn: str, kind: str) -> None:
     assert len({row.row_steps for row in stats.row_stats}) > 1
 
 
-@pytest.mark.parametrize("warpers", WARPERS.values(), ids=WARPERS)
+@pytest.mark.parametrize("warpers", [*WARPERS.values(), {"top_k": 0, "num_return_sequences": 3}])
 @pytest.mark.parametrize("kind", ["alone", "left"])
 def test_same_seed_same_text(kind: str, warpers: dict[str, Any]) -> None:
     inputs = {"input_ids": prompt()} if kind == "alone" else padded(kind)
@@ -38,8 +38,3 @@ def test_same_seed_same_text(kind: str, warpers: dict[str, Any]) -> None:
 def test_rows_end_at_their_own_eos(do_sample: bool) -> None:
     ends = {**GREEDY, "do_sample": do_sample, "eos_token_id": list(range(3, 12))}
     compare(tiny("llama"), padded("left", rows=4), **{**ends, "max_new_tokens": 60})
-
-
-def test_several_sequences_of_one_prompt() -> None:
-    settings = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 3}
-    compare(tiny("llama"), {"input_ids": prompt()}, **settings)

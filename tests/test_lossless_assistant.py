@@ -11,8 +11,6 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-import lookahead_hf
-from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
 from lookahead_hf.drafting.sources.lookahead import LookaheadDrafter
 from tests.helpers.calls import GREEDY, compare, padded
@@ -68,13 +66,6 @@ def test_an_assistant(name: str, beam: int, kind: str, mode: dict[str, Any]) -> 
     assert len({row.row_steps for row in stats.row_stats}) > 1 or kind == "alone"
 
 
-@BATCHES
-def test_an_assistant_of_another_architecture(kind: str) -> None:
-    model = tiny("llama")
-    drafter = AssistantDrafter(tiny("gpt2"), top_k=20, num_draft=2)
-    assert compare(model, inputs_of(kind), drafter, **GREEDY).max_width > 1
-
-
 @MODES
 @BATCHES
 def test_an_assistant_of_another_vocabulary(kind: str, mode: dict[str, Any]) -> None:
@@ -108,17 +99,6 @@ def test_an_assistant_beside_other_sources() -> None:
     assert all(source.accepted > 0 for source in stats.per_source.values())
 
 
-def test_an_assistant_that_cannot_be_served_costs_its_drafts_only() -> None:
-    model = tiny("llama")
-    plain = model.generate(prompt(), **GREEDY)
-    config = SpeculativeConfig(drafters=(AssistantDrafter(tiny("gpt2").train()),))
-    with lookahead_hf.enabled(model), pytest.warns(RuntimeWarning, match="dropout"):
-        ours = model.generate(prompt(), **GREEDY, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_drafted == 0
-
-
 @MODES
 @BATCHES
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -127,19 +107,3 @@ def test_a_jacobi_window(name: str, kind: str, mode: dict[str, Any]) -> None:
     stats = compare(tiny(name), inputs_of(kind), drafter, **{**mode, "max_new_tokens": 60})
     assert stats.max_width > 1
     assert stats.num_moved > 0
-
-
-def test_a_jacobi_window_works_with_processors() -> None:
-    mode = {**SAMPLED, "repetition_penalty": 1.05, "no_repeat_ngram_size": 6}
-    compare(tiny("llama"), padded("left"), LookaheadDrafter(), **mode)
-
-
-def test_a_draft_that_is_right_to_its_end_loses_no_token() -> None:
-    model = tiny("llama")
-    with torch.no_grad():
-        model.lm_head.weight.zero_()  # every token is as likely, so the first is repeated for ever
-    drafter = LookaheadDrafter(window=4, ngram_size=5)
-    stats = compare(model, {"input_ids": prompt()}, drafter, **GREEDY)
-    longest = 4 + 3  # the chain of the window and the levels above its last column
-    assert stats.accepted_histogram[longest:] == (stats.accepted_histogram[longest],)
-    assert stats.accepted_histogram[longest] >= 3

@@ -1,4 +1,4 @@
-"""Models whose `generate` belongs to somebody: all of it by real decoding, with plain's text."""
+"""Models whose `generate` a library or a repository has replaced write plain's text."""
 
 from __future__ import annotations
 

@@ -48,16 +48,6 @@ def test_text_generation(text: Any, decoding: PlainDecoding) -> None:
     assert type(text) is type(plain)
 
 
-def test_batches_and_stop_sequences(text: Any, decoding: PlainDecoding) -> None:
-    out = text(["abc", "abcdef"], batch_size=2, **SETTINGS)
-    assert [len(rows) for rows in out] == [1, 1]
-    assert decoding.calls[0].input_ids.shape[0] == 2
-    plain = text("abcdef", **SETTINGS, speculative=False)[0]["generated_text"]
-    got = text("abcdef", **SETTINGS, stop_sequence=plain[8])[0]["generated_text"]
-    assert got == plain[: plain.index(plain[8], 6) + 1]
-    assert len(decoding.calls) == 2
-
-
 def test_the_tokenizer_comes_along(text: Any, decoding: PlainDecoding) -> None:
     seen: list[dict[str, Any]] = []
     text.model.register_forward_pre_hook(lambda *call: seen.append(call[2]), with_kwargs=True)
@@ -94,12 +84,6 @@ def test_a_callers_model_keeps_its_own_default(
     lookahead_hf.set_default(model, False)
     text("abcdef", **SETTINGS)
     assert len(decoding.calls) == 1
-
-
-def test_a_configuration_as_the_default(model: Any, decoding: PlainDecoding) -> None:
-    config = lookahead_hf.SpeculativeConfig(max_draft_nodes=8)
-    writes(model, speculative=config)("abc", **SETTINGS)
-    assert decoding.calls[0].request.config is config
 
 
 def test_what_does_not_generate_is_refused(model: Any) -> None:

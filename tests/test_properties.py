@@ -1,4 +1,4 @@
-"""Whatever a call asks for, it gets what plain `generate` gives: random calls, compared in full."""
+"""Random calls return, stream, raise and leave behind the same as plain `generate`."""
 
 from __future__ import annotations
 

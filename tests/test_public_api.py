@@ -31,12 +31,6 @@ assert set(sys.modules) - before == {"lookahead_hf"}
     assert in_a_fresh_process(code) == ""
 
 
-@pytest.mark.parametrize("module", ["config", "draft", "fallback", "ngram_pool", "rows", "stats"])
-def test_the_lowest_rooms_need_no_torch(module: str) -> None:
-    code = f"import lookahead_hf.{module}, sys; assert 'torch' not in sys.modules"
-    assert in_a_fresh_process(code) == ""
-
-
 def test_every_public_name_exists_and_is_documented() -> None:
     assert list(lookahead_hf.__all__) == sorted(lookahead_hf.__all__, key=_as_ruff_sorts)
     for name in lookahead_hf.__all__:
@@ -59,15 +53,3 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_version_is_the_projects() -> None:
     project = Path(__file__).parent.parent / "pyproject.toml"
     assert f'\nversion = "{lookahead_hf.__version__}"\n' in project.read_text()
-
-
-def test_importing_auto_enables_every_model() -> None:
-    code = """
-from transformers import GenerationMixin
-found = GenerationMixin.generate
-import lookahead_hf.auto
-assert GenerationMixin.generate is not found
-lookahead_hf.disable_everywhere()
-assert GenerationMixin.generate is found
-"""
-    assert in_a_fresh_process(code) == ""
