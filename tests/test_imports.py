@@ -44,10 +44,10 @@ LAYERS = {
     "drafting": (
         """_heap _learning_numba cost_model drafter reference scheduler sources.assistant.model
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
-        """_numba budget sources._recycling_numba sources.lookahead
+        """_numba budget sources._recycling_numba sources.assistant.growth sources.lookahead
         sources.ngram sources.prediction user_drafter""",
-        "compiled sources.assistant.growth sources.pool sources.recycling",
-        "calibration sources.assistant.drafter",
+        "compiled sources.assistant.drafter sources.pool sources.recycling",
+        "calibration",
         "tree",
         "ensemble",
         "registry",
