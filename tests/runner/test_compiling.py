@@ -145,6 +145,7 @@ else:
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers.models import prompt, tiny
 
 model = lookahead_hf.enable(tiny("llama", scale=1.5))
 greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
