@@ -68,7 +68,7 @@ def test_a_cache_of_the_callers_is_handed_back_whole(
     mask = torch.ones(2, 52, dtype=torch.long)
     first = {**call, "attention_mask": mask[:, :12], "max_new_tokens": 40}
     plain = model.generate(ids, **first)
-    for at in (1, 4, 7, 10, 13):
+    for at in (4, 7, 10):
 
         def breaks_off(self: SlotGroup, kept: np.ndarray, at: int = at) -> None:
             with Bomb(error, at):
