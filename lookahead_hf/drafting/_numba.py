@@ -23,7 +23,6 @@ def merge_trees(
     vocab_size, max_nodes,
 ):  # fmt: skip
     num_rows = row_offsets.shape[1] - 1
-    row_offsets, entry_offsets = _one_after_another(row_offsets, entry_offsets)
     capacity = min(len(token_ids), num_rows * max_nodes)
     offsets = np.zeros(num_rows + 1, np.int64)
     out_tokens = np.empty(capacity, np.int64)
@@ -67,21 +66,6 @@ def merge_trees(
         offsets, out_tokens[:end], out_fields[0, :end], out_fields[1, :end], out_score[:end],
         out_offsets[: end + 1], out_entries[0, :last], out_entries[1, :last], out_origin[:end],
     )  # fmt: skip
-
-
-@jit
-def _one_after_another(row_offsets, entry_offsets):
-    """The sources' own offsets as offsets into the nodes and entries of all."""
-    num_sources, num_nodes = row_offsets.shape[0], 0
-    rows = np.empty_like(row_offsets)
-    entries = np.zeros(len(entry_offsets) - num_sources + 1, np.int64)
-    for source in range(num_sources):
-        rows[source] = row_offsets[source] + num_nodes
-        count = row_offsets[source, -1]
-        for node in range(num_nodes + 1, num_nodes + 1 + count):
-            entries[node] = entries[num_nodes] + entry_offsets[node + source]
-        num_nodes += count
-    return rows, entries
 
 
 @jit

@@ -13,10 +13,10 @@ MergedTree = tuple[np.ndarray, ...]
 
 
 def merge_trees(
-    row_offsets: np.ndarray,  # [sources, rows + 1] int64, into the source's nodes
+    row_offsets: np.ndarray,  # [sources, rows + 1] int64
     token_ids: np.ndarray,  # [nodes] int64
     parents: np.ndarray,  # [nodes] int32, within the source's row
-    entry_offsets: np.ndarray,  # [nodes + sources] int64, into the source's entries
+    entry_offsets: np.ndarray,  # [nodes + 1] int64
     buckets: np.ndarray,  # [entries] int32, within the source
     rates: np.ndarray,  # [buckets] float32, source after source
     bucket_starts: np.ndarray,  # [sources + 1] int64
@@ -31,7 +31,6 @@ def merge_trees(
     Nodes come out likeliest first, hence parents first; equal ones in the order of the proposals.
     Token ids outside the vocabulary, unknown parents or buckets and their children are left out.
     """
-    row_offsets, entry_offsets = _one_after_another(row_offsets, entry_offsets)
     rows = []
     for row in range(row_offsets.shape[1] - 1):
         nodes = _unite(
@@ -57,17 +56,6 @@ class _Node:
     origin: int
     entries: list[tuple[int, int]] = field(default_factory=list)  # source and bucket
     reach: float = 1.0
-
-
-def _one_after_another(
-    row_offsets: np.ndarray, entry_offsets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The sources' own offsets as offsets into the nodes and entries of all."""
-    counts = row_offsets[:, -1]
-    own = np.split(entry_offsets, np.cumsum(counts + 1)[:-1])
-    sizes = np.concatenate([np.diff(offsets) for offsets in own])
-    before = np.cumsum(counts) - counts
-    return row_offsets + before[:, None], np.concatenate([[0], sizes.cumsum()])
 
 
 def _unite(

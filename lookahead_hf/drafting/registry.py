@@ -130,7 +130,7 @@ def _by_name(
 
 
 def _given(name: str, resources: Resources) -> tuple[list[Any], dict[str, Any]]:
-    """What a call gives the drafter of a name: arguments, and options that nobody else may set."""
+    """What a call gives a drafter: positional arguments, and options that users cannot set."""
     target_tokenizer, assistant_tokenizer = resources.tokenizers
     if name == "prediction":
         return [resources.predictions], {}

@@ -38,15 +38,18 @@ def merge(
         drawn from one of them.
     """
     row_offsets = np.array([tree.row_offsets for tree in proposals], np.int64)
+    row_offsets[1:] += row_offsets[:-1, -1].cumsum()[:, None]
     token_ids = np.concatenate([tree.token_ids for tree in proposals], dtype=np.int64)
     parents = np.concatenate([tree.parents for tree in proposals], dtype=np.int32)
-    entry_offsets, buckets = zip(*map(_evidence_of, proposals), strict=True)
+    sizes, buckets = zip(*map(_evidence_of, proposals), strict=True)
+    entry_offsets = np.zeros(len(token_ids) + 1, np.int64)
+    np.concatenate(sizes).cumsum(out=entry_offsets[1:])
     if max_depth is None:
         max_depth = np.full(row_offsets.shape[1] - 1, len(token_ids) + 1, np.int64)
     offsets, tokens, parents, depth, score, entries, source, bucket, origin = (
         functions().merge_trees(
-            row_offsets, token_ids, parents,
-            np.concatenate(entry_offsets, dtype=np.int64), np.concatenate(buckets, dtype=np.int32),
+            row_offsets, token_ids, parents, entry_offsets,
+            np.concatenate(buckets, dtype=np.int32),
             calibration.rates, calibration.bucket_starts, max_depth, vocab_size, max_nodes,
         )
     )  # fmt: skip
@@ -109,10 +112,10 @@ def _taken(
 
 
 def _evidence_of(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-    """Entry offsets, [nodes + 1], and buckets, [entries], of one source's tree."""
+    """Entries of each node, [nodes], and their buckets, [entries], of one source's tree."""
     if tree.evidence is not None:
-        return tree.evidence.offsets, tree.evidence.bucket
-    return np.arange(tree.num_nodes + 1), np.zeros(tree.num_nodes, np.int32)
+        return np.diff(tree.evidence.offsets), tree.evidence.bucket
+    return np.ones(tree.num_nodes, np.int64), np.zeros(tree.num_nodes, np.int32)
 
 
 def _take_evidence(evidence: Evidence | None, order: np.ndarray) -> Evidence | None:

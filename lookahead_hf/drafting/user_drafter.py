@@ -101,11 +101,10 @@ class Adapted(BuiltInDrafter):
 
 def _copied(record: _Record) -> _Record:
     """The same with copies of the arrays."""
-    own: dict[str, Any] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        own[field.name] = value.copy() if isinstance(value, np.ndarray) else value
-    return type(record)(**own)
+    values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
+    return replace(record, **copies)
 
 
 def _num_buckets(given: Any) -> int:
