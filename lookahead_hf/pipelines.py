@@ -67,35 +67,43 @@ def _tokenizer(pipe: Any) -> Any:
     return getattr(getattr(pipe, "processor", None), "tokenizer", None)
 
 
-class _Nesting:
-    """Lets calls of a pipeline take `speculative=`.
-
-    The pipelines below accept arguments of `generate` only as `generate_kwargs`. All other
-    arguments of a call go to the processor, which ignores them, and the `generate_kwargs` of a call
-    replace those of the pipeline.
-    """
-
-    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
-        inherited: Any = super()
-        preprocess, forward, postprocess = inherited._sanitize_parameters(**kwargs)
-        if speculative is not None:
-            forward = {**forward, "speculative": speculative}
-        return preprocess, forward, postprocess
-
-    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
-        """Move our arguments into `generate_kwargs`, whose own entries win."""
-        ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
-        nested = {**ours, **(kwargs.pop("generate_kwargs", None) or {})}
-        inherited: Any = super()
-        return inherited._forward(model_inputs, **kwargs, generate_kwargs=nested)
+# The two pipelines below accept arguments of `generate` only as `generate_kwargs`. All other
+# arguments of a call go to the processor, which ignores them, and the `generate_kwargs` of a call
+# replace those of the pipeline.
 
 
-class SpeculativeImageTextToTextPipeline(_Nesting, ImageTextToTextPipeline):
+class SpeculativeImageTextToTextPipeline(ImageTextToTextPipeline):
     """An image-text-to-text pipeline whose calls take `speculative=`."""
 
+    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
+        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
 
-class SpeculativeAnyToAnyPipeline(_Nesting, AnyToAnyPipeline):
+    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
+        return super()._forward(model_inputs, **_nested(kwargs))
+
+
+class SpeculativeAnyToAnyPipeline(AnyToAnyPipeline):
     """An any-to-any pipeline whose calls take `speculative=`."""
+
+    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
+        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
+
+    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
+        return super()._forward(model_inputs, **_nested(kwargs))
+
+
+def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tuple[Any, Any, Any]:
+    """Add `speculative` to the forward's part of (preprocess, forward, postprocess)."""
+    preprocess, forward, postprocess = parameters
+    if speculative is not None:
+        forward = {**forward, "speculative": speculative}
+    return preprocess, forward, postprocess
+
+
+def _nested(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Move our arguments of a forward into its `generate_kwargs`, whose own entries win."""
+    ours = {name: kwargs.pop(name) for name in OURS if name in kwargs}
+    return {**kwargs, "generate_kwargs": {**ours, **(kwargs.get("generate_kwargs") or {})}}
 
 
 _NESTING = {
