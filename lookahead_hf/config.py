@@ -50,9 +50,9 @@ class SpeculativeConfig:
             trees where the package's own kernel computes the attention. This costs time in every
             step, and from the start the memory for the longest text that the call may write.
         cuda_graphs: Whether steps on a CUDA device are captured once and replayed: "auto" captures
-            if the text may become long enough to pay for it, True always, False never. Captured
-            graphs stay with the model, and so do their K and V. If steps cannot be captured, the
-            statistics give the reason.
+            if the text may become long enough for that to pay off, True always, False never.
+            Captured graphs stay with the model, and so do their K and V. If steps cannot be
+            captured, the statistics give the reason.
         recorded_steps: No longer has an effect; True and False warn.
         packed_weights: Whether linear layers on a CPU multiply by copies of their weights that are
             laid out for blocks of tokens: "auto" once a model has run a while, where the copies

@@ -16,7 +16,7 @@ class FallbackReason(str, Enum):
     """Every reason for which a call is not speculated.
 
     The reason is known before the call's first token, with one exception: a custom `generate` that
-    never calls our decoding is only noticed when its first token arrives.
+    never calls our decoding is noticed only when its first token arrives.
 
     Attributes:
         text: The obstacle, as a clause.

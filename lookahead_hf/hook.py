@@ -103,9 +103,9 @@ def enable(model: _Model) -> _Model:
 def disable(model: _Model) -> _Model:
     """Undo `enable`: `model.generate` is again exactly what it was.
 
-    This frees what was kept of the model for later calls: packed weights, and captured graphs with
-    their K and V. It does so for any model that has generated speculatively, enabled or not; a
-    later speculative call makes them anew.
+    This frees what the library keeps for later calls on the model: packed weights, and captured
+    graphs with their K and V. It does so for any model that has generated speculatively, enabled or
+    not; a later speculative call makes them anew.
 
     Args:
         model: A model, enabled or not.

@@ -23,7 +23,7 @@ def say_once(model: Any, stacklevel: int = 2) -> None:
     scales or from slightly other values, so that a token changes more often than in half precision.
 
     Args:
-        model: The model, as it stands now.
+        model: The model, in its present state.
         stacklevel: As in `warnings.warn`.
     """
     with _lock:

@@ -53,7 +53,8 @@ class SpeculativeStats:
         num_emitted: Tokens emitted, the one after the prefill included.
         num_drafted: Draft tokens verified.
         num_accepted: Draft tokens accepted.
-        num_moved: Accepted tokens that were moved in the cache, since a sibling preceded them.
+        num_moved: Accepted tokens that were moved in the cache, because a rejected node came before
+            them.
         accepted_histogram: At index k, the number of row steps that accepted k draft tokens.
         max_width: Most nodes side by side in a row's draft; 1 where all drafts were chains.
         per_source: What each source contributed, by name.

@@ -55,9 +55,9 @@ class DecodingSession:
     Attributes:
         call: The call as transformers prepared it.
         rows: The texts.
-        drafts: What proposes tokens.
-        runner: What runs the model.
-        verifier: What decides which draft tokens are accepted.
+        drafts: The drafters.
+        runner: The runner of the model.
+        verifier: The verifier, which decides what is accepted.
         processes: Who decides where several processes run the model.
         stream: Feeds the caller's streamer.
         outputs: Scores, states and attentions that the caller asked for.

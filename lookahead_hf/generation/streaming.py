@@ -41,7 +41,7 @@ class ColumnStream:
             self._streamer.put(input_ids.cpu())
 
     def push(self, row: int, token: int, is_last: bool = False) -> None:
-        """Take the next token of a row; `is_last` tells that its text ends with it."""
+        """Take the next token of a row; `is_last` says whether it ends the text."""
         if self._streamer is not None:
             self._waiting[row].append(token)
             self._finished[row] = is_last

@@ -1,1 +1,1 @@
-"""The target: the user's model, fed blocks of draft tokens over a cache with ragged rows."""
+"""Runs the target: feeds it blocks of draft tokens over a cache with ragged rows."""

@@ -133,7 +133,7 @@ class ModelSnapshot:
         )
 
     def blockers(self, extras: Mapping[str, Any]) -> list[str]:
-        """Return what forbids to capture steps or to replay them; nothing else does.
+        """Return the reasons not to capture or replay steps; an empty list means none.
 
         Args:
             extras: What plain `generate` passes with every forward.

@@ -38,7 +38,7 @@ def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> N
 def check_call(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], *, is_checked: bool = False
 ) -> None:
-    """Do the same without the self test, which takes some forwards.
+    """Raise Unserved as `check` does, but skip the self test, which takes some forwards.
 
     Args:
         model: The model.

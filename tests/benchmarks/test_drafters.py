@@ -217,3 +217,10 @@ def test_suffix_decoding_weighs_continuations_by_frequency() -> None:
     tree = begun(peers.SuffixDecoding(tree=True, factor=4.0, depth=64), text).propose()
     assert tree.num_nodes == 8  # four times the match
     assert {path[:2] for path in paths_of(tree)} == {(3, 9), (3, 8), (4, 9)}
+
+
+def test_a_text_that_repeats_itself_is_simulated_faster_than_plain() -> None:
+    budget = module("budget")
+    text = text_of([*range(12)] * 12, 36)
+    assert budget.simulate([text], budget.Scene("flat")) > 1.3
+    assert budget.simulate([text], budget.Scene("flat"), budget=0) == pytest.approx(1.0, abs=0.05)
