@@ -1,11 +1,14 @@
 """How the steps of a call are run: the closed list of values of `SpeculativeStats.execution`.
 
+The runner on the host runs the model's own forward, with packed linear layers under it or without.
 A runner on a CUDA device replays its steps, or gives one of these reasons why it does not. Some
 reasons are followed by a colon and a detail.
 """
 
 from __future__ import annotations
 
+MODEL = "model"
+PACKED = "packed"
 REPLAYED = "replayed"
 NOT_ASKED_FOR = "not asked for"
 

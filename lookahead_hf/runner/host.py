@@ -16,6 +16,7 @@ from lookahead_hf.kernels import compact_path
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import (
     attention,
+    execution,
     implicit_positions,
     masks,
     non_finite,
@@ -50,7 +51,7 @@ class Runner:
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
-    execution: str | None = "model"
+    execution: str | None = execution.MODEL
     most_nodes: int | None = None
 
     def __init__(
@@ -163,7 +164,7 @@ class Runner:
     @property
     def mode(self) -> str:
         """How steps are run now, "packed" or "": their cost depends on it."""
-        return "packed" if self._packed.is_used else ""
+        return execution.PACKED if self._packed.is_used else ""
 
     @property
     def step_is_typical(self) -> bool:
@@ -200,7 +201,7 @@ class Runner:
         with attention.step(device, inputs.trees), columns, self._packed.step():
             outputs = self.model(**given, return_dict=True)
         if self._packed.is_used:
-            self.execution = "packed"
+            self.execution = execution.PACKED
         return outputs
 
     def is_contaminated(self, step: Any, live: np.ndarray) -> bool:
