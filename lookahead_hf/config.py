@@ -59,8 +59,8 @@ class SpeculativeConfig:
             take less than a quarter of the free memory; True or False at once or never. Only where
             the copies are faster and give the same bits; in float32, whose bits depend on the width
             of the block in any case, the same numbers up to rounding. Weights that were written to
-            between calls are packed anew. In the middle of a call a write counts at once, unless it
-            goes through `.data`, which counts from the next call on.
+            between calls are packed anew. In the middle of a call a write counts from the next
+            step on, unless it goes through `.data`, which counts from the next call on.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the

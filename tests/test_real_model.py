@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import lookahead_hf
-from tests.helpers.compared import speculated
 from tests.helpers.real_texts import encode, load_real_model, texts
 
 NEW_TOKENS = 32
@@ -33,7 +32,9 @@ def assert_equal(model: Any, inputs: Any, **kwargs: Any) -> lookahead_hf.Specula
     torch.manual_seed(3)
     ours = model.generate(**call, speculative=CONFIG)
     assert ours.tolist() == plain.tolist()
-    return speculated(model)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    return stats
 
 
 def test_greedy_one_by_one(loaded: tuple[Any, Any]) -> None:

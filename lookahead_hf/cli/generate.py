@@ -33,6 +33,8 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     import torch
 
     prompt = _read_stdin() if arguments.prompt is None else arguments.prompt
+    # Bytes that the terminal's encoding lacks arrive as surrogates, which no tokenizer takes.
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if not prompt.strip():
         raise CommandError("The prompt is empty: give it as an argument or on stdin.")
     stage = open_stage(arguments, screen)

@@ -179,6 +179,7 @@ class PackedLinears:
     Attributes:
         num_steps: Steps of the model since its weights were last seen to change.
         stand_ins: One per packed layer; None before packing was tried.
+        dtype: The model's dtype when packing was tried.
         same_bits: Whether packed layers return the very bits of the model's own.
         packing: Held by the step that packs.
         thread: What the stand-ins share on each thread.
@@ -187,6 +188,7 @@ class PackedLinears:
     def __init__(self) -> None:
         self.num_steps = 0
         self.stand_ins: list[_StandIn] | None = None
+        self.dtype: torch.dtype | None = None
         self.same_bits = False
         self.packing, self.thread = threading.Lock(), _Thread()
         self._settings, self._users = _settings(), set[object]()

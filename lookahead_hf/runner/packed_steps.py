@@ -14,10 +14,8 @@ from torch import nn
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.packed_linear import (
     PackedLinears,
-    is_unwritten,
     laid,
     only_multiplies,
-    stamp,
 )
 
 PACKED_AFTER = 96
@@ -49,11 +47,12 @@ class _Observer:
         """Join a layer to the ones before it where all of them read the same tensor."""
         (given, stamped), is_new = self._input, module not in self._seen
         joins = is_new and module.bias is None
-        if joins and x is given and is_unwritten(x, stamped):
+        # A copy, since torch counts no write through `.data` or by a kernel of the model's.
+        if joins and x is given and torch.equal(x, stamped):
             self.blocks[-1].append(module)
         elif is_new:
             self.blocks.append([module])
-        self._input = (x, stamp(x)) if joins else (None, None)
+        self._input = (x, x.clone()) if joins else (None, None)
         self._seen.add(module)
 
 
@@ -62,6 +61,10 @@ def _may_be_packed(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or _IS_PATCHED:
         return False
     return type(module.weight) is nn.Parameter and module.weight.device.type == "cpu"
+
+
+def _dtype(model: nn.Module) -> torch.dtype | None:
+    return next((parameter.dtype for parameter in model.parameters()), None)
 
 
 class PackedSteps:
@@ -86,7 +89,7 @@ class PackedSteps:
         self._model, self._wanted, self._after = model, wanted, after
         self.is_typical = True
         kept = self._kept()
-        if kept is not None and not kept.are_current():
+        if kept is not None and not (kept.are_current() and kept.dtype in (None, _dtype(model))):
             state_of(model).packed = None  # to be packed after as many steps as the first time
             kept = None
         self.is_used = kept is not None and kept.are_ready()
@@ -123,6 +126,7 @@ class PackedSteps:
                     yield
                 self.is_typical = False
                 kept.pack(observer.blocks, self._wanted is True)
+                kept.dtype = _dtype(self._model)
             finally:
                 kept.packing.release()
             self.is_used = kept.are_ready()

@@ -116,7 +116,8 @@ def checksum(weight: torch.Tensor) -> int:
     """Return a hash of a weight's bits, also of their order.
 
     The hash is of sums over pieces of a prime number of words, which end elsewhere in every row:
-    rows or columns in another order give other sums. Adding up takes less time than reading.
+    rows or columns in another order give other sums. Adding up takes less time than reading. Sums
+    of words pass over an even number of changed signs; a product with a fixed vector does not.
     """
     bits = weight.detach().contiguous().view(-1)
     words = bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.int16)
@@ -124,7 +125,9 @@ def checksum(weight: torch.Tensor) -> int:
     size = next((n for n in (127, 31, 7) if n <= rows and len(words) % (n * rows)), 1)
     whole = len(words) // size * size
     sums, rest = words[:whole].view(-1, size).sum(1), words[whole:]
-    return hash((sums.numpy().tobytes(), rest.numpy().tobytes()))
+    probe = torch.linspace(-1.0, 1.5, weight.shape[1]).to(weight.dtype)
+    product = (weight.detach() @ probe).view(torch.uint8)
+    return hash(tuple(each.numpy().tobytes() for each in (sums, rest, product)))
 
 
 def fits(groups: Iterable[Group]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +23,11 @@ ROOMS = (attention, implicit_positions, shared_change)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that is run in some modules, as SIGINT may."""
+    """Raises KeyboardInterrupt at the n-th line that is run in some modules, as SIGINT may.
+
+    Python handles no signal between the end of a `with` block and the call that releases its lock,
+    although it traces the line of the `with` once more there.
+    """
 
     def __init__(self, line: int, modules: tuple[Any, ...]) -> None:
         self.left, self.files = line, {module.__file__ for module in modules}
@@ -30,7 +35,8 @@ class Interrupt:
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename not in self.files:
             return None
-        if event == "line":
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "with _lock" not in source:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
