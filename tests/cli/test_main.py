@@ -15,6 +15,7 @@ import transformers
 
 from lookahead_hf.cli import loading, main
 from lookahead_hf.fallback import FallbackReason
+from tests.helpers.tiny_chat import save_tiny_chat
 
 COMMANDS = ("demo", "generate", "chat", "bench", "pool", "env")
 ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
@@ -122,3 +123,10 @@ def test_the_package_works_without_the_commands_extra() -> None:
         "lookahead_hf.cli.real_model, lookahead_hf.cli.measuring, lookahead_hf.cli.summary"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_prompt_that_is_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_tiny_chat(tmp_path)
+    words = ["generate", "--model", str(folder), "--new-tokens", "4", "AB\udce9CAB"]
+    assert main(words) == 0
+    assert "Error" not in capsys.readouterr().err

@@ -262,13 +262,14 @@ class Joined(nn.Module):
         self.first, self.second, self.last = (
             nn.Linear(64, size, bias=False, dtype=torch.bfloat16) for size in (96, 32, 64)
         )
-        self.writes, self.twice, self.skips = False, False, False
+        self.writes: bool | str = False
+        self.twice, self.skips = False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + 0
         gate = torch.sigmoid(self.first(x).view(x.shape[0], -1).view(*x.shape[:-1], 3, 32))
         if self.writes:
-            x.mul_(2)
+            (x if self.writes is True else x.data).mul_(2)
         if self.twice:
             gate = gate + self.first(x).mul_(3).view(gate.shape)
             gate = gate + self.first(x).view(gate.shape)
@@ -305,10 +306,20 @@ def test_layers_of_one_input_are_joined(setting: str, inference: bool) -> None:
         assert kept is not None and kept.thread.product == packed_linear._Thread.product
 
 
-def test_layers_whose_input_is_written_to_between_them_are_not_joined() -> None:
+@pytest.mark.parametrize("writes", [True, "through .data"])
+def test_layers_whose_input_is_written_to_between_them_are_not_joined(writes: bool | str) -> None:
     model = Joined()
-    model.writes = True
+    model.writes = writes
     assert stepping(model)[1] == [1, 1, 1]
+
+
+def test_a_model_of_another_dtype_is_packed_anew() -> None:
+    model = Joined().double()
+    steps = PackedSteps(model, True)
+    with torch.no_grad(), steps.step():
+        model(torch.randn(1, 5, 64).double())
+    assert not steps.is_used
+    assert stepping(model.bfloat16())[1] == [1, 2, 2]
 
 
 def test_more_tokens_than_were_tried_are_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:

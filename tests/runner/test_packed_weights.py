@@ -81,7 +81,15 @@ def columns(size: int) -> Any:
     return swap
 
 
-@pytest.mark.parametrize("write", [one_element, two_rows, columns(1), columns(4), columns(16)])
+def signs(weight: torch.Tensor) -> None:
+    """An even number of signs, which sums of bits pass over."""
+    weight[::6, [1, 3]] *= -1
+
+
+WRITES = [one_element, two_rows, signs, columns(1), columns(4), columns(16)]
+
+
+@pytest.mark.parametrize("write", WRITES)
 def test_every_write_changes_the_checksum(write: Any) -> None:
     weight = groups()[0][0][0]
     before = checksum(weight)
