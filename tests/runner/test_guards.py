@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
-from lookahead_hf import compat
 from lookahead_hf.runner import guards
 from lookahead_hf.runner.execution import CHANGED, HOOKS, OFFLOADED, REPLACED, TENSORS, WATCHED
 from lookahead_hf.runner.guards import ModelSnapshot
@@ -170,8 +170,8 @@ def test_what_modules_hold_is_in_the_key(change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("holder", "name"),
     [
-        (compat.attention.ALL_ATTENTION_FUNCTIONS, "sdpa"),
-        (compat.attention.ALL_ATTENTION_FUNCTIONS, "eager"),
+        (AttentionInterface._global_mapping, "sdpa"),
+        (AttentionInterface._global_mapping, "eager"),
         (vars(torch.nn.functional), "scaled_dot_product_attention"),
     ],
 )
