@@ -191,8 +191,8 @@ class Runner:
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
         width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
-        tokens, _, _ = draft.padded(width, rows.last_tokens)
-        return self._layout.block(tokens, draft, _ahead(rows))
+        tokens, _, depths = draft.padded(width, rows.last_tokens)
+        return self._layout.block(tokens, depths, draft, _ahead(rows))
 
     def forward(self, inputs: BlockInputs) -> Any:
         """Run the model on a block; its logits are [rows, width, vocab]."""
@@ -272,7 +272,7 @@ class Runner:
             block[row, : len(fed)] = fed
             block[row, len(fed) :] = fed[-1] if fed else 0  # padding, as in `layout`
         draft = DraftTree.from_chains([[row[1:]] for row in tokens])
-        return Runner.forward(self, self._layout.block(block, draft, ahead))
+        return Runner.forward(self, self._layout.block(block, draft.padded(width)[2], draft, ahead))
 
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]."""

@@ -50,16 +50,18 @@ class BlockLayout:
         pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
 
-    def block(self, tokens: np.ndarray, draft: DraftTree, ahead: np.ndarray) -> BlockInputs:
+    def block(
+        self, tokens: np.ndarray, depths: np.ndarray, draft: DraftTree, ahead: np.ndarray
+    ) -> BlockInputs:
         """Place a block behind what each row has in the cache.
 
         Args:
             tokens: The last token of each row and the draft's nodes, [rows, width].
+            depths: Depth of each of them, 0 for the last token and padding, [rows, width].
             draft: The draft.
             ahead: Tokens of each row that were fed since the prompt, [rows].
         """
         width = tokens.shape[1]
-        depths = draft.padded(width)[2]
         self._cache.slots.place(width)
         offsets = torch.from_numpy(ahead[:, None] + depths).to(self._device)
         inputs: dict[str, Any] = {
