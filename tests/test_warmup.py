@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -22,13 +21,13 @@ from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "gain", "mode"), [(1, 0.0, ""), (3, 0.0, ""), (1, math.inf, "packed")]
+    ("batch_size", "share", "mode"), [(1, 2.0, ""), (3, 2.0, ""), (1, 0.0, "packed")]
 )
 def test_costs_are_known_afterwards(
-    batch_size: int, gain: float, mode: str, monkeypatch: pytest.MonkeyPatch
+    batch_size: int, share: float, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_packing()
-    monkeypatch.setattr(packed_weights, "GAIN", gain)
+    monkeypatch.setattr(packed_weights, "time_share", lambda *_: share)
     monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**40)
     model = tiny("llama")
     before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
@@ -75,7 +74,7 @@ def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> N
 
 
 def test_a_table_of_positions_is_not_outgrown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "GAIN", 0.0)
+    monkeypatch.setattr(packed_weights, "time_share", lambda *_: 2.0)
     model = tiny("gpt2", n_positions=32)
     lookahead_hf.warm_up(model, context_length=256)
     curve = memory_of(model).costs.curve(1, 15, cost_setting(model), "")

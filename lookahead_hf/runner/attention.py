@@ -34,10 +34,24 @@ class _Step:
     def __init__(self, trees: Sequence[BlockTree]) -> None:
         self._trees = {id(tree.mask): tree for tree in trees}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._functions: dict[str, tuple[Any, bool]] = {}
 
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
         """What is known of this very mask; a copy that the model made may say something else."""
         return self._trees.get(id(mask))
+
+    def function(self, name: str, module: nn.Module) -> tuple[Any, bool]:
+        """Return the attention function registered by a name, and whether it is a stock one.
+
+        The registry is read once per forward, so that what a caller registers counts in the next.
+        """
+        found = self._functions.get(name)
+        if found is None:
+            function = compat.attention_function(name)
+            found = function, compat.is_stock_attention(function, module)
+            if function is not None:  # else each module's file has its own
+                self._functions[name] = found
+        return found
 
     def folded(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
         """The mask with its rows repeated once per head of a group, made once per mask."""
@@ -162,8 +176,7 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step: _Step | None = getattr(_thread, "step", None)
-        registered = compat.attention_function(name)  # now, since a caller may register another
-        is_stock = compat.is_stock_attention(registered, module)
+        registered, is_stock = (step or _Step(())).function(name, module)
         if step is not None and is_stock and kwargs.get("position_bias") is None:
             tree = step.tree(attention_mask)
             more = kwargs.get("softcap"), kwargs.get("s_aux")

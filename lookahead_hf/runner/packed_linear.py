@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
-from lookahead_hf.runner.packed_weights import Group, Multiply, checksum, fits, most_tokens, pack
+from lookahead_hf.runner.packed_weights import Group, Multiply, checksum, fits, pack, served_tokens
 from lookahead_hf.runner.shared_change import SharedChange
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class _StandIn:
         index: int,
         sizes: list[int],
         multiply: Multiply,
-        most: int,
+        served: range,
     ) -> None:
         self.thread = thread
         self.module = ref(module)  # what is kept of a model must not keep the model alive
@@ -68,7 +68,8 @@ class _StandIn:
         self.version = None if weight.is_inference() else weight._version
         self.checksum = checksum(weight)
         self.index, self.sizes, self.multiply = index, sizes, multiply
-        self.most_elements = most * weight.shape[1]
+        self.terms = weight.shape[1]
+        self.fewest, self.most = served[0] * self.terms, served[-1] * self.terms
 
     def is_current(self) -> bool:
         """Whether the module still holds the weight that was packed, bit for bit.
@@ -97,7 +98,7 @@ class _StandIn:
             not thread.depth
             or type(input) is not torch.Tensor
             or input.dtype is not self.dtype
-            or not 0 < input.numel() <= self.most_elements
+            or not self.fewest <= input.numel() <= self.most
             or not input.is_contiguous()
             or not self._holds(module)
             or not only_multiplies(module)
@@ -114,11 +115,30 @@ class _StandIn:
         multiply, given, stamped, parts = thread.product
         is_same = multiply is self.multiply and given is x and is_unwritten(x, stamped)
         if not is_same or parts[self.index] is None:  # None: the layer is called a second time
-            parts = [*self.multiply(x, None).split_with_sizes(self.sizes, -1)]
+            product = self.multiply(x, None)
+            # The parts of a single token are contiguous as they are.
+            is_single = x.numel() == self.terms
+            split: Any = torch.split_with_sizes if is_single else torch.split_with_sizes_copy
+            parts = [*split(product, self.sizes, -1)]
             thread.product = self.multiply, x, stamp(x), parts
         part: torch.Tensor = parts[self.index]
         parts[self.index] = None
-        return part.contiguous()
+        return part
+
+
+def torch_only_multiplies() -> bool:
+    """Whether torch's linear layers are torch's own and nobody watches all modules or functions.
+
+    This is asked once a step.
+    """
+    return (
+        nn.Linear.forward is _FORWARD
+        and functional.linear is _LINEAR
+        and not torch_module._global_forward_hooks
+        and not torch_module._global_forward_pre_hooks
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 def only_multiplies(module: nn.Module) -> bool:
@@ -130,15 +150,9 @@ def only_multiplies(module: nn.Module) -> bool:
         type(module) is nn.Linear
         and not module._forward_hooks
         and not module._forward_pre_hooks
-        and "forward" not in vars(module)
-        and nn.Linear.forward is _FORWARD
-        and functional.linear is _LINEAR
-        and not torch_module._global_forward_hooks
-        and not torch_module._global_forward_pre_hooks
+        and "forward" not in module.__dict__
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
     )
 
 
@@ -228,16 +242,16 @@ class PackedLinears:
             self.num_steps = 0  # memory may be free after as many steps again
             return
         self._settings, made = _settings(), list[_StandIn]()
-        limits: dict[Any, int] = {}  # the first of every shape is tried
+        tried: dict[Any, range] = {}  # the first of every shape is tried
         try:
             for block, group in zip(blocks, groups, strict=True):
                 kind = tuple((weight.shape, weight.dtype, bias is None) for weight, bias in group)
-                most = limits[kind] if kind in limits else most_tokens(group)
-                limits[kind] = most
-                if most:
+                served = tried[kind] if kind in tried else served_tokens(group)
+                tried[kind] = served
+                if served:
                     sizes, multiply = [len(weight) for weight, _ in group], pack(group)
                     for index, module in enumerate(block):
-                        made.append(_StandIn(self.thread, module, index, sizes, multiply, most))
+                        made.append(_StandIn(self.thread, module, index, sizes, multiply, served))
         except (RuntimeError, MemoryError) as error:  # torch raises both when memory runs out
             _logger.info("weights are not packed: %s", error)
             made = []

@@ -16,6 +16,7 @@ from lookahead_hf.runner.packed_linear import (
     PackedLinears,
     laid,
     only_multiplies,
+    torch_only_multiplies,
 )
 
 PACKED_AFTER = 96
@@ -108,7 +109,8 @@ class PackedSteps:
         """Run a step inside: with packed layers, or watched where it is time to pack them."""
         self.is_typical = True
         kept = self._kept()
-        if kept is None:
+        if kept is None or not torch_only_multiplies():
+            self.is_used = False
             yield
             return
         kept.num_steps += 1
@@ -140,6 +142,6 @@ class PackedSteps:
         They save a third of a multiplication by 64 tokens, and a quarter of one by 256.
         """
         kept = self._kept()
-        if kept is not None and kept.same_bits and kept.are_ready():
+        if kept is not None and kept.same_bits and kept.are_ready() and torch_only_multiplies():
             return kept.laid_under()
         return nullcontext()

@@ -323,7 +323,7 @@ def test_a_model_of_another_dtype_is_packed_anew() -> None:
 
 
 def test_more_tokens_than_were_tried_are_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "most_tokens", lambda group: 8)
+    monkeypatch.setattr(packed_linear, "served_tokens", lambda group: range(1, 9))
     model = Joined()
     steps, _ = stepping(model)
     with torch.no_grad(), steps.step():

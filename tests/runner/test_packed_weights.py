@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from lookahead_hf.runner import packed_weights
-from lookahead_hf.runner.packed_weights import checksum, most_tokens, pack
+from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens
 from tests.helpers.packing import needs_packing
 
 
@@ -30,13 +30,14 @@ def groups(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_packing()
-    monkeypatch.setattr(packed_weights, "GAIN", float("inf"))
+    monkeypatch.setattr(packed_weights, "time_share", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packed_layers_give_the_layers_results(dtype: torch.dtype) -> None:
     for group in groups(dtype):
-        assert most_tokens(group) >= packed_weights.FEWEST_SERVED
+        served = served_tokens(group)
+        assert served[0] == 1 and served[-1] >= packed_weights.FEWEST_SERVED
         for rows, width in ((1, 1), (1, 9), (3, 7)):
             x = torch.randn(rows, width, group[0][0].shape[1]).to(dtype)
             own = torch.cat([linear(x, *layer) for layer in group], -1)
@@ -55,12 +56,20 @@ def test_other_results_limit_the_tokens_served(
         return lambda x, bias: multiply(x, bias) * (1.0 + (x.shape[1] >= wrong_from) * 0.01)
 
     monkeypatch.setattr(packed_weights, "pack", off_by_a_little)
-    assert [most_tokens(group) for group in groups(dtype)] == [served] * 3
+    assert [len(served_tokens(group)) for group in groups(dtype)] == [served] * 3
 
 
-def test_what_is_no_faster_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "GAIN", 0.0)
-    assert [most_tokens(group) for group in groups()] == [0] * 3
+@pytest.mark.parametrize(
+    ("share_of_few", "share", "first"), [(0.9, 0.9, 1), (1.1, 0.9, 4), (0.9, 2.0, None)]
+)
+def test_copies_serve_where_they_are_faster(
+    monkeypatch: pytest.MonkeyPatch, share_of_few: float, share: float, first: int | None
+) -> None:
+    def time_share(packed: Any, own: Any, weight: torch.Tensor, num_tokens: int) -> float:
+        return share_of_few if num_tokens == packed_weights.FEW_TOKENS else share
+
+    monkeypatch.setattr(packed_weights, "time_share", time_share)
+    assert [next(iter(served_tokens(group)), None) for group in groups()] == [first] * 3
 
 
 def one_element(weight: torch.Tensor) -> None:
