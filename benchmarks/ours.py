@@ -13,11 +13,7 @@ from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.sources.recycling import (
-    LEAST_NEW_TOKENS,
-    MOST_PROMPT_TOKENS,
-    RecyclingDrafter,
-)
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
 
@@ -75,11 +71,6 @@ class Ours(Contender):
         self._rows = Rows(tokens[None, :-1])
         self._rows.emit(0, int(tokens[-1]))
         self._ensemble.begin(self._rows)
-        if self._recycling and self._new_tokens >= LEAST_NEW_TOKENS:
-            start = max(0, len(prompt.last) - MOST_PROMPT_TOKENS)
-            self._recycling.seed(
-                self._rows, 0, start, prompt.top_ids[start:], prompt.top_probs[start:]
-            )
 
     def propose(self) -> DraftTree:
         return head(self._ensemble.propose(self._rows, self._num_nodes), self._num_nodes)

@@ -18,7 +18,6 @@ _HOME = {
     "PoolDrafter": "sources.pool",
     "PredictionDrafter": "sources.prediction",
     "RecyclingDrafter": "sources.recycling",
-    "SourceCounts": "ensemble",
     "build": "registry",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
-from lookahead_hf.drafting import compiled, reference
+from lookahead_hf.drafting import _learning_numba
 from lookahead_hf.drafting.calibration import (
     KEPT_WEIGHT,
     MEMORY,
@@ -22,6 +23,7 @@ from lookahead_hf.drafting.calibration import (
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.rows import Rows
+from tests.oracles import drafting as oracle
 
 
 class Source(Drafter):
@@ -237,7 +239,8 @@ def test_compiled_and_plain_functions_learn_the_same(
     evidence = tree.evidence
     assert evidence is not None
     learned = []
-    for functions in (compiled.functions(), reference):
+    functions: Any
+    for functions in (_learning_numba, oracle):
         outcome = functions.tested_nodes(
             tree.row_offsets, tree.token_ids, tree.parents, result.token_offsets, result.token_ids
         )

@@ -75,9 +75,7 @@ class Foreseeing(Drafter):
 def session_of(
     rows: Rows, *sources: Drafter, model: Any = None, budget: str | int = "auto"
 ) -> DraftSession:
-    target: Any = SimpleNamespace(
-        mode="", most_nodes=None, prompt=SimpleNamespace(drop=lambda: None, num_columns=0)
-    )
+    runner: Any = SimpleNamespace(mode="", most_nodes=None)
     return DraftSession(
         model or Model(),
         SpeculativeConfig(budget=budget),
@@ -86,7 +84,7 @@ def session_of(
         do_sample=False,
         vocab_size=VOCAB,
         max_new_tokens=100_000,
-        target=target,
+        runner=runner,
     )
 
 
@@ -186,4 +184,4 @@ def test_an_object_serves_one_call_at_a_time() -> None:
     with pytest.warns(RuntimeWarning, match="drafts for another call"):
         session_of(one, shared)  # the end of a call that had none of it leaves it where it is
     first.end(many)
-    assert list(session_of(one, shared).source_counts) == ["recycling"]
+    assert list(session_of(one, shared).source_stats) == ["recycling"]

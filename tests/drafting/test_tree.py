@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.draft import ROOT, DraftTree
-from lookahead_hf.drafting import compiled, reference
+from lookahead_hf.drafting import _numba
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.tree import head, likeliest_chain, merge
 from lookahead_hf.rows import Rows
+from tests.oracles import drafting as oracle
 
 NUM_BUCKETS = 4
 
@@ -145,9 +146,10 @@ def test_compiled_and_plain_functions_build_the_same_tree(
     calibration = Calibration(sources)
     max_depth = np.full(trees[0].num_rows, depth)
     built = []
-    for functions in (compiled.functions, lambda: reference):
+    for functions in (_numba, oracle):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lookahead_hf.drafting.tree.functions", functions)
+            for name in ("merge_trees", "head_order"):
+                patch.setattr(_numba, name, getattr(functions, name))
             tree = merge(trees, calibration, max_nodes, vocab_size=5, max_depth=max_depth)
             built.append((tree, head(tree, max_nodes // 2)))
     for one, other in zip(*built, strict=True):

@@ -34,6 +34,7 @@ class PredictionDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "prediction"
+    num_buckets = NUM_BUCKETS
 
     def __init__(self, predictions: Sequence[np.ndarray]) -> None:
         """Take the predictions.
@@ -50,10 +51,6 @@ class PredictionDrafter(BuiltInDrafter):
         self._predictions = [np.asarray(prediction, np.int64) for prediction in predictions]
         self._alignments: list[Alignment] = []
         self.rates = self.prior()
-
-    @property
-    def num_buckets(self) -> int:
-        return NUM_BUCKETS
 
     def prior(self) -> np.ndarray:
         return np.maximum.outer(FIRST_RATES, LATER_RATES).astype(np.float32).ravel()
