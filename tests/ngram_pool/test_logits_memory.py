@@ -99,7 +99,7 @@ def test_compiled_and_plain_search_agree(data: st.DataObject, dtype: str, k: int
 
 
 def entry(memory: LogitsMemory, before: int, last: int) -> list[int]:
-    slot = memory.find(before, last)
+    slot = compiled.find(memory.keys, before, last)
     return [] if slot < 0 else memory.tokens[slot].tolist()
 
 
@@ -120,20 +120,20 @@ def test_contexts_are_found_by_two_tokens_and_by_one() -> None:
     assert entry(memory, 4, 3) == []
     note(memory, 3, 4, 70)
     assert entry(memory, 3, 4) == [70]
-    assert len(memory) == 3
+    assert (memory.keys >= 0).sum() == 3
 
 
 def test_a_row_without_tokens_is_not_remembered() -> None:
     memory = LogitsMemory(top_k=1, capacity=64)
     note(memory, 3, 4, -1)
-    assert len(memory) == 0
+    assert (memory.keys >= 0).sum() == 0
 
 
 def test_old_contexts_give_way_to_new_ones() -> None:
     memory = LogitsMemory(top_k=1, capacity=WAYS)
     for last in range(3 * WAYS):
         note(memory, -1, last, last)
-    assert len(memory) == WAYS
+    assert (memory.keys >= 0).sum() == WAYS
     assert [last for last in range(3 * WAYS) if entry(memory, -1, last)] == list(
         range(2 * WAYS, 3 * WAYS)
     )

@@ -93,11 +93,6 @@ class RecyclingDrafter(BuiltInDrafter):
         self._waiting: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
         self._defers = False
 
-    @property
-    def top_k(self) -> int:
-        """Next tokens that are remembered per context."""
-        return self._top_k
-
     def prior(self) -> np.ndarray:
         return np.array([PAIR_RATES, SINGLE_RATES, NEXT_RATES], np.float32).ravel()
 

@@ -122,13 +122,6 @@ def test_rows_of_one_prompt_share_its_prediction() -> None:
     assert [paths(draft, row)[0] for row in range(4)] == [[11], [11], [12], [12]]
 
 
-def test_the_number_of_predictions_must_fit() -> None:
-    with pytest.raises(ValueError, match="2 predictions were given for 3 rows"):
-        begun([[1], [1]], [1, 1, 1])
-    with pytest.raises(ValueError, match="predictions is empty"):
-        PredictionDrafter([])
-
-
 def test_learned_rates_decide_how_much_is_drafted() -> None:
     drafter, rows = begun([list(range(10, 60))], [10])
     calibration = Calibration([drafter])
