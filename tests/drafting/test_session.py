@@ -116,24 +116,15 @@ def cheap(text: list[int], clock: Clock) -> Foreseeing:
     return Foreseeing("cheap", text, clock, 1e-4, lambda at: 2 * (at % 2))
 
 
-def test_a_slow_source_that_is_of_no_use_is_left_and_the_others_go_on(clock: Clock) -> None:
+@pytest.mark.parametrize("repeats", [False, True], ids=["useless", "repeats the others"])
+def test_a_slow_source_that_brings_nothing_is_left(clock: Clock, repeats: bool) -> None:
     text = text_of(1500)
-    alone = decode(text, clock, cheap(text, clock))
-    good, slow = cheap(text, clock), Foreseeing("slow", text, clock, 0.02, lambda at: 0)
-    both = decode(text, clock, good, slow)
-    assert both < 1.05 * alone
+    alone, good = decode(text, clock, cheap(text, clock)), cheap(text, clock)
+    slow = Foreseeing("slow", text, clock, 0.02, good.right if repeats else lambda at: 0)
+    assert decode(text, clock, good, slow) < 1.05 * alone
     assert len(good.asked) > 600 and len(slow.asked) < 20
     rests = np.diff(slow.asked)
     assert rests[-1] > 100 > rests[0], "it is tried again, ever more seldom"
-
-
-def test_a_slow_source_that_repeats_the_others_is_left_too(clock: Clock) -> None:
-    text = text_of(1500)
-    good = cheap(text, clock)
-    slow = Foreseeing("slow", text, clock, 0.02, good.right)
-    alone = decode(text, clock, cheap(text, clock))
-    assert decode(text, clock, good, slow) < 1.05 * alone
-    assert len(slow.asked) < 20
 
 
 def test_a_slow_source_that_brings_more_is_asked_as_soon_as_it_does(clock: Clock) -> None:

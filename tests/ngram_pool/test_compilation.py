@@ -117,17 +117,14 @@ def num_found(module: Any) -> int:
     return sum(module.double.stats.cache_hits.values())
 
 
-def test_compiled_functions_are_kept_beside_the_module(folder: Path) -> None:
+@pytest.mark.parametrize(("is_read_only", "kept"), [(False, "__pycache__"), (True, "users")])
+def test_compiled_functions_are_kept_beside_the_module_or_for_the_user(
+    folder: Path, is_read_only: bool, kept: str
+) -> None:
+    if is_read_only:
+        (folder / "__pycache__").write_text("")  # can be no folder, whoever runs this
     assert toy(folder).double(3) == 8
-    assert list((folder / "__pycache__").glob("*.nbi"))
-    again = toy(folder)
-    assert again.double(3) == 8 and num_found(again) == 1
-
-
-def test_beside_a_read_only_install_they_are_kept_for_the_user(folder: Path) -> None:
-    (folder / "__pycache__").write_text("")  # can be no folder, whoever runs this
-    assert toy(folder).double(3) == 8
-    assert list((folder / "users").rglob("*.nbi"))
+    assert list((folder / kept).rglob("*.nbi"))
     again = toy(folder)
     assert again.double(3) == 8 and num_found(again) == 1
 

@@ -70,20 +70,6 @@ def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
     assert chain(drafter.propose(rows, 32))[:3] == [4, 3, 4]
 
 
-def test_two_tokens_say_more_than_one() -> None:
-    rows = rows_of([[1, 5, 9]])
-    drafter = drafter_for(rows, top_k=2, num_next=2)
-    # 7 may follow (5, 9), 8 may follow (6, 9), which came last.
-    for emitted, possible in ((6, 7), (9, 20), (5, 8), (9, 20)):
-        logits = logits_of([{emitted: LIKELY, possible: POSSIBLE}])
-        drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [emitted])), logits)
-    assert rows.context(0)[-2:].tolist() == [5, 9]
-    tree = drafter.propose(rows, 64)
-    first = tree.token_ids[tree.parents == ROOT].tolist()
-    assert 7 in first
-    assert 8 not in first
-
-
 def test_rejected_nodes_are_learned_from_too() -> None:
     rows = rows_of([[1, 2]])
     drafter = drafter_for(rows)
