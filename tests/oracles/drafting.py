@@ -1,5 +1,7 @@
 """The compiled functions on draft trees and verdicts, in Python for reading."""
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import heapq
@@ -22,17 +24,9 @@ class _Node:
 
 
 def merge_trees(
-    row_offsets: np.ndarray,
-    token_ids: np.ndarray,
-    parents: np.ndarray,
-    entry_offsets: np.ndarray,
-    buckets: np.ndarray,
-    rates: np.ndarray,
-    bucket_starts: np.ndarray,
-    max_depth: np.ndarray,
-    vocab_size: int,
-    max_nodes: int,
-) -> tuple[np.ndarray, ...]:
+    row_offsets, token_ids, parents, entry_offsets, buckets, rates, bucket_starts, max_depth,
+    vocab_size, max_nodes,
+):  # fmt: skip
     rows = []
     for row in range(row_offsets.shape[1] - 1):
         nodes: list[_Node] = []
@@ -101,9 +95,7 @@ def _likeliest(nodes: list[_Node], max_nodes: int) -> list[int]:
     return order
 
 
-def head_order(
-    row_offsets: np.ndarray, parents: np.ndarray, num_nodes: int
-) -> tuple[np.ndarray, ...]:
+def head_order(row_offsets, parents, num_nodes):
     offsets, order, moved_parents = [0], list[int](), list[int]()
     for first, end in zip(row_offsets[:-1].tolist(), row_offsets[1:].tolist(), strict=True):
         kept = parents[first : min(end, first + num_nodes)].tolist()
@@ -119,13 +111,7 @@ def head_order(
     return np.array(offsets), np.array(order, np.int64), np.array(moved_parents, np.int32)
 
 
-def tested_nodes(
-    row_offsets: np.ndarray,
-    token_ids: np.ndarray,
-    parents: np.ndarray,
-    token_offsets: np.ndarray,
-    emitted: np.ndarray,
-) -> np.ndarray:
+def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
     outcome = np.full(len(token_ids), -1, np.int8)
     for row in range(len(row_offsets) - 1):
         first = int(row_offsets[row])
@@ -141,18 +127,9 @@ def tested_nodes(
 
 
 def learn_rates(
-    outcome: np.ndarray,
-    entry_offsets: np.ndarray,
-    entry_source: np.ndarray,
-    entry_bucket: np.ndarray,
-    bucket_starts: np.ndarray,
-    prior: np.ndarray,
-    prior_weight: float,
-    memory: float,
-    counts: np.ndarray,
-    gained: np.ndarray,
-    rates: np.ndarray,
-) -> None:
+    outcome, entry_offsets, entry_source, entry_bucket, bucket_starts, prior, prior_weight, memory,
+    counts, gained, rates,
+):  # fmt: skip
     for node in np.flatnonzero(outcome >= 0):
         for entry in range(int(entry_offsets[node]), int(entry_offsets[node + 1])):
             bucket = int(bucket_starts[entry_source[entry]]) + int(entry_bucket[entry])
@@ -164,14 +141,7 @@ def learn_rates(
             rates[bucket] = (counts[0, bucket] + prior_weight * prior[bucket]) / weight
 
 
-def count_sources(
-    row_offsets: np.ndarray,
-    entry_offsets: np.ndarray,
-    entry_source: np.ndarray,
-    path_offsets: np.ndarray,
-    path: np.ndarray,
-    counts: np.ndarray,
-) -> None:
+def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
     for row in range(len(row_offsets) - 1):
         first = int(row_offsets[row])
         accepted = set(path[path_offsets[row] : path_offsets[row + 1]].tolist())
