@@ -163,11 +163,10 @@ def _decode(
     sources: list[Drafter] = [ngram, recycling]
     if scene.chance is not None:
         sources.append(Dear(clock, text, scene.chance))
-    prompt = SimpleNamespace(drop=lambda: None, num_columns=0)
-    target: Any = SimpleNamespace(mode="", most_nodes=None, prompt=prompt)
+    runner: Any = SimpleNamespace(mode="", most_nodes=None)
     drafts = DraftSession(
         model, SpeculativeConfig(budget=budget), rows, sources, do_sample=False,
-        vocab_size=2**31, max_new_tokens=scene.length, target=target,
+        vocab_size=2**31, max_new_tokens=scene.length, runner=runner,
     )  # fmt: skip
     drafts.begin(rows)
     spent, first = 0.0, True

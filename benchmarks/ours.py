@@ -13,11 +13,7 @@ from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.sources.recycling import (
-    LEAST_NEW_TOKENS,
-    MOST_PROMPT_TOKENS,
-    RecyclingDrafter,
-)
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
 
@@ -31,7 +27,7 @@ class RecordedRecycling(RecyclingDrafter):
     seen: Seen
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        best = (part[:, : self.top_k].copy() for part in (self.seen.top_ids, self.seen.top_probs))
+        best = (part[:, : self._top_k].copy() for part in (self.seen.top_ids, self.seen.top_probs))
         self._remember(self.seen.before, self.seen.last, *best)
         self._note_rejected(0, rows.last_token(0), self.seen.top_ids[-1], self.seen.top_probs[-1])
 
@@ -75,11 +71,6 @@ class Ours(Contender):
         self._rows = Rows(tokens[None, :-1])
         self._rows.emit(0, int(tokens[-1]))
         self._ensemble.begin(self._rows)
-        if self._recycling and self._new_tokens >= LEAST_NEW_TOKENS:
-            start = max(0, len(prompt.last) - MOST_PROMPT_TOKENS)
-            self._recycling.seed(
-                self._rows, 0, start, prompt.top_ids[start:], prompt.top_probs[start:]
-            )
 
     def propose(self) -> DraftTree:
         return head(self._ensemble.propose(self._rows, self._num_nodes), self._num_nodes)

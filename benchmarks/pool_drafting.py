@@ -198,11 +198,10 @@ def trees(text: np.ndarray, size: int, pool: NgramPool, looks: Looks) -> Iterato
 def _teach(ids: np.ndarray, sources: list[Any]) -> None:
     """Teach logits in which the next token has rank 0 and random tokens follow."""
     rng = np.random.default_rng(0)
-    top = rng.integers(0, VOCABULARY, (len(ids) - 1, 12))
+    top = rng.integers(0, VOCABULARY, (len(ids) - 1, 12)).astype(np.int32)
     top[:, 0] = ids[1:]
-    probs = np.broadcast_to(0.5 ** np.arange(1.0, 13.0), top.shape)
-    rows = Rows(ids[None, :-1])
-    rows.emit(0, int(ids[-1]))
+    probs = np.tile(0.5 ** np.arange(1.0, 13.0, dtype=np.float32), (len(top), 1))
+    before = np.append(-1, ids[:-2])
     for source in sources:
         if isinstance(source, RecyclingDrafter):
-            source.seed(rows, 0, 0, top, probs)
+            source._remember(before, ids[:-1], top, probs)

@@ -59,10 +59,6 @@ class Rows:
         """Return a row's attended prompt and emitted tokens, `[length]` int64 (a view)."""
         return self._context[row, : self._prompt_length[row] + self.num_emitted[row]]
 
-    def prompt_columns_of(self, row: int) -> np.ndarray:
-        """Return the columns of a row's attended prompt tokens, ascending, `[prompt_length]`."""
-        return np.flatnonzero(self._attended[row])
-
     def prompt_length(self, row: int) -> int:
         """Return how many attended prompt tokens `context(row)` begins with."""
         return int(self._prompt_length[row])

@@ -10,9 +10,8 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.compiled import compile_or_say
 from lookahead_hf.drafting.cost_model import SIZES
-from lookahead_hf.drafting.session import cost_setting, memory_of
+from lookahead_hf.drafting.session import compile_or_warn, memory_of, placement
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.hook import unwrap
 from lookahead_hf.rows import Rows
@@ -65,7 +64,7 @@ def warm_up(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
     model = unwrap(model)
-    compile_or_say()
+    compile_or_warn()
     try:
         support.check_setup(model)
         support.check_kind(model)
@@ -118,8 +117,8 @@ def _measure(target: Runner, context_length: int, sizes: list[int]) -> None:
             target.capture()
         else:
             _time_step(target, rows, ids[0, 0] % vocab, sizes[0])  # packs weights
-        costs, setting = memory_of(model).costs, cost_setting(model)
-        curve = costs.curve(num_rows, context_length, setting, target.mode)
+        costs = memory_of(model).costs
+        curve = costs.curve(num_rows, context_length, placement(model), target.mode)
         for turn in range(REPEATS + 1):
             for size in sizes:
                 seconds = _time_step(target, rows, ids[0, 0] % vocab, size)

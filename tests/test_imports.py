@@ -42,11 +42,11 @@ LAYERS = {
         "column_map",
     ),
     "drafting": (
-        """_heap _learning_numba cost_model drafter reference scheduler sources.assistant.model
+        """_heap _learning_numba cost_model drafter scheduler sources.assistant.model
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
         """_numba budget sources._recycling_numba sources.assistant.growth sources.lookahead
         sources.ngram sources.prediction user_drafter""",
-        "compiled sources.assistant.drafter sources.pool sources.recycling",
+        "sources.assistant.drafter sources.pool sources.recycling",
         "calibration",
         "tree",
         "ensemble",
@@ -64,7 +64,7 @@ LAYERS = {
     "runner": (
         """cuda.capture cuda.transfer execution masks non_finite packed_weights
         passthrough_kwargs prefix_tuning shared_change torch_compile tree_attention""",
-        "attention guards implicit_positions packed_linear positions prompt_states",
+        "attention guards implicit_positions packed_linear positions",
         "cuda.step layout packed_steps",
         "cuda.graph_set host",
         "compiled cuda.graphs self_test",

@@ -47,7 +47,7 @@ def verdict(paths: list[list[int] | None]) -> Verdict:
 def finished(recorder: StatsRecorder, num_text: list[int], **counts: Any) -> SpeculativeStats:
     """The record of a call whose rows have emitted this many tokens."""
     rows = SimpleNamespace(num_text=np.asarray(num_text))
-    return recorder.finish(rows, "walk", SimpleNamespace(source_counts=counts))
+    return recorder.finish(rows, "walk", counts)
 
 
 def recorded() -> SpeculativeStats:
@@ -57,7 +57,7 @@ def recorded() -> SpeculativeStats:
     recorder.observe(tree, verdict([[0, 2], []]), num_moved=1)
     recorder.observe(DraftTree.from_rows([([], []), ([3], [-1])]), verdict([None, [0]]))
     recorder.observe(DraftTree.empty(2), verdict([None, []]))
-    ngram = SimpleNamespace(drafted=5, accepted=3, exclusive=2)
+    ngram = SourceStats(5, 3, 2)
     return finished(recorder, [1 + 3, 1 + 1 + 2 + 1], ngram=ngram)
 
 

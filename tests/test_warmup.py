@@ -9,7 +9,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import ngram_pool
-from lookahead_hf.drafting.session import cost_setting, memory_of
+from lookahead_hf.drafting.session import memory_of, placement
 from lookahead_hf.runner import packed_weights
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
@@ -32,7 +32,7 @@ def test_costs_are_known_afterwards(
     model = tiny("llama")
     before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
     lookahead_hf.warm_up(model, batch_size=batch_size, context_length=20, max_draft_nodes=16)
-    curve = memory_of(model).costs.curve(batch_size, 20, cost_setting(model), mode)
+    curve = memory_of(model).costs.curve(batch_size, 20, placement(model), mode)
     assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8, 16))
     assert curve.num_samples(32) == 0
     assert ngram_pool.compiled()
@@ -60,7 +60,7 @@ def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.Monk
     assert [each for each in made if each.recordings] == [recorder]
     assert len(recorder.recordings) == before
     assert speculated(model).execution == "replayed"
-    curve = memory_of(model).costs.curve(2, 20, cost_setting(model), "graphs")
+    curve = memory_of(model).costs.curve(2, 20, placement(model), "graphs")
     assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8))
 
 
@@ -77,7 +77,7 @@ def test_a_table_of_positions_is_not_outgrown(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(packed_weights, "time_share", lambda *_: 2.0)
     model = tiny("gpt2", n_positions=32)
     lookahead_hf.warm_up(model, context_length=256)
-    curve = memory_of(model).costs.curve(1, 15, cost_setting(model), "")
+    curve = memory_of(model).costs.curve(1, 15, placement(model), "")
     assert curve.num_samples(16) >= 3
     assert curve.num_samples(24) == 0
 

@@ -14,7 +14,6 @@ from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.near_ties import first_difference
 from lookahead_hf.cli.parsing import Arguments, command, generation_options
 from lookahead_hf.cli.screen import Screen
-from lookahead_hf.config import DEFAULT_DRAFTERS
 
 _EXAMPLES = """\
 examples:
@@ -83,12 +82,8 @@ def _lasting_drafters() -> tuple[Any, ...]:
     """The default drafters, set to remember everything between calls."""
     from lookahead_hf.drafting.sources.ngram import NgramDrafter
     from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-    from lookahead_hf.ngram_pool import NumbaMissingError
 
-    try:
-        return NgramDrafter(keep=True), RecyclingDrafter(keep=True)
-    except NumbaMissingError:
-        return DEFAULT_DRAFTERS  # given by name, they are left out with a warning
+    return NgramDrafter(keep=True), RecyclingDrafter(keep=True)
 
 
 @command("chat", _EXAMPLES, indent=None)

@@ -1,4 +1,4 @@
-"""Drafting: what proposes the next tokens, how much of it is worth verifying."""
+"""Drafting: what proposes the next tokens, and how much of it is worth verifying."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from typing import Any
 
 _HOME = {
     "AssistantDrafter": "sources.assistant.drafter",
-    "Budget": "budget",
-    "Calibration": "calibration",
-    "CostModel": "cost_model",
     "Drafter": "drafter",
-    "Ensemble": "ensemble",
-    "KeptRates": "calibration",
     "LookaheadDrafter": "sources.lookahead",
     "NgramDrafter": "sources.ngram",
     "PoolDrafter": "sources.pool",
     "PredictionDrafter": "sources.prediction",
     "RecyclingDrafter": "sources.recycling",
-    "SourceCounts": "ensemble",
-    "build": "registry",
 }
 
 __all__ = [*sorted(_HOME), "DraftTree"]  # noqa: PLE0604

@@ -1,4 +1,4 @@
-"""Compiled functions that learn from verdicts; `reference` says what each of them does."""
+"""Compiled functions that learn from verdicts; `tests/oracles/drafting.py` has them in Python."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,6 +11,11 @@ from lookahead_hf.ngram_pool.jit import jit
 
 @jit
 def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
+    """What the text said about each node, [nodes] int8: 1 right, 0 wrong, -1 not tested.
+
+    Tested are the children of the root and of every node that was right, verified or not: the token
+    emitted after their parent says which of them is. The others hang on what was not emitted.
+    """
     outcome = np.full(len(token_ids), -1, np.int8)
     after = np.full(len(token_ids), -1, np.int64)
     for row in range(len(row_offsets) - 1):
@@ -18,12 +23,12 @@ def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
         start, end = token_offsets[row], token_offsets[row + 1]
         for node in range(first, row_offsets[row + 1]):
             parent = parents[node]
-            step = after[first + parent] if parent >= 0 else 0
-            if step < 0 or start + step >= end:
+            place = after[first + parent] if parent >= 0 else 0
+            if place < 0 or start + place >= end:
                 continue
-            outcome[node] = token_ids[node] == emitted[start + step]
+            outcome[node] = token_ids[node] == emitted[start + place]
             if outcome[node]:
-                after[node] = step + 1
+                after[node] = place + 1
     return outcome
 
 
@@ -32,6 +37,11 @@ def learn_rates(
     outcome, entry_offsets, entry_source, entry_bucket, bucket_starts, prior, prior_weight, memory,
     counts, gained, rates,
 ):  # fmt: skip
+    """Count each tested node in all its buckets and renew their rates.
+
+    A bucket that was tested `memory` times forgets as much as it learns, so it follows the text.
+    `counts`, `gained` and `rates` are those of `Calibration` and change in place.
+    """
     for node in range(len(outcome)):
         if outcome[node] < 0:
             continue
@@ -41,38 +51,33 @@ def learn_rates(
                 keep = (memory - 1.0) / counts[1, bucket]
                 counts[0, bucket] *= keep
                 counts[1, bucket] *= keep
-            counts[0, bucket] += outcome[node]
-            counts[1, bucket] += 1.0
-            gained[0, bucket] += outcome[node]
-            gained[1, bucket] += 1.0
+            for total in (counts, gained):
+                total[0, bucket] += outcome[node]
+                total[1, bucket] += 1.0
             weight = counts[1, bucket] + prior_weight
             rates[bucket] = (counts[0, bucket] + prior_weight * prior[bucket]) / weight
 
 
 @jit
 def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
+    """Add up what each source drafted, what was accepted, and what of that only it proposed.
+
+    `counts`, [3, sources] int64, changes in place.
+    """
+    num_sources = counts.shape[1]
+    proposed = np.empty(num_sources, np.bool_)
     for row in range(len(row_offsets) - 1):
         first = row_offsets[row]
         accepted = path[path_offsets[row] : path_offsets[row + 1]]
         for node in range(first, row_offsets[row + 1]):
             hit = False
-            for step in range(len(accepted)):
-                hit |= accepted[step] == node - first
-            num_sources, begin, end = 0, entry_offsets[node], entry_offsets[node + 1]
-            for entry in range(begin, end):
-                num_sources += _is_first(entry_source, begin, entry)
-            for entry in range(begin, end):
-                if _is_first(entry_source, begin, entry):
-                    source = entry_source[entry]
-                    counts[0, source] += 1
-                    counts[1, source] += hit
-                    counts[2, source] += hit and num_sources == 1
-
-
-@jit
-def _is_first(entry_source, begin, entry):
-    """Whether no earlier entry of the node is of the same source."""
-    first = True
-    for other in range(begin, entry):
-        first &= entry_source[other] != entry_source[entry]
-    return first
+            for place in accepted:
+                hit |= place == node - first
+            proposed[:] = False
+            for entry in range(entry_offsets[node], entry_offsets[node + 1]):
+                proposed[entry_source[entry]] = True
+            is_alone = proposed.sum() == 1
+            for source in range(num_sources):
+                counts[0, source] += proposed[source]
+                counts[1, source] += hit and proposed[source]
+                counts[2, source] += hit and proposed[source] and is_alone

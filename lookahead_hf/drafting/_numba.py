@@ -1,4 +1,4 @@
-"""Compiled drafting functions; `reference` says what each of them does."""
+"""Compiled functions on draft trees; `tests/oracles/drafting.py` has them in Python."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -7,10 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_hf.drafting._heap import pop, push
-from lookahead_hf.drafting._learning_numba import count_sources, learn_rates, tested_nodes
 from lookahead_hf.ngram_pool.jit import jit
-
-__all__ = ["count_sources", "head_order", "learn_rates", "merge_trees", "tested_nodes"]
 
 # Rows of the scratch arrays.
 PARENT, DEPTH, FIRST_ENTRY, LAST_ENTRY, FIRST_CHILD, NEXT_SIBLING, PLACE = range(7)
@@ -22,6 +19,28 @@ def merge_trees(
     row_offsets, token_ids, parents, entry_offsets, buckets, rates, bucket_starts, max_depth,
     vocab_size, max_nodes,
 ):  # fmt: skip
+    """Unite the sources' trees by prefix and keep each row's `max_nodes` likeliest nodes.
+
+    A node that several sources propose is wrong only where all of them are:
+    `p = 1 - prod(1 - rate)`. Siblings exclude each other: where their sum exceeds 1 they share it.
+    Nodes come out likeliest first, hence parents first; equal ones in the order of the proposals.
+    Token ids outside the vocabulary, unknown parents or buckets and their children are left out.
+
+    Args:
+        row_offsets: Where each source's rows lie, [sources, rows + 1] int64.
+        token_ids: Tokens of all sources' nodes, [nodes] int64.
+        parents: Their parents, within the source's row, [nodes] int32.
+        entry_offsets: Where the buckets of each node lie, [nodes + 1] int64.
+        buckets: Buckets, within the source, [entries] int32.
+        rates: Acceptance rates, source after source, [buckets] float32.
+        bucket_starts: First rate of each source, [sources + 1] int64.
+        max_depth: Deepest node of each row, [rows] int64.
+        vocab_size: Token ids are below it.
+        max_nodes: Most nodes that a row keeps.
+
+    Returns:
+        The fields of a `DraftTree` and of its evidence, and the node that proposed each first.
+    """
     num_rows = row_offsets.shape[1] - 1
     capacity = min(len(token_ids), num_rows * max_nodes)
     offsets = np.zeros(num_rows + 1, np.int64)
@@ -236,6 +255,13 @@ def _push_siblings(heap, top, size, node, nodes, reach):
 
 @jit
 def head_order(row_offsets, parents, num_nodes):
+    """Each row's first `num_nodes` nodes in depth-first order, the first child first.
+
+    Returns:
+        row_offsets: Where the rows lie after the cut, [rows + 1] int64.
+        order: Old flat index of each kept node, [kept] int64.
+        parents: Parents after the reordering, [kept] int32.
+    """
     num_rows = len(row_offsets) - 1
     capacity = min(len(parents), num_rows * num_nodes)
     offsets = np.zeros(num_rows + 1, np.int64)

@@ -23,26 +23,26 @@ class Budget:
 
     def __init__(
         self,
-        setting: str | int,
+        size: str | int,
         max_nodes: int,
         costs: CostModel,
         rows: Rows,
-        engine: str = "",
+        placement: str = "",
         mode: Callable[[], str] = str,
     ) -> None:
         """Budget one call.
 
         Args:
-            setting: "auto", or the number of nodes that every step drafts if it can.
+            size: "auto", or the number of nodes that every step drafts if it can.
             max_nodes: Most nodes per row.
             costs: What is known of the model's costs.
             rows: The texts of the call.
-            engine: Whatever changes the cost of a forward beside rows and length.
+            placement: Whatever changes the cost of a forward beside rows, length and mode.
             mode: How the runner runs its steps just now.
         """
-        self._fixed = None if setting == "auto" else int(setting)
+        self._fixed = None if size == "auto" else int(size)
         self.most_nodes = max_nodes if self._fixed is None else min(self._fixed, max_nodes)
-        self._costs, self._rows, self._engine, self._mode = costs, rows, engine, mode
+        self._costs, self._rows, self._placement, self._mode = costs, rows, placement, mode
         self._is_first = True
         self._curve = self._curve_for_length()
 
@@ -79,4 +79,4 @@ class Budget:
     def _curve_for_length(self) -> CostCurve:
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
-        return self._costs.curve(rows.num_rows, length, self._engine, self._mode())
+        return self._costs.curve(rows.num_rows, length, self._placement, self._mode())

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.compiled import functions
 from lookahead_hf.drafting.drafter import Drafter, class_path
 
 PRIOR_WEIGHT = 10.0
@@ -79,11 +78,13 @@ class Calibration:
         evidence = merged.evidence
         if evidence is None or not merged.num_nodes:
             return
-        outcome = functions().tested_nodes(
+        from lookahead_hf.drafting._learning_numba import learn_rates, tested_nodes
+
+        outcome = tested_nodes(
             merged.row_offsets, merged.token_ids, merged.parents,
             verdict.token_offsets, verdict.token_ids,
         )  # fmt: skip
-        functions().learn_rates(
+        learn_rates(
             outcome, evidence.offsets, evidence.source, evidence.bucket, self.bucket_starts,
             self._prior, PRIOR_WEIGHT, MEMORY, self.counts, self.gained, self.rates,
         )  # fmt: skip

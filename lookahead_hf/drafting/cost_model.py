@@ -109,7 +109,7 @@ class CostModel:
         self._curves: OrderedDict[tuple[str, int, str, int], CostCurve] = OrderedDict()
 
     def curve(
-        self, num_rows: int, context_length: int, setting: str = "", mode: str = ""
+        self, num_rows: int, context_length: int, placement: str = "", mode: str = ""
     ) -> CostCurve:
         """The curve for a batch of `num_rows` texts of about `context_length` tokens.
 
@@ -118,11 +118,11 @@ class CostModel:
         Args:
             num_rows: Rows of the batch.
             context_length: Tokens of the longest row.
-            setting: Whatever else changes the cost of a forward: device, dtype.
+            placement: Whatever else changes the cost of a forward: device, dtype.
             mode: How the runner runs its steps, which may change from step to step.
         """
         length = max(context_length, 1).bit_length()
-        key = (setting, num_rows, mode, length)
+        key = (placement, num_rows, mode, length)
         with self._lock:
             if key not in self._curves:
                 known = [k for k in self._curves if k[:2] == key[:2]]

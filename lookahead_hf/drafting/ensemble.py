@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,31 +11,15 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration, unique_names
-from lookahead_hf.drafting.compiled import functions, say_once
 from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter
 from lookahead_hf.drafting.tree import ANY_TOKEN, merge
-from lookahead_hf.ngram_pool import NumbaMissingError
+from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.rows import Rows
     from lookahead_hf.runner.cuda.transfer import HostCopy
-
-
-@dataclass(frozen=True, slots=True)
-class SourceCounts:
-    """What one source contributed to a call.
-
-    Attributes:
-        drafted: Verified nodes that the source proposed.
-        accepted: Those of them that were accepted.
-        exclusive: Accepted nodes that no other source proposed.
-    """
-
-    drafted: int
-    accepted: int
-    exclusive: int
 
 
 class Ensemble(Drafter):
@@ -81,10 +64,10 @@ class Ensemble(Drafter):
         self._seconds = [0.0] * len(self._sources)
 
     @property
-    def source_counts(self) -> dict[str, SourceCounts]:
-        """Drafted, accepted and exclusive nodes of each source so far."""
+    def source_stats(self) -> dict[str, SourceStats]:
+        """What each source contributed so far, by name."""
         columns = self._counts.T.tolist()
-        return {name: SourceCounts(*c) for name, c in zip(self._names, columns, strict=True)}
+        return {name: SourceStats(*c) for name, c in zip(self._names, columns, strict=True)}
 
     @property
     def working(self) -> bool:
@@ -129,13 +112,15 @@ class Ensemble(Drafter):
             copy.send()
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        from lookahead_hf.drafting._learning_numba import count_sources
+
+        of_text = verdict.of_text
         if self._merged is not None:
             # Calibration learns from nodes that were not verified, too.
-            self._calibration.update(self._merged, verdict.of_text)
+            self._calibration.update(self._merged, of_text)
             self._merged = None
         if draft.evidence is not None:
-            of_text = verdict.of_text
-            functions().count_sources(
+            count_sources(
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
                 of_text.path_offsets, of_text.path, self._counts,
             )  # fmt: skip
@@ -162,9 +147,6 @@ class Ensemble(Drafter):
         start = perf_counter()
         try:
             return getattr(self._sources[index], method)(*arguments)
-        except NumbaMissingError as error:  # compiling failed while the call waited
-            self._working[index] = False
-            say_once(error)
         except Exception as error:
             if self._working[index]:
                 self._working[index] = False

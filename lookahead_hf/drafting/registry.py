@@ -13,12 +13,10 @@ import numpy as np
 from lookahead_hf.config import BUILT_IN_DRAFTERS, DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.draft import Verdict
 from lookahead_hf.drafting.calibration import Calibration
-from lookahead_hf.drafting.compiled import say_once
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
-from lookahead_hf.ngram_pool import NumbaMissingError
 from lookahead_hf.ngram_pool.compilation import register
 from lookahead_hf.rows import Rows
 
@@ -77,10 +75,10 @@ def build(
         resources: What the drafters can use.
 
     Returns:
-        The drafters in order. If numba is missing or does not work, drafters with an index are left
-        out, with one warning per process.
+        The drafters in order.
 
     Raises:
+        NumbaMissingError: A pool cannot be opened, since numba is missing or does not work.
         ValueError: An unknown name or option, or "assistant" without one.
     """
     wanted = list(DEFAULT_DRAFTERS if drafters is None else drafters)
@@ -93,7 +91,7 @@ def build(
         if not isinstance(drafter, str):
             built += _adapted(drafter, resources)
         elif drafter != "prediction" or resources.predictions is not None:
-            built += _by_name(drafter, options, resources)
+            built.append(_by_name(drafter, options, resources))
     return built
 
 
@@ -113,20 +111,29 @@ def _adapted(drafter: Any, resources: Resources) -> list[Drafter]:
         return []
 
 
-def _by_name(
-    name: str, options: Mapping[str, Mapping[str, Any]], resources: Resources
-) -> list[Drafter]:
-    """Make a drafter from its name; return nothing if its index cannot be built."""
+def _by_name(name: str, options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
+    """Make a drafter from its name."""
     if name not in _CLASSES:
         raise ValueError(
             f"there is no drafter {name!r}; use {', '.join(BUILT_IN_DRAFTERS)}, or Drafter objects "
             "of your own"
         )
+    arguments, own = _given(name, resources)
+    make = getattr(importlib.import_module("lookahead_hf.drafting"), _CLASSES[name])
+    given = dict(options.get(name, {}))
+    if clash := given.keys() & own.keys():
+        raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
+    if given.get("keep") is True:
+        raise ValueError(
+            f"options of the drafter {name!r} cannot set keep=True: given by name, a drafter ends "
+            "with its call. Give an object that lives longer, such as "
+            "drafters=(NgramDrafter(keep=True), RecyclingDrafter(keep=True))"
+        )
     try:
-        return [_make(name, options, resources)]
-    except NumbaMissingError as error:
-        say_once(error)
-        return []
+        drafter: Drafter = make(*arguments, **own, **given)
+    except TypeError as error:
+        raise ValueError(f"options of the drafter {name!r}: {given!r}: {error}") from error
+    return drafter
 
 
 def _given(name: str, resources: Resources) -> tuple[list[Any], dict[str, Any]]:
@@ -161,25 +168,6 @@ def _given(name: str, resources: Resources) -> tuple[list[Any], dict[str, Any]]:
         "probs": resources.draws,
         "settings": resources.settings,
     }
-
-
-def _make(name: str, options: Mapping[str, Mapping[str, Any]], resources: Resources) -> Drafter:
-    arguments, own = _given(name, resources)
-    make = getattr(importlib.import_module("lookahead_hf.drafting"), _CLASSES[name])
-    given = dict(options.get(name, {}))
-    if clash := given.keys() & own.keys():
-        raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
-    if given.get("keep") is True:
-        raise ValueError(
-            f"options of the drafter {name!r} cannot set keep=True: given by name, a drafter ends "
-            "with its call. Give an object that lives longer, such as "
-            "drafters=(NgramDrafter(keep=True), RecyclingDrafter(keep=True))"
-        )
-    try:
-        drafter: Drafter = make(*arguments, **own, **given)
-    except TypeError as error:
-        raise ValueError(f"options of the drafter {name!r}: {given!r}: {error}") from error
-    return drafter
 
 
 def _warm_up() -> None:

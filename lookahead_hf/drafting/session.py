@@ -5,26 +5,28 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.distributed.coordinator import Alone
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.cost_model import CostModel
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
+from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.scheduler import Scheduler
-from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.runner import DeviceOutputs
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +64,7 @@ class ModelMemory:
 
 
 _lock = threading.Lock()
+_has_warned = False
 
 
 def memory_of(model: Any) -> ModelMemory:
@@ -72,8 +75,8 @@ def memory_of(model: Any) -> ModelMemory:
         return state.drafting
 
 
-def cost_setting(model: Any) -> str:
-    """Whatever changes the costs of one model's steps beside rows and lengths."""
+def placement(model: Any) -> str:
+    """The device and the type of a model, which change what its steps cost."""
     return f"{model.device} {model.dtype}"
 
 
@@ -93,11 +96,41 @@ def sources_of(
             "one for every row (an empty list where there is none), or a single one for all"
         )
     own_pool = memory_of(model).own_pool
-    return build(config.drafters, config.options, replace(resources, own_pool=own_pool))
+    try:
+        return build(config.drafters, config.options, replace(resources, own_pool=own_pool))
+    except ngram_pool.NumbaMissingError as error:
+        _warn_of_numba(error)
+        return []
+
+
+def compile_or_warn() -> None:
+    """Compile all numba functions; where that fails, warn, and calls decode plainly."""
+    with suppress(Exception):
+        ngram_pool.compile_now()
+    _check_numba()
+
+
+def _check_numba() -> None:
+    """Warn if numba is missing or has failed to compile."""
+    try:
+        ngram_pool.check_available()
+    except ngram_pool.NumbaMissingError as error:
+        _warn_of_numba(error)
+
+
+def _warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
+    """Warn once per process that nothing is drafted."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(f"calls decode plainly: {error}", RuntimeWarning, stacklevel=4)
 
 
 class DraftSession:
-    """Proposes drafts of the size that pays, and never costs the call its text."""
+    """Proposes drafts of the size that pays, and never costs the call its text.
+
+    If several processes run the rows of a call, all of them get the draft of the one that decides.
+    """
 
     def __init__(
         self,
@@ -109,8 +142,10 @@ class DraftSession:
         do_sample: bool,
         vocab_size: int,
         max_new_tokens: int,
-        target: Runner,
+        runner: Runner,
         chains: bool = False,
+        processes: Alone | None = None,
+        complete: Callable[[Rows, DraftTree], DraftTree] | None = None,
     ) -> None:
         """Start from what earlier calls learned.
 
@@ -122,8 +157,10 @@ class DraftSession:
             do_sample: Whether tokens are drawn.
             vocab_size: Token ids of the target.
             max_new_tokens: Length of the texts; nothing beyond it is drafted.
-            target: What runs the target.
+            runner: The runner of the target.
             chains: Whether a row's draft must be a chain.
+            processes: Who decides where several processes run the model; None: this process alone.
+            complete: Adds to a draft what its verification needs.
         """
         self._memory = memory_of(model)
         self._do_sample = do_sample
@@ -137,49 +174,45 @@ class DraftSession:
             most_nodes = min(most_nodes, INVARIANT_WIDTH - 1)
         self._budget = Budget(
             config.budget,
-            min(most_nodes, target.most_nodes or most_nodes),
+            min(most_nodes, runner.most_nodes or most_nodes),
             self._memory.costs,
             rows,
-            cost_setting(model) + (" one shape" if config.draft_invariant else ""),
-            lambda: target.mode,
+            placement(model) + (" one shape" if config.draft_invariant else ""),
+            lambda: runner.mode,
         )
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
-        self._prompt, self._max_new_tokens = target.prompt, max_new_tokens
+        self._processes, self._complete = processes or Alone(), complete
         self._failed = False
         self._begun = False
         self._rest = self._resting = 0
 
     @property
-    def source_counts(self) -> dict[str, SourceCounts]:
-        """Drafted, accepted and exclusive nodes of each source."""
-        return self._ensemble.source_counts
+    def source_stats(self) -> dict[str, SourceStats]:
+        """What each source contributed so far, by name."""
+        return self._ensemble.source_stats
 
     def begin(self, rows: Rows) -> None:
         """Show the texts to the sources; until numba has compiled, the call decodes plainly."""
-        try:
-            if not ngram_pool.ready():
-                return
+        if not self._processes.decides or self._begun:
+            return
+        if ngram_pool.ready():
             self._begun = True
-            self._guarded(lambda: self._begin(rows))
-        finally:
-            self._prompt.drop()
-
-    def _begin(self, rows: Rows) -> None:
-        self._ensemble.begin(rows)
-        if self._budget.most_nodes:
-            for source in self._sources:
-                if isinstance(source, RecyclingDrafter):
-                    source.recycle_prompts(rows, self._prompt, self._max_new_tokens)
+            self._guarded(lambda: self._ensemble.begin(rows))
+        else:
+            _check_numba()
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, an empty one if none is."""
-        if not self._begun:
-            self.begin(rows)
-        draft = self._guarded(lambda: self._propose(rows)) if self._begun else None
+        draft = self._processes.draft(lambda: self._propose(rows))
+        return draft if self._complete is None else self._complete(rows, draft)
+
+    def _propose(self, rows: Rows) -> DraftTree:
+        self.begin(rows)
+        draft = self._guarded(lambda: self._sized(rows)) if self._begun else None
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
-    def _propose(self, rows: Rows) -> DraftTree | None:
+    def _sized(self, rows: Rows) -> DraftTree | None:
         most = self._budget.most_nodes
         self._resting = max(0, self._resting - 1)
         if not most or self._resting:

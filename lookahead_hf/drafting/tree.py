@@ -8,7 +8,6 @@ import numpy as np
 
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, place_in_row
 from lookahead_hf.drafting.calibration import Calibration
-from lookahead_hf.drafting.compiled import functions
 
 ANY_TOKEN = 2**62
 """Vocabulary size if the caller knows none."""
@@ -37,6 +36,8 @@ def merge(
         `probs` is kept only if a single source drafts: a token that several sources propose was not
         drawn from one of them.
     """
+    from lookahead_hf.drafting._numba import merge_trees
+
     row_offsets = np.array([tree.row_offsets for tree in proposals], np.int64)
     row_offsets[1:] += row_offsets[:-1, -1].cumsum()[:, None]
     token_ids = np.concatenate([tree.token_ids for tree in proposals], dtype=np.int64)
@@ -46,12 +47,9 @@ def merge(
     np.concatenate(sizes).cumsum(out=entry_offsets[1:])
     if max_depth is None:
         max_depth = np.full(row_offsets.shape[1] - 1, len(token_ids) + 1, np.int64)
-    offsets, tokens, parents, depth, score, entries, source, bucket, origin = (
-        functions().merge_trees(
-            row_offsets, token_ids, parents, entry_offsets,
-            np.concatenate(buckets, dtype=np.int32),
-            calibration.rates, calibration.bucket_starts, max_depth, vocab_size, max_nodes,
-        )
+    offsets, tokens, parents, depth, score, entries, source, bucket, origin = merge_trees(
+        row_offsets, token_ids, parents, entry_offsets, np.concatenate(buckets, dtype=np.int32),
+        calibration.rates, calibration.bucket_starts, max_depth, vocab_size, max_nodes,
     )  # fmt: skip
     probs = proposals[0].probs if len(proposals) == 1 else None
     if probs is not None:
@@ -70,7 +68,9 @@ def head(tree: DraftTree, num_nodes: int) -> DraftTree:
         tree: As `merge` returns it, each row's nodes best first.
         num_nodes: Nodes to keep per row.
     """
-    offsets, order, parents = functions().head_order(tree.row_offsets, tree.parents, num_nodes)
+    from lookahead_hf.drafting._numba import head_order
+
+    offsets, order, parents = head_order(tree.row_offsets, tree.parents, num_nodes)
     return _taken(tree, offsets, order, parents)
 
 

@@ -16,7 +16,7 @@ from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.options import Request
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.generation.session import DecodingSession, Drafts
+from lookahead_hf.generation.session import DecodingSession
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import rows_of
 from lookahead_hf.runner import positions, self_test, support
@@ -58,7 +58,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
     verifier = choose_verifier(call, outputs, stream, processes)
     runner = _runner(call, shape, verifier, processes)
-    drafting = DraftSession(
+    drafts = DraftSession(
         model,
         request.config,
         rows,
@@ -66,13 +66,15 @@ def assemble(call: PreparedCall) -> DecodingSession:
         do_sample=call.do_sample,
         vocab_size=int(compat.text_config(model).vocab_size),
         max_new_tokens=positions.num_draftable(model, position_ids, call.num_new),
-        target=runner,
+        runner=runner,
         chains=request.config.draft_invariant and not by_kernel,
+        processes=processes,
+        complete=verifier.complete,
     )
     return DecodingSession(
         call=call,
         rows=rows,
-        drafts=Drafts(drafting, verifier, processes),
+        drafts=drafts,
         runner=runner,
         verifier=verifier,
         processes=processes,
@@ -180,9 +182,7 @@ def _runner(
         )
     if shape is None and is_compiled(call.model):
         return CompiledRunner(call.model, call.num_rows)
-    # Looking at the prompt's states runs a part of the model, which may take all processes.
-    packed = _packed_steps(call, processes)
-    return Runner(call.model, call.num_rows, shape, packed, keeps_prompt=processes.is_alone)
+    return Runner(call.model, call.num_rows, shape, _packed_steps(call, processes))
 
 
 def _packed_steps(call: PreparedCall, processes: coordinator.Alone) -> PackedSteps:

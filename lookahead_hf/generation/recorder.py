@@ -14,7 +14,6 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.stats import PHASES, RowStats, SourceStats, SpeculativeStats
 
 if TYPE_CHECKING:
-    from lookahead_hf.drafting.session import DraftSession
     from lookahead_hf.rows import Rows
 
 _PHASE_OF = {
@@ -109,14 +108,18 @@ class StatsRecorder:
         self._max_width = max(self._max_width, _width(draft, drafted))
 
     def finish(
-        self, rows: Rows, engine: str, drafts: DraftSession, execution: str | None = None
+        self,
+        rows: Rows,
+        engine: str,
+        per_source: dict[str, SourceStats],
+        execution: str | None = None,
     ) -> SpeculativeStats:
         """Return the record of the call.
 
         Args:
             rows: The texts.
             engine: How the call was verified.
-            drafts: Counts what each source contributed.
+            per_source: What each source contributed, by name.
             execution: How the steps were run.
         """
         per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
@@ -133,10 +136,7 @@ class StatsRecorder:
             num_moved=self._moved,
             accepted_histogram=tuple(self._accepted_histogram[k] for k in range(deepest + 1)),
             max_width=self._max_width,
-            per_source={
-                name: SourceStats(counts.drafted, counts.accepted, counts.exclusive)
-                for name, counts in drafts.source_counts.items()
-            },
+            per_source=per_source,
             budget_histogram=dict(sorted(self._budgets.items())),
             engine=engine,
             execution=execution,

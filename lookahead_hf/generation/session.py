@@ -26,36 +26,13 @@ from lookahead_hf.verification.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """The drafts of a call, the same in all processes that run its rows."""
-
-    drafting: DraftSession
-    verifier: Verifier
-    processes: Alone
-
-    def begin(self, rows: Rows) -> None:
-        """Show the texts to the sources of the process that drafts."""
-        if self.processes.decides:
-            self.drafting.begin(rows)
-
-    def propose(self, rows: Rows) -> DraftTree:
-        """Return the draft of a step."""
-        draft = self.processes.draft(lambda: self.drafting.propose(rows))
-        return self.verifier.complete(rows, draft)
-
-    def prepare(self, step: Any) -> None:
-        """Use the time until a launched step is done to learn from earlier ones."""
-        self.drafting.prepare(step)
-
-
-@dataclass(frozen=True, slots=True)
 class DecodingSession:
     """The parts of one call.
 
     Attributes:
         call: The call as transformers prepared it.
         rows: The texts.
-        drafts: The drafters.
+        drafts: What drafts.
         runner: The runner of the model.
         verifier: The verifier, which decides what is accepted.
         processes: Who decides where several processes run the model.
@@ -67,7 +44,7 @@ class DecodingSession:
 
     call: PreparedCall
     rows: Rows
-    drafts: Drafts
+    drafts: DraftSession
     runner: Runner
     verifier: Verifier
     processes: Alone
@@ -107,7 +84,7 @@ class DecodingSession:
                 return draft, step
             self.processes.step()
             step = self.runner.repeat_without_draft(self.rows)
-        self.drafts.drafting.spoiled(step)
+        self.drafts.spoiled(step)
         return DraftTree.empty(self.rows.num_rows), step
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
@@ -116,7 +93,7 @@ class DecodingSession:
             finalize.observe(self, row, [0, *(verdict.accepted(row) + 1).tolist()], step)
         self.stats.observe(draft, verdict, num_moved)
         with self.stats.phase("draft"):
-            self.drafts.drafting.observe(
+            self.drafts.observe(
                 self.rows,
                 draft,
                 verdict,
@@ -129,7 +106,7 @@ class DecodingSession:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with ExitStack() as stack:
-            stack.callback(self.drafts.drafting.end, self.rows)
+            stack.callback(self.drafts.end, self.rows)
             stack.callback(self.runner.end)
             if kind is not None:
                 stack.callback(finalize.break_off, self)
@@ -137,8 +114,10 @@ class DecodingSession:
 
     def output(self) -> Any:
         """Hand the cache back, end the stream and return what `generate` returns."""
-        call, drafting = self.call, self.drafts.drafting
-        record = self.stats.finish(self.rows, self.verifier.name, drafting, self.runner.execution)
+        call = self.call
+        record = self.stats.finish(
+            self.rows, self.verifier.name, self.drafts.source_stats, self.runner.execution
+        )
         columns = finalize.num_columns(self)
         cache = finalize.finish(self, columns)
         stats.publish(call.model, record)  # before the end, when a reader may ask for it

@@ -9,7 +9,6 @@ from lookahead_hf.ngram_pool.compilation import (
     compile_in_background,
     compile_now,
     compiled,
-    failed,
     ready,
 )
 from lookahead_hf.ngram_pool.matches import Continuations
@@ -27,6 +26,5 @@ __all__ = [
     "compile_in_background",
     "compile_now",
     "compiled",
-    "failed",
     "ready",
 ]

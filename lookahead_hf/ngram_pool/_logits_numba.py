@@ -122,6 +122,7 @@ def _insert(key, token, tokens, best, count):
 
 @jit
 def find(keys, before, last):
+    """The entry of `(before, last)`, or of `last` alone if `before` is -1; -1: none."""
     key = (np.int64(before + 1) << 32) | np.int64(last)
     ways = _ways_of(keys, key)
     for way in range(WAYS):

@@ -13,15 +13,13 @@ logger = logging.getLogger(__name__)
 
 _pending: list[Callable[[], None]] = []
 _compiling = threading.Lock()
-_compiler: int | None = None
-"""The thread that is compiling, if any."""
 _background: threading.Thread | None = None
 _failure: Exception | None = None
 """Why the last attempt to compile failed; None if it succeeded or there was none."""
 
 
 class NumbaMissingError(ImportError):
-    """An index was requested, but numba is missing or does not work."""
+    """Drafting needs numba, which is missing or does not work."""
 
     def __init__(self, reason: BaseException | None = None) -> None:
         """`reason`: the exception that was raised, None if numba was not found."""
@@ -30,8 +28,8 @@ class NumbaMissingError(ImportError):
         error = f"{type(reason).__name__}: {reason}"
         why = "is not installed" if is_missing else f"does not work here ({error})"
         super().__init__(
-            f"indexes of token ids need numba, which {why}: `pip install numba` installs a version "
-            "that fits the other packages; or leave out the drafters that keep an index"
+            f"drafting needs numba, which {why}: `pip install numba` installs a version that fits "
+            "the other packages"
         )
 
 
@@ -53,21 +51,16 @@ def register(warm_up: Callable[[], None]) -> None:
 
 
 def available() -> bool:
-    """Return whether indexes can be built: numba is installed and has not failed to compile."""
-    return not failed() and _is_installed()
+    """Return whether numba is installed and has not failed to compile."""
+    return _failure is None and _is_installed()
 
 
 def check_available() -> None:
-    """Raise NumbaMissingError if indexes cannot be built."""
-    if failed():
+    """Raise NumbaMissingError if numba is not installed or has failed to compile."""
+    if _failure is not None:
         raise NumbaMissingError(getattr(_failure, "reason", _failure)) from _failure
     if not _is_installed():
         raise NumbaMissingError
-
-
-def failed() -> bool:
-    """Return whether the last attempt to compile failed; False in the thread that tries again."""
-    return _failure is not None and threading.get_ident() != _compiler
 
 
 def compiled() -> bool:
@@ -76,12 +69,9 @@ def compiled() -> bool:
 
 
 def ready() -> bool:
-    """Start to compile if needed; return whether a call need not wait for it.
-
-    A call need not wait if everything is compiled, or cannot be.
-    """
+    """Return whether everything is compiled; if not, start to compile."""
     compile_in_background()
-    return compiled() or not available()
+    return compiled()
 
 
 def compile_now() -> None:
@@ -94,9 +84,8 @@ def compile_now() -> None:
     Raises:
         NumbaMissingError: numba is missing or cannot be imported.
     """
-    global _compiler, _failure
+    global _failure
     with _compiling:
-        _compiler = threading.get_ident()
         try:
             while _pending:
                 _pending[0]()
@@ -105,8 +94,6 @@ def compile_now() -> None:
         except Exception as error:
             _failure = error
             raise
-        finally:
-            _compiler = None
 
 
 def compile_in_background() -> None:
@@ -127,7 +114,7 @@ def compile_in_background() -> None:
 def _compile_quietly() -> None:
     try:
         compile_now()
-    except Exception:  # calls continue without indexes, and report that
+    except Exception:  # calls decode plainly, and report that
         logger.info("numba's functions could not be compiled", exc_info=True)
 
 

@@ -31,10 +31,6 @@ class LogitsMemory:
         self._stamps = np.zeros((places, WAYS), np.int64)
         self._clock = 0
 
-    def __len__(self) -> int:
-        """Number of contexts in the memory."""
-        return int((self.keys >= 0).sum())
-
     def remember(
         self,
         before: np.ndarray,
@@ -54,10 +50,6 @@ class LogitsMemory:
             self.keys, self._stamps, self.tokens, self.probs, self._clock,
             before, last, tokens, probs,
         )  # fmt: skip
-
-    def find(self, before: int, last: int) -> int:
-        """Return the entry of `(before, last)`, or of `last` alone if `before` is -1; -1: none."""
-        return int(compiled.find(self.keys, before, last))
 
 
 def top_rows(bits: np.ndarray, which: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,6 @@ from lookahead_hf.runner import (
 )
 from lookahead_hf.runner.layout import BlockInputs, BlockLayout
 from lookahead_hf.runner.packed_steps import PackedSteps
-from lookahead_hf.runner.prompt_states import PromptStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,6 @@ class Runner:
         num_rows: int,
         shape: BlockShape | None = None,
         packed: PackedSteps | None = None,
-        *,
-        keeps_prompt: bool = True,
     ) -> None:
         """Prepare for one call.
 
@@ -70,12 +67,10 @@ class Runner:
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
             packed: How steps use packed linear layers, None where they do not.
-            keeps_prompt: Whether the prompt's hidden states are kept for drafting.
         """
         self.model = model
         self.num_rows = num_rows
         self._cache: AdoptedCache | None = None
-        self.prompt = PromptStates(model, keeps_prompt)
         self._shape = shape
         self._packed = packed or PackedSteps(model, False)
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
@@ -114,7 +109,7 @@ class Runner:
         Returns:
             The forward's outputs.
         """
-        with self.prompt.captured(), self._packed.prefill():
+        with self._packed.prefill():
             outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         before_steps()
         mask = model_kwargs.get(self._names.mask)

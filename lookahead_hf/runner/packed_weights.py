@@ -27,6 +27,10 @@ TRIED_TOKENS = (1, 2, 5, 17, 33, 65, 128, 256)
 serves no more tokens than those up to which the bits are the same: in a joined product of three
 layers they differ from 192 tokens on."""
 
+MOST_TRIED = 2e9
+"""Largest product of tokens and elements of a weight that is tried beyond `FEWEST_SERVED` tokens:
+256 tokens of an output layer would take as long as five steps."""
+
 FEWEST_SERVED = 65
 """Tokens that a copy must serve: a step of one row has at most so many by default."""
 
@@ -34,7 +38,10 @@ FEW_TOKENS = 3
 """Up to so many tokens, MKL reads a weight in float32 as it is about as fast as memory is: there a
 copy is slower (110 us for the joined projections of SmolLM2's attention, the layers' own 98)."""
 
-TIMED_TOKENS, TIMED_ROUNDS = 5, 12
+TIMED_TOKENS = 5
+
+TIMED_ROUNDS, TIMED_SECONDS = (3, 12), 0.01
+"""Fewest and most rounds of timing, and the time after which the fewest are enough."""
 
 GAIN = 1.1
 """Largest share of the layers' own time that a copy may take. On a busy machine both seem to take
@@ -83,6 +90,8 @@ def served_tokens(group: Group) -> range:
         multiply, most = pack(group), 0
         generator = torch.Generator().manual_seed(0)
         for tokens in TRIED_TOKENS:
+            if tokens > FEWEST_SERVED and tokens * weight.numel() > MOST_TRIED:
+                break
             x = torch.randn(1, tokens, weight.shape[1], generator=generator).to(weight.dtype)
             if not _agree(multiply(x, bias), torch.cat(own(x), -1), weight.shape[1]):
                 break
@@ -119,7 +128,8 @@ def time_share(
     """
     x = torch.ones(1, num_tokens, weight.shape[1], dtype=weight.dtype)
     times: tuple[list[float], list[float]] = [], []
-    for _ in range(TIMED_ROUNDS):
+    fewest, most = TIMED_ROUNDS
+    while len(times[1]) < most and (len(times[1]) < fewest or sum(times[1]) < TIMED_SECONDS):
         for run, taken in zip((packed, own), times, strict=True):
             start = time.perf_counter()
             run(x)

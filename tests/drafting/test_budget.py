@@ -16,7 +16,6 @@ from lookahead_hf.drafting.cost_model import (
     DUE_AFTER,
     KEPT_SAMPLES,
     SIZES,
-    SLOPE,
     CostCurve,
     CostModel,
 )
@@ -266,17 +265,6 @@ def test_steps_of_unknown_time_teach_nothing() -> None:
 def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
     run = simulate(steep, setting=size, accepts=lambda step: 0.0, steps=40)
     assert run.sizes == [size] * 40
-
-
-def test_sizes_between_and_beyond_measured_ones_follow_the_assumption() -> None:
-    curve, sizes = CostCurve(), np.array([0, 4, 8, 16])
-    assumed = 1.0 + SLOPE * sizes
-    np.testing.assert_allclose(curve.seconds(sizes), assumed)
-    curve.observe(0, 2.0)
-    np.testing.assert_allclose(curve.seconds(sizes), 2 * assumed)
-    curve.observe(8, 4 * assumed[2])
-    np.testing.assert_allclose(curve.seconds(sizes), np.array([2, 3, 4, 4]) * assumed)
-    assert plain_seconds(curve) == 2.0
 
 
 def test_lengths_have_curves_of_their_own_that_start_from_their_neighbours() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
-from lookahead_hf.drafting import compiled, reference
+from lookahead_hf.drafting import _learning_numba
 from lookahead_hf.drafting.calibration import (
     KEPT_WEIGHT,
     MEMORY,
@@ -22,6 +22,7 @@ from lookahead_hf.drafting.calibration import (
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.rows import Rows
+from tests.oracles import drafting as oracle
 
 
 class Source(Drafter):
@@ -39,6 +40,13 @@ class Source(Drafter):
 
 class Other(Source):
     name = "other"
+
+
+class Wider(Source):
+    num_buckets = 4
+
+    def prior(self) -> np.ndarray:
+        return np.full(4, 0.5, np.float32)
 
 
 def draft(
@@ -65,20 +73,22 @@ def gained(calibration: Calibration) -> list[tuple[float, float]]:
     return list(zip(*calibration.gained.tolist(), strict=True))
 
 
-def test_only_children_of_right_nodes_are_evidence() -> None:
+@pytest.mark.parametrize(
+    ("parents", "path", "emitted", "expected"),
+    [
+        # 1 is right, 2 wrong; below 1: 3 wrong; below 2: 4 was never tested.
+        ([-1, -1, 0, 1], [0], [1, 9], [(1, 1), (0, 1), (0, 1)]),
+        # The text stops at token 2, which node 1 proposed: it stands for the bonus token.
+        ([-1, 0, 1, 1], [0], [1, 2], [(1, 1), (1, 1), (0, 0)]),
+    ],
+)
+def test_only_children_of_right_nodes_are_evidence(
+    parents: list[int], path: list[int], emitted: list[int], expected: list[tuple[int, int]]
+) -> None:
     calibration = Calibration([Source()])
-    # 1 is right, 2 wrong; below 1: 3 wrong; below 2: 4 was never tested.
-    tree = draft([([1, 2, 3, 4], [-1, -1, 0, 1])], [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 2)]])
-    calibration.update(tree, verdict(([0], [1, 9])))
-    assert gained(calibration) == [(1, 1), (0, 1), (0, 1)]
-
-
-def test_the_token_that_ends_a_text_counts_for_the_node_that_proposed_it() -> None:
-    calibration = Calibration([Source()])
-    # The text stops at token 2, which node 1 proposed: it stands for the bonus token.
-    tree = draft([([1, 2, 3], [-1, 0, 1])], [[(0, 0)], [(0, 1)], [(0, 2)]])
-    calibration.update(tree, verdict(([0], [1, 2])))
-    assert gained(calibration) == [(1, 1), (1, 1), (0, 0)]
+    tree = draft([([1, 2, 3, 4], parents)], [[(0, 0)], [(0, 1)], [(0, 2)], [(0, 2)]])
+    calibration.update(tree, verdict((path, emitted)))
+    assert gained(calibration) == expected
 
 
 def test_every_source_of_a_node_learns_and_rows_that_sat_out_do_not() -> None:
@@ -111,50 +121,6 @@ def test_rates_follow_a_text_that_changes() -> None:
     assert source.rates[0] < 0.2
 
 
-CHANCES = np.array([0.9, 0.6, 0.35, 0.1, 0.02])
-"""How often proposals of each bucket are right."""
-
-LEVELS = len(CHANCES)
-
-
-class Rated(Source):
-    """A bucket for each of these chances, of which it knows nothing beforehand."""
-
-    num_buckets = LEVELS
-
-    def prior(self) -> np.ndarray:
-        return np.full(LEVELS, 0.5, np.float32)
-
-
-def chain(buckets: Sequence[int]) -> DraftTree:
-    """A chain of the tokens 0, 1, ... by one source."""
-    count = len(buckets)
-    return draft([([*range(count)], [*range(-1, count - 1)])], [[(0, each)] for each in buckets])
-
-
-def play(calibration: Calibration, tree: DraftTree, right: np.ndarray) -> None:
-    """One step: the text is the chain 0, 1, ... as far as each of its tokens is right."""
-    length = int(np.argmin([*right, False]))
-    calibration.update(tree, verdict(([], [*range(length), 99])))
-
-
-def assert_near(rates: np.ndarray, chances: np.ndarray) -> None:
-    """Within four standard deviations of what a memory of `MEMORY` tests and the prior leave."""
-    noise = 4 * np.sqrt(chances * (1 - chances) / (2 * MEMORY))
-    prior = PRIOR_WEIGHT / (PRIOR_WEIGHT + MEMORY) * abs(0.5 - chances)
-    assert (abs(rates - chances) < noise + prior).all(), (rates, chances)
-
-
-def test_rates_converge_to_what_they_are() -> None:
-    calibration, rng = Calibration([Rated()]), np.random.default_rng(0)
-    # Buckets that come later in a chain are tested where the earlier ones were right.
-    for _ in range(5000):
-        order = rng.permutation(LEVELS)
-        play(calibration, chain(order.tolist()), rng.random(LEVELS) < CHANCES[order])
-    assert (calibration.gained[1] > 3 * MEMORY).all()
-    assert_near(calibration.rates, CHANCES)
-
-
 def learn(kept: KeptRates, *sources: Drafter, times: int = 1000) -> None:
     """A call in which the first bucket of every source is always right."""
     calibration = kept.lease(sources, do_sample=False)
@@ -178,12 +144,6 @@ def test_drafters_of_two_classes_have_rates_of_their_own() -> None:
     class Namesake(Source):
         """Another one of the same name."""
 
-    class Wider(Source):
-        num_buckets = 4
-
-        def prior(self) -> np.ndarray:
-            return np.full(4, 0.5, np.float32)
-
     kept = KeptRates()
     learn(kept, Source())
     assert kept.lease([Namesake()], do_sample=False).rates[0] == 0.5
@@ -199,7 +159,7 @@ def test_kept_rates_are_bounded() -> None:
     learn(kept, Source())
     learn(kept, Other())
     learn(kept, Source())  # used again, so that the other one is the longest unused
-    learn(kept, Rated())
+    learn(kept, Wider())
     assert [row.source for row in kept.table()] == ["scripted", "scripted"]
     assert kept.lease([Other()], do_sample=False).rates[0] == 0.5
     assert kept.lease([Source()], do_sample=False).rates[0] > 0.8
@@ -237,7 +197,8 @@ def test_compiled_and_plain_functions_learn_the_same(
     evidence = tree.evidence
     assert evidence is not None
     learned = []
-    for functions in (compiled.functions(), reference):
+    functions: Any
+    for functions in (_learning_numba, oracle):
         outcome = functions.tested_nodes(
             tree.row_offsets, tree.token_ids, tree.parents, result.token_offsets, result.token_ids
         )

@@ -9,8 +9,9 @@ import pytest
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.ensemble import Ensemble, SourceCounts
+from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.rows import Rows
+from lookahead_hf.stats import SourceStats
 from tests.helpers.drafts import rows_of
 
 
@@ -64,9 +65,9 @@ def test_counts_tell_sources_of_one_name_apart_and_what_only_one_of_them_knew() 
     tree = ensemble.propose(rows, 8)
     path = [tree.token_ids.tolist().index(1), tree.token_ids.tolist().index(3)]
     ensemble.observe(rows, tree, step(tree, path, 7), None)  # type: ignore[arg-type]
-    assert ensemble.source_counts == {
-        "custom": SourceCounts(drafted=3, accepted=1, exclusive=0),
-        "custom_2": SourceCounts(drafted=2, accepted=2, exclusive=1),
+    assert ensemble.source_stats == {
+        "custom": SourceStats(drafted=3, accepted=1, exclusive=0),
+        "custom_2": SourceStats(drafted=2, accepted=2, exclusive=1),
     }
 
 

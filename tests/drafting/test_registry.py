@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,8 @@ import pytest
 
 from lookahead_hf import drafting
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting import compiled
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import Resources, build
-from lookahead_hf.ngram_pool import NgramPool, compilation
 from lookahead_hf.rows import Rows
 from tests.helpers.models import tiny
 
@@ -75,20 +72,6 @@ def test_options_out_of_range_are_named(name: str, option: str, value: Any) -> N
         build([name], {name: {option: value}}, resources)
 
 
-def test_without_numba_what_needs_no_index_still_drafts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    NgramPool().save(tmp_path / "pool")
-    monkeypatch.setattr(compilation, "_is_installed", lambda: False)
-    monkeypatch.setattr(compiled, "_is_said", False)
-    resources = Resources(GUESS, pool=tmp_path / "pool")
-    with pytest.warns(RuntimeWarning, match="'pool' are left out.*not installed") as caught:
-        for _ in range(2):
-            drafters = build(["ngram", "recycling", Own()], {}, resources)
-            assert names_of(drafters) == ["prediction", "own"]
-    assert len(caught) == 1
-
-
 def test_every_public_name_can_be_imported() -> None:
     for name in drafting.__all__:
         assert getattr(drafting, name).__name__ == name
@@ -108,10 +91,10 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
     code = (
         "from tests.helpers.drafts import draft_two_steps\n"
         "from lookahead_hf import ngram_pool\n"
-        "from lookahead_hf.drafting import _numba, compiled\n"
+        "from lookahead_hf.drafting import _learning_numba, _numba\n"
         "from lookahead_hf.drafting.sources import _recycling_numba\n"
         "from lookahead_hf.ngram_pool import _logits_numba\n"
-        "modules = (_numba, _recycling_numba, _logits_numba)\n"
+        "modules = (_learning_numba, _numba, _recycling_numba, _logits_numba)\n"
         "count = lambda: [{k: len(v.signatures) for k, v in vars(m).items()\n"
         "                  if hasattr(v, 'signatures')} for m in modules]\n"
         "ngram_pool.compile_now()\n"

@@ -248,13 +248,6 @@ def test_a_drafter_that_raises_is_left_out(model: Any, attribute: str) -> None:
         assert text(model, failing(attribute), do_sample=False) == plain
 
 
-def test_a_name_that_raises_is_no_name(model: Any) -> None:
-    plain = text(model, do_sample=False)
-    assert text(model, failing("name"), do_sample=False) == plain
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and list(stats.per_source) == ["custom"]
-
-
 @pytest.mark.parametrize(
     ("num_buckets", "prior"),
     [(0, []), (-1, [0.3]), (1.5, [0.3]), (True, [0.3]), (None, [0.3]), (2, [0.3]), (1, None)]
@@ -285,10 +278,3 @@ def test_an_object_that_is_no_drafter_may_have_buckets_too() -> None:
     assert (adapted.name, adapted.num_buckets) == ("custom", 2)
     assert adapted.prior().tolist() == pytest.approx([0.1, 0.9])
     assert checked(Bare().propose(None, 8), 1, 2).evidence.bucket.tolist() == [0, 1]  # type: ignore[union-attr, arg-type]
-
-
-def test_a_drafter_sees_its_learned_rates() -> None:
-    own = Own(lambda rows, n: DraftTree.empty(rows.num_rows))
-    adapted = Adapted(own)
-    adapted.rates = np.array([0.7], np.float32)
-    assert own.rates is adapted.rates

@@ -53,20 +53,6 @@ def test_probabilities_of_a_peaked_row_are_close(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_logits_yield_the_lowest_ids(dtype: str) -> None:
-    logits = torch.zeros(1, 2 * LANES + 3)
-    assert top_rows(bits_of(logits, dtype), np.array([0]), 4)[0].tolist() == [[0, 1, 2, 3]]
-    logits[0, 2 * LANES + 1] = logits[0, 5] = 1.0
-    assert top_rows(bits_of(logits, dtype), np.array([0]), 3)[0].tolist() == [[5, 2 * LANES + 1, 0]]
-
-
-def test_fewer_tokens_than_asked_for_leave_places_empty() -> None:
-    tokens, probs = top_rows(bits_of(torch.tensor([[1.0, 3.0]]), "fp32"), np.array([0]), 4)
-    assert tokens.tolist() == [[1, 0, -1, -1]]
-    assert probs[0, 2:].tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_broken_logits_are_never_proposed(dtype: str) -> None:
     for value in (float("nan"), -float("nan"), float("inf")):
         logits = torch.zeros(1, 2 * LANES)
@@ -99,7 +85,7 @@ def test_compiled_and_plain_search_agree(data: st.DataObject, dtype: str, k: int
 
 
 def entry(memory: LogitsMemory, before: int, last: int) -> list[int]:
-    slot = memory.find(before, last)
+    slot = compiled.find(memory.keys, before, last)
     return [] if slot < 0 else memory.tokens[slot].tolist()
 
 
@@ -120,23 +106,7 @@ def test_contexts_are_found_by_two_tokens_and_by_one() -> None:
     assert entry(memory, 4, 3) == []
     note(memory, 3, 4, 70)
     assert entry(memory, 3, 4) == [70]
-    assert len(memory) == 3
-
-
-def test_a_row_without_tokens_is_not_remembered() -> None:
-    memory = LogitsMemory(top_k=1, capacity=64)
-    note(memory, 3, 4, -1)
-    assert len(memory) == 0
-
-
-def test_old_contexts_give_way_to_new_ones() -> None:
-    memory = LogitsMemory(top_k=1, capacity=WAYS)
-    for last in range(3 * WAYS):
-        note(memory, -1, last, last)
-    assert len(memory) == WAYS
-    assert [last for last in range(3 * WAYS) if entry(memory, -1, last)] == list(
-        range(2 * WAYS, 3 * WAYS)
-    )
+    assert (memory.keys >= 0).sum() == 3
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
 from lookahead_hf.ngram_pool.store import MOST_TOKENS
-from tests.helpers.ngrams import EVEN, assert_same_tree, paths, roots
+from tests.helpers.ngrams import EVEN, assert_same_tree, paths
 from tests.oracles import pool as oracle
 
 
@@ -37,14 +37,6 @@ def random_texts(num_texts: int, length: int, vocabulary: int, seed: int = 0) ->
         yield rng.zipf(1.3, length) % vocabulary
 
 
-def test_an_empty_pool_knows_nothing() -> None:
-    pool = NgramPool()
-    assert len(pool) == 0
-    assert len(pool.grow([1, 2], EVEN, 8).token_ids) == 0
-    pool.add([])
-    assert pool.info.num_texts == 0
-
-
 def test_what_followed_in_another_text_is_found() -> None:
     pool = pool_of([5, 6, 7, 8], [1, 2, 3])
     tree = pool.grow([9, 5, 6], EVEN, 8)
@@ -61,18 +53,6 @@ def test_no_match_goes_from_one_text_into_the_next() -> None:
     assert paths(pool.grow([2], EVEN, 8)) == []
     assert paths(pool.grow([2, 3], EVEN, 8)) == [[4]]
     assert pool.grow([2, 3], EVEN, 8).match_len.tolist() == [1]
-
-
-def test_the_longest_match_decides_about_a_token() -> None:
-    pool = pool_of([9, 1, 2, 3], [8, 1, 2, 4], [7, 1, 2, 4])
-    assert roots(pool.grow([9, 1, 2], EVEN, 64)) == {3: (3, 1, 1), 4: (2, 2, 3)}
-
-
-def test_the_newest_occurrences_are_counted() -> None:
-    pool = pool_of(*[[1, 2, 3]] * 100, *[[1, 2, 4]] * 100)
-    tree = pool.grow([1, 2], EVEN, 8)
-    assert tree.token_ids.tolist() == [4]
-    assert tree.count.tolist() == tree.total.tolist() == [16]
 
 
 alphabets = st.sampled_from((2, 3, 5, 9))
@@ -173,12 +153,6 @@ def test_merging_is_building_together() -> None:
     assert_same_content(merged, pool_of(*first, *second))
 
 
-def test_a_pool_can_be_merged_with_itself() -> None:
-    pool = pool_of([1, 2, 3])
-    pool.merge(pool)
-    assert_same_content(pool, pool_of([1, 2, 3], [1, 2, 3]))
-
-
 def test_merging_takes_over_the_tokenizer_of_the_other_pool() -> None:
     pool = pool_of([1, 2, 3])
     pool.merge(pool_of([4, 5], vocab_size=10, tokenizer_fingerprint="X"))
@@ -222,11 +196,6 @@ def test_bad_sizes_are_refused(options: dict[str, int]) -> None:
         NgramPool(**options)
     with pytest.raises(ValueError, match="vocab_size"):
         NgramPool(vocab_size=0)
-
-
-def test_bad_limits_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 <= min_ngram <= max_ngram"):
-        NgramPool().grow([1], EVEN, 1, min_ngram=4, max_ngram=3)
 
 
 def test_threads_add_and_look_up_at_the_same_time() -> None:

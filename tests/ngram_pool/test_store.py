@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lookahead_hf.ngram_pool import NgramPool, store
-from tests.helpers.ngrams import EVEN, TEXT, tree_of, use_damaged_files
+from tests.helpers.ngrams import EVEN, TEXT, tree_of
 
 
 @pytest.fixture
@@ -205,10 +205,6 @@ except ValueError as error:
 """
     done = subprocess.run(child(code, path), capture_output=True, text=True, check=True)
     assert "was written into while it was open" in done.stdout
-
-
-def test_a_thousand_damaged_files_do_no_harm(tmp_path: Path) -> None:
-    use_damaged_files(tmp_path, 1_000)
 
 
 @pytest.mark.slow

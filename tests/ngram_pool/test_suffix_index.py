@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.ngram_pool import SuffixIndex
-from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS, level_of
+from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS
 from tests.helpers.ngrams import EVEN, assert_same_tree, paths, roots
 from tests.oracles import suffix_index as oracle
 
@@ -31,11 +28,6 @@ def rates_by_length() -> np.ndarray:
     return (rates * np.array([0.1, 0.3, 0.6, 1.0])[:, None]).ravel()
 
 
-def test_a_text_without_repetition_has_no_continuation() -> None:
-    assert len(build(list(range(20))).grow(EVEN, 8).token_ids) == 0
-    assert len(build([]).grow(EVEN, 8).token_ids) == 0
-
-
 def test_a_copy_is_followed_past_its_own_beginning() -> None:
     tree = build([5, 6, 7, 8, 5, 6]).grow(rates_by_length(), 6, min_score=0.0)
     assert paths(tree)[0] == [7]
@@ -48,13 +40,6 @@ def test_the_longest_match_decides_about_a_token() -> None:
     # 3 followed "1 2" once and "9 1 2" once, 4 followed "1 2" twice.
     text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 9, 1, 2]
     assert roots(build(text).grow(EVEN, 64)) == {3: (3, 1, 1), 4: (2, 2, 3)}
-
-
-def test_equal_tokens_are_counted_up_to_the_visits() -> None:
-    tree = build([3] * 500).grow(rates_by_length(), 64, min_score=0.0)
-    assert tree.parents.tolist() == list(range(-1, 63))
-    assert set(tree.match_len.tolist()) == {32}
-    assert set(tree.total.tolist()) == {4}
 
 
 def test_matches_do_not_cross_a_border() -> None:
@@ -76,17 +61,6 @@ def test_references_come_first() -> None:
 def test_senseless_limits_are_refused(limits: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"1 <= min_ngram <= max_ngram <= 32"):
         SuffixIndex(*limits)
-
-
-def test_levels() -> None:
-    assert [level_of(n) for n in (1, 8, 9, 15, 16, 31, 32)] == [0, 7, 8, 8, 9, 9, 10]
-    assert oracle.bucket_of(32, 5, 5) == NUM_BUCKETS - 1
-    assert oracle.bucket_of(1, 1, 8) == 2
-
-
-def test_paths_below_the_least_score_are_left_out() -> None:
-    index = build([1, 2] * 20)
-    assert index.grow(EVEN, 64, min_score=0.2).score.tolist() == [0.5, 0.25]
 
 
 alphabets = st.sampled_from((2, 3, 5, 9))
@@ -142,40 +116,3 @@ def test_any_integer_array_may_be_indexed() -> None:
     read_only.setflags(write=False)
     for ids in (text, text.astype(np.int32), np.repeat(text, 2)[::2], read_only, text.tolist()):
         assert build(ids).grow(EVEN, 1).token_ids.tolist() == [7]
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def test_without_numba_the_package_is_imported_and_an_index_refused() -> None:
-    code = """
-import sys
-sys.modules["numba"] = None
-from lookahead_hf import ngram_pool
-assert not ngram_pool.available()
-for build in (ngram_pool.SuffixIndex, ngram_pool.compile_now):
-    try:
-        build()
-    except ImportError as error:
-        print(type(error).__name__, "pip install numba" in str(error))
-"""
-    assert run_python(code).split() == ["NumbaMissingError", "True"] * 2
-
-
-def test_import_is_light_and_compiling_in_the_background_ends() -> None:
-    code = """
-import sys
-from lookahead_hf import ngram_pool
-assert ngram_pool.available() and not ngram_pool.compiled()
-assert "numba" not in sys.modules
-ngram_pool.compile_in_background()
-ngram_pool.compile_in_background()
-import threading
-assert sum("compile" in thread.name for thread in threading.enumerate()) == 1
-ngram_pool.compile_now()
-assert ngram_pool.compiled()
-print(threading.active_count() <= 2)
-"""
-    assert run_python(code) == "True"

@@ -17,7 +17,7 @@ from transformers.generation import BaseStreamer
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting import compiled
+from lookahead_hf.drafting import session
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.rows import Rows
@@ -52,7 +52,7 @@ class Ends(BaseStreamer):
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
     """What there is to compile; nothing has failed, and nothing has been said."""
-    monkeypatch.setattr(compiled, "_is_said", False)
+    monkeypatch.setattr(session, "_has_warned", False)
     with nothing_compiled(monkeypatch) as pending:
         yield pending
 
@@ -86,7 +86,7 @@ def plain(model: Any) -> list[list[int]]:
 def generated(
     model: Any, plain: list[list[int]], **call: Any
 ) -> tuple[list[list[int]], SpeculativeStats]:
-    """A text and how it came about, drafted from indexes and by a drafter that needs no numba."""
+    """A text and how it came about, drafted from indexes and by a drafter of the caller."""
     own = Scripted([plain[0][12:]], right(1))
     config = SpeculativeConfig(drafters=("ngram", "recycling", own), budget=8)
     ids = model.generate(prompt(), **GREEDY, speculative=config, **call).tolist()
@@ -109,7 +109,7 @@ def test_a_call_is_plain_until_all_is_compiled_and_then_drafts(
     assert ids == plain and drafted[0] > 0
 
 
-def test_where_compiling_fails_the_others_draft_until_it_succeeds(
+def test_where_compiling_fails_calls_are_plain_until_it_succeeds(
     model: Any, plain: list[list[int]], work: list[Callable[[], None]], drafted: list[int]
 ) -> None:
     go = threading.Event()
@@ -123,17 +123,15 @@ def test_where_compiling_fails_the_others_draft_until_it_succeeds(
         warnings.simplefilter("always")
         ids, stats = generated(model, plain, streamer=Ends(go))  # fails in its middle
         assert ids == plain
-        assert not any(drafted[: JOINS - 1]) and any(drafted)
-        assert stats.per_source["ngram"].drafted == 0 < stats.per_source["scripted"].accepted
         ids, stats = generated(model, plain)
-        assert ids == plain
-        assert set(stats.per_source) == {"scripted"} and stats.num_accepted > 0
+        assert ids == plain and not any(drafted)
     (said,) = [str(each.message) for each in caught if each.category is RuntimeWarning]
-    assert "are left out of calls" in said and "MemoryError: too little memory" in said
+    assert "calls decode plainly" in said and "MemoryError: too little memory" in said
     work[:] = [lambda: None]
     compilation.compile_now()
     ids, stats = generated(model, plain)
-    assert ids == plain and stats.per_source["ngram"].accepted > 0
+    assert ids == plain
+    assert stats.per_source["ngram"].accepted > 0 < stats.per_source["scripted"].accepted
 
 
 WITHOUT = """
@@ -161,7 +159,7 @@ with warnings.catch_warnings(record=True) as caught:
         for thread in threading.enumerate():
             if "compile" in thread.name:
                 thread.join()
-    assert stats.num_accepted > 0 and set(stats.per_source) == {"prediction"}
+        assert stats.num_steps == 23 and stats.num_drafted == 0
     lookahead_hf.warm_up(model, context_length=20, max_draft_nodes=2)
 for each in caught:
     if "numba" in str(each.message):
@@ -183,5 +181,5 @@ def test_without_a_numba_that_works_calls_go_on(tmp_path: Path, kind: str, reaso
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said, refused = done.stdout.splitlines()
-    assert "are left out of calls" in said and reason in said
-    assert refused.startswith("indexes of token ids need numba") and reason in refused
+    assert "calls decode plainly" in said and reason in said
+    assert refused.startswith("drafting needs numba") and reason in refused

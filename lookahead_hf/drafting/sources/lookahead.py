@@ -140,6 +140,7 @@ class LookaheadDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "lookahead"
+    num_buckets = len(_PRIOR) * DEPTH_CLASSES
 
     def __init__(self, *, window: int = 7, ngram_size: int = 5, num_ngrams: int = 7) -> None:
         """Validate the options.
@@ -160,10 +161,6 @@ class LookaheadDrafter(BuiltInDrafter):
             check_int(f"lookahead: {option}", value, least, 64)
         self._window, self._ngram_size, self._num_ngrams = window, ngram_size, num_ngrams
         self._rows: list[_RowWindow] = []
-
-    @property
-    def num_buckets(self) -> int:
-        return len(_PRIOR) * DEPTH_CLASSES
 
     def prior(self) -> np.ndarray:
         return np.repeat(_PRIOR, DEPTH_CLASSES).astype(np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
-from lookahead_hf.ngram_pool import Continuations, SuffixIndex, check_available
+from lookahead_hf.ngram_pool import Continuations, SuffixIndex
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class NgramDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "ngram"
+    num_buckets = NUM_BUCKETS
 
     def __init__(
         self, *, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH, keep: bool = False
@@ -55,28 +56,21 @@ class NgramDrafter(BuiltInDrafter):
             keep: Whether the index of a single row outlives a call of this object.
 
         Raises:
-            NumbaMissingError: numba is missing or does not work.
             ValueError: An option is of the wrong type, or not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
         if not isinstance(keep, bool):
             raise ValueError(f"ngram: keep must be True or False, not {keep!r}")
-        check_available()
         self._limits, self._keep = (min_ngram, max_ngram), keep
         self._indexes: list[SuffixIndex] = []
         self._known = np.empty(0, np.int64)  # with `keep`, the index's text after its last border
         self._num_known = 0
         self.rates = self.prior()
 
-    @property
-    def num_buckets(self) -> int:
-        return NUM_BUCKETS
-
     def prior(self) -> np.ndarray:
         return rates_of(ONLY_CONTINUATION)
 
     def begin(self, rows: Rows) -> None:
-        check_available()
         if rows.num_rows == 1 and self._indexes:
             self._go_on(rows.context(0))
         else:

@@ -22,7 +22,7 @@ import numpy as np
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.ngram import joined, rates_of
-from lookahead_hf.ngram_pool import Continuations, NgramPool, check_available
+from lookahead_hf.ngram_pool import Continuations, NgramPool
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class PoolDrafter(BuiltInDrafter):
     """Grows one tree per row from a pool that outlives the call."""
 
     name: ClassVar[str] = "pool"
+    num_buckets = NUM_BUCKETS
 
     def __init__(
         self,
@@ -71,7 +72,6 @@ class PoolDrafter(BuiltInDrafter):
             max_ngram: Longest match that is told from shorter ones.
 
         Raises:
-            NumbaMissingError: numba is missing or does not work.
             ValueError: An option is of the wrong type or out of its range, or the pool has token
                 ids that the target does not have or was built with another tokenizer.
         """
@@ -80,21 +80,13 @@ class PoolDrafter(BuiltInDrafter):
         if not isinstance(learn, bool):
             raise ValueError(f"learn must be True or False, not {learn!r}")
         check_limits(min_ngram, max_ngram)
-        check_available()
         _check_tokenizer(pool, vocab_size, getattr(tokenizer, "tokenizer", tokenizer))
         self._pool, self._learn = pool, learn
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self.rates = self.prior()
 
-    @property
-    def num_buckets(self) -> int:
-        return NUM_BUCKETS
-
     def prior(self) -> np.ndarray:
         return rates_of(ONLY_CONTINUATION)
-
-    def begin(self, rows: Rows) -> None:
-        check_available()
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return joined(

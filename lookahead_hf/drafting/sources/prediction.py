@@ -34,6 +34,7 @@ class PredictionDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "prediction"
+    num_buckets = NUM_BUCKETS
 
     def __init__(self, predictions: Sequence[np.ndarray]) -> None:
         """Take the predictions.
@@ -41,30 +42,16 @@ class PredictionDrafter(BuiltInDrafter):
         Args:
             predictions: Token ids of the answers, [length] each: one per row, or per prompt where
                 every prompt has several rows, one after another.
-
-        Raises:
-            ValueError: There are no predictions.
         """
-        if not len(predictions):
-            raise ValueError("predictions is empty: give one array of token ids per row")
         self._predictions = [np.asarray(prediction, np.int64) for prediction in predictions]
         self._alignments: list[Alignment] = []
         self.rates = self.prior()
-
-    @property
-    def num_buckets(self) -> int:
-        return NUM_BUCKETS
 
     def prior(self) -> np.ndarray:
         return np.maximum.outer(FIRST_RATES, LATER_RATES).astype(np.float32).ravel()
 
     def begin(self, rows: Rows) -> None:
-        each, rest = divmod(rows.num_rows, len(self._predictions))
-        if rest:
-            raise ValueError(
-                f"{len(self._predictions)} predictions were given for {rows.num_rows} rows: give "
-                "one for each row, or one for all"
-            )
+        each = rows.num_rows // len(self._predictions)
         self._alignments = [Alignment(ids) for ids in self._predictions for _ in range(each)]
         for row in range(rows.num_rows):
             self._follow(rows, row, int(rows.num_emitted[row]))

@@ -17,7 +17,6 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
 from lookahead_hf.drafting.topk import BestTokens
-from lookahead_hf.ngram_pool import check_available
 
 if TYPE_CHECKING:
     import torch
@@ -25,16 +24,8 @@ if TYPE_CHECKING:
     from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
     from lookahead_hf.rows import Rows
     from lookahead_hf.runner.cuda.transfer import HostCopy
-    from lookahead_hf.runner.prompt_states import PromptStates
 
 MAX_TOP_K = 64
-
-MOST_PROMPT_TOKENS = 512
-"""Newest prompt tokens per row that are recycled. On a 135M model they cost as much as two plain
-steps and save 4 % of the later ones; half as many save nothing beside an index of the text."""
-
-LEAST_NEW_TOKENS = 192
-"""Shorter answers do not pay for recycling the prompt."""
 
 # Measured on texts of a 135M model: acceptance rates by classes of rank (rows) and of probability.
 # A first rank is never improbable and a late one never probable: the ends of the rows are guesses.
@@ -71,6 +62,7 @@ class RecyclingDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "recycling"
+    num_buckets = NUM_BUCKETS
     sees_all: ClassVar[bool] = False  # searching the best logits is expensive
 
     def __init__(
@@ -87,7 +79,6 @@ class RecyclingDrafter(BuiltInDrafter):
             keep: Whether the memory outlives a call of this object.
 
         Raises:
-            NumbaMissingError: numba is missing or does not work.
             ValueError: An option is out of its range.
         """
         check_int("recycling: top_k", top_k, 1, MAX_TOP_K)
@@ -95,7 +86,6 @@ class RecyclingDrafter(BuiltInDrafter):
         check_int("recycling: capacity", capacity, 1, 2**24)
         if not isinstance(keep, bool):
             raise ValueError(f"recycling: keep must be True or False, not {keep!r}")
-        check_available()
         self._top_k, self._num_next = top_k, num_next
         self._capacity, self._keep = capacity, keep
         self._memory: LogitsMemory | None = None
@@ -103,20 +93,10 @@ class RecyclingDrafter(BuiltInDrafter):
         self._waiting: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
         self._defers = False
 
-    @property
-    def top_k(self) -> int:
-        """Next tokens that are remembered per context."""
-        return self._top_k
-
-    @property
-    def num_buckets(self) -> int:
-        return NUM_BUCKETS
-
     def prior(self) -> np.ndarray:
         return np.array([PAIR_RATES, SINGLE_RATES, NEXT_RATES], np.float32).ravel()
 
     def begin(self, rows: Rows) -> None:
-        check_available()
         from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
 
         if self._memory is None or not self._keep:
@@ -125,50 +105,6 @@ class RecyclingDrafter(BuiltInDrafter):
         shape = rows.num_rows, self._num_next
         self._next_tokens = np.full(shape, -1, np.int32)
         self._next_probs = np.zeros(shape, np.float32)
-
-    def seed(
-        self, rows: Rows, row: int, start: int, top_ids: np.ndarray, top_probs: np.ndarray
-    ) -> None:
-        """Remember what the target expected inside the prompt.
-
-        Args:
-            rows: The texts; each row has emitted its first token.
-            row: Row that the logits belong to.
-            start: Index in `rows.context(row)` of the token that the first logits follow.
-            top_ids: Likeliest next tokens after each token from there on, best first,
-                [tokens, at least top_k].
-            top_probs: Their probabilities, of the same shape.
-        """
-        context = rows.context(row)
-        end = start + len(top_ids)
-        last = context[start:end]
-        before = context[start - 1 : end - 1] if start else np.append(-1, context[: end - 1])
-        tokens, probs = top_ids.astype(np.int32), top_probs.astype(np.float32)
-        self._remember(before, last, tokens, probs)
-        if end == rows.prompt_length(row):
-            self._note_rejected(row, int(context[end]), tokens[-1], probs[-1])
-
-    def recycle_prompts(self, rows: Rows, states: PromptStates, max_new_tokens: int) -> None:
-        """Remember what the target expected inside the prompts, if that is worth its cost.
-
-        Args:
-            rows: The texts; each row has emitted its first token.
-            states: What the prefill left.
-            max_new_tokens: Tokens that may be generated.
-        """
-        if max_new_tokens < LEAST_NEW_TOKENS:
-            return
-        for row in range(rows.num_rows):
-            columns = rows.prompt_columns_of(row) - (rows.prompt_columns - states.num_columns)
-            columns = columns[columns >= 0][-MOST_PROMPT_TOKENS:]
-            best = [
-                BestTokens(logits, self._top_k).take(np.zeros(count, np.int64), np.arange(count))
-                for logits in (states.logits(row, columns) if len(columns) else ())
-                for count in [logits.shape[1]]
-            ]
-            if best:
-                tokens, probs = (np.concatenate(parts) for parts in zip(*best, strict=True))
-                self.seed(rows, row, rows.prompt_length(row) - len(columns), tokens, probs)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees

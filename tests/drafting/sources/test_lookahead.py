@@ -132,10 +132,3 @@ def test_ngrams_come_from_the_text_and_from_the_window() -> None:
         written = writes([*text, *old[0, : column + 1], *old[1:, column]])
         assert (*old[1:, column].tolist(), written) in pool.after(int(old[0, column]))
     assert pool.after(2)[0] == (6, *rows.emitted(0).tolist())
-
-
-def test_a_repeating_text_is_foreseen() -> None:
-    rows = begun_rows(PROMPTS)
-    drafter = begun(rows)
-    emitted = [step(rows, drafter)[1] for _ in range(60)]
-    assert np.mean(emitted[30:]) > 3

@@ -63,38 +63,11 @@ def test_the_encoder_text_is_searched_too() -> None:
     assert paths(draft, 1) == [[8]]
 
 
-def test_every_node_has_one_piece_of_evidence_and_the_score_of_its_path() -> None:
-    text = np.random.default_rng(1).integers(1, 6, 60).tolist()
-    drafter, rows = begun([text], [3])
-    drafter.rates = np.random.default_rng(2).random(drafter.num_buckets).astype(np.float32)
-    draft = drafter.propose(rows, 40)
-    assert draft.num_nodes == 40
-    evidence = draft.evidence
-    assert evidence is not None
-    assert evidence.offsets.tolist() == list(range(41))
-    assert set(evidence.source.tolist()) == {0}
-    for node, parent in enumerate(draft.parents.tolist()):
-        above = draft.score[parent] if parent >= 0 else 1.0
-        expected = above * drafter.rates[evidence.bucket[node]]
-        np.testing.assert_allclose(draft.score[node], expected, rtol=1e-6)
-    assert (np.diff(draft.score) <= 0).all()
-
-
 def test_a_long_copy_is_drafted_as_one_long_chain() -> None:
     page = list(range(10, 110))
     drafter, rows = begun([[*page, *page[:20]]], [page[20]])
     draft = drafter.propose(rows, 48)
     assert paths(draft, 0)[-1] == page[21:69]
-
-
-def test_a_draft_outlives_the_next_one() -> None:
-    drafter, rows = begun([[1, 2, 3, 1, 2]], [3])
-    draft = drafter.propose(rows, 3)
-    before = [draft.token_ids.copy(), draft.parents.copy(), draft.score.copy()]
-    observe(drafter, rows, draft, [[2]])
-    drafter.propose(rows, 3)
-    for array, copy in zip((draft.token_ids, draft.parents, draft.score), before, strict=True):
-        np.testing.assert_array_equal(array, copy)
 
 
 def turn(drafter: NgramDrafter, prompt: list[int], text: list[int]) -> list[list[int]]:

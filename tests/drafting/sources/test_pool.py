@@ -59,12 +59,6 @@ def test_what_was_generated_is_learned_with_the_end_of_its_prompt() -> None:
     assert paths(later.propose(rows_of([[118, 119, 7]]), 8), 0) == [[8], [8, 9]]
 
 
-def test_a_row_that_emitted_nothing_teaches_nothing() -> None:
-    pool = NgramPool()
-    PoolDrafter(pool, learn=True).end(rows_of([[1, 2, 3]], 0))
-    assert pool.info.num_texts == 0
-
-
 def test_the_requests_own_text_is_believed_more_until_the_pool_has_earned_it() -> None:
     prior = PoolDrafter(NgramPool()).prior()
     assert (prior < NgramDrafter().prior()).all()

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
 
-import lookahead_hf
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.sources import _recycling_numba as compiled
-from lookahead_hf.drafting.sources.recycling import LEAST_NEW_TOKENS, RecyclingDrafter
+from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import (
     NEXT_START,
     NUM_BUCKETS,
 )
+from lookahead_hf.ngram_pool._logits_numba import find
 from lookahead_hf.ngram_pool.logits_memory import LogitsMemory
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.prompt_states import PromptStates
 from tests.helpers.drafts import emit, rows_of
-from tests.helpers.models import prompt, tiny
 from tests.oracles import recycling as reference
 
 VOCAB = 40
@@ -74,20 +70,6 @@ def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
     assert chain(drafter.propose(rows, 32))[:3] == [4, 3, 4]
 
 
-def test_two_tokens_say_more_than_one() -> None:
-    rows = rows_of([[1, 5, 9]])
-    drafter = drafter_for(rows, top_k=2, num_next=2)
-    # 7 may follow (5, 9), 8 may follow (6, 9), which came last.
-    for emitted, possible in ((6, 7), (9, 20), (5, 8), (9, 20)):
-        logits = logits_of([{emitted: LIKELY, possible: POSSIBLE}])
-        drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [emitted])), logits)
-    assert rows.context(0)[-2:].tolist() == [5, 9]
-    tree = drafter.propose(rows, 64)
-    first = tree.token_ids[tree.parents == ROOT].tolist()
-    assert 7 in first
-    assert 8 not in first
-
-
 def test_rejected_nodes_are_learned_from_too() -> None:
     rows = rows_of([[1, 2]])
     drafter = drafter_for(rows)
@@ -97,9 +79,8 @@ def test_rejected_nodes_are_learned_from_too() -> None:
     drafter.observe(rows, draft, verdict, logits)
     memory = drafter._memory
     assert memory is not None
-    assert memory.tokens[memory.find(2, 11), 0] == 13
-    assert memory.tokens[memory.find(2, 10), 0] == 12
-    assert memory.tokens[memory.find(1, 2), 0] == 10
+    for context, best in (((2, 11), 13), ((2, 10), 12), ((1, 2), 10)):
+        assert memory.tokens[find(memory.keys, *context), 0] == best
 
 
 def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> None:
@@ -141,20 +122,6 @@ def test_logits_on_their_way_and_at_hand_teach_the_same() -> None:
     assert learned[0] == learned[1] != []
 
 
-def test_a_prompt_can_be_remembered_before_the_first_step() -> None:
-    rows = rows_of([[1, 2, 1, 2]])
-    drafter = drafter_for(rows, top_k=2, num_next=2)
-    top_ids = np.array([[2, 8, 7], [1, 9, 7], [2, 6, 7]])
-    drafter.seed(rows, 0, 0, top_ids, np.full((3, 3), 0.3))
-    tree = drafter.propose(rows, 8)
-    first = tree.token_ids[tree.parents == ROOT].tolist()
-    # (1, 2) was followed by 1 and 9; 6 was the other candidate for the place of the last token.
-    assert sorted(first) == [1, 6, 9]
-    later = drafter_for(rows, top_k=2, num_next=2)
-    later.seed(rows, 0, 1, top_ids[1:2], np.full((1, 3), 0.3))
-    assert sorted(later.propose(rows, 2).token_ids.tolist()) == [1, 9]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -188,52 +155,3 @@ def test_compiled_and_plain_growth_agree(
         compiled.grow_trees(*arguments), reference.grow_trees(*arguments), strict=True
     ):
         np.testing.assert_array_equal(one, other)
-
-
-class Listening(RecyclingDrafter):
-    """Keeps what it is shown of prompts."""
-
-    shown: list[tuple[int, int, np.ndarray]]
-
-    def seed(self, rows, row, start, top_ids, top_probs):  # type: ignore[no-untyped-def]
-        self.shown.append((row, start, top_ids))
-
-
-@pytest.mark.parametrize("length", [5, 150])
-@torch.no_grad()
-def test_every_attended_prompt_token_is_recycled(length: int) -> None:
-    model, ids = tiny("llama"), prompt(2, length)
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-    states = PromptStates(model)
-    with states.captured():
-        inputs = {"attention_mask": mask, "position_ids": position_ids, "logits_to_keep": 1}
-        model(ids, **inputs, past_key_values=DynamicCache(config=model.config))
-    expected = model(ids, attention_mask=mask, position_ids=position_ids).logits
-    rows = Rows(ids.numpy(), mask.numpy().astype(bool))
-    for row in range(2):
-        rows.emit(row, 5)
-    drafter = Listening(top_k=4)
-    drafter.shown = []
-    drafter.begin(rows)
-    drafter.recycle_prompts(rows, states, LEAST_NEW_TOKENS - 1)
-    assert not drafter.shown
-    drafter.recycle_prompts(rows, states, LEAST_NEW_TOKENS)
-    assert [(row, start) for row, start, _ in drafter.shown] == [(0, 0), (1, 0)]
-    for row, _, top_ids in drafter.shown:
-        best = expected[row, mask[row] == 1].topk(4).indices
-        assert top_ids.tolist() == best.tolist()
-
-
-def test_a_long_answer_recycles_its_prompt_and_stays_plains() -> None:
-    model, ids = tiny("llama"), prompt(1, 40)
-    call = {"max_new_tokens": LEAST_NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(ids, **call)
-    config = lookahead_hf.SpeculativeConfig(drafters=("recycling",), budget=16)
-    with lookahead_hf.enabled(model):
-        ours = model.generate(ids, **call, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
-    assert not model.model._forward_hooks

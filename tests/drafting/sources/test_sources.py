@@ -131,40 +131,10 @@ def test_what_was_learned_of_sources_can_be_looked_at() -> None:
     assert sum(rates["ngram", rate.bucket].tested > rate.tested for rate in old) > 0
 
 
-def test_the_target_as_its_own_assistant_is_always_right() -> None:
-    model = tiny("llama")
-    options = {"assistant": {"min_reach": 0.0, "top_k": 1, "num_draft": 5}}
-    config = config_of(("assistant",), options=options)
-    with lookahead_hf.enabled(model):
-        model.generate(prompt(), **GREEDY, assistant_model=tiny("llama"), speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    assert stats.acceptance_rate == 1.0
-    assert stats.num_steps == 7  # 39 tokens behind the first, 6 a step
-
-
 def test_predictions_must_fit_the_rows() -> None:
     model = tiny("llama")
     with lookahead_hf.enabled(model), pytest.raises(ValueError, match="2 texts.*3 rows"):
         model.generate(prompt(3), **GREEDY, speculative=True, prediction=[[1, 2], [3]])
-
-
-def test_rejection_draws_from_the_same_distribution() -> None:
-    model, assistant = tiny("llama"), tiny("llama", seed=0, scale=2.9)
-    config = config_of(("assistant",), verification="rejection")
-    call = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "pad_token_id": 0}
-    ids = prompt().repeat(500, 1)
-    torch.manual_seed(0)
-    plain = model.generate(ids, **call)[:, 12:]
-    with lookahead_hf.enabled(model):
-        ours = model.generate(ids, **call, assistant_model=assistant, speculative=config)[:, 12:]
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.engine == "rejection" and stats.num_accepted > 0
-    for place in range(3):
-        tokens = set(plain[:, place].tolist()) | set(ours[:, place].tolist())
-        for token in tokens:
-            a, b = (float((x[:, place] == token).float().mean()) for x in (plain, ours))
-            assert abs(a - b) < 0.13  # four standard deviations at 500 texts
 
 
 def test_a_pool_learns_only_where_it_is_told_to() -> None:
@@ -229,14 +199,6 @@ def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:
         assert stats is not None and stats.per_source["pool"].accepted > 20
 
 
-def test_a_file_that_is_no_pool_is_refused_before_any_work(tmp_path: Any) -> None:
-    path = tmp_path / "broken.pool"
-    path.write_bytes(b"nothing of the kind")
-    model = tiny("llama")
-    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="broken.pool"):
-        model.generate(prompt(), **GREEDY, speculative=config_of(("ngram",), pool=path))
-
-
 def test_an_assistant_of_another_vocabulary_is_refused_without_tokenizers() -> None:
     model, small = tiny("llama"), tiny("llama", vocab_size=40)
     forwards: list[Any] = []
@@ -259,6 +221,7 @@ def test_generation_settings_reach_the_assistant() -> None:
             model.generate(prompt(), **call, **settings)
             stats = lookahead_hf.last_stats(model)
             assert stats is not None
+            assert stats.acceptance_rate == 1.0  # the target is its own assistant
             depths.append(len(stats.accepted_histogram) - 1)
     assert depths == [8, 3]
 

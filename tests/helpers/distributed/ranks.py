@@ -66,9 +66,7 @@ def run_both(works: tuple[Work, ...], folder: Path) -> list[list[Found]]:
 
 def _process(rank: int, works: tuple[Work, ...], folder: Path, port: int) -> None:
     import lookahead_hf.drafting.session  # noqa: F401 (says what there is to compile)
-    from lookahead_hf.drafting.sources import recycling
 
-    recycling.LEAST_NEW_TOKENS = 1  # nobody may look at the prompt by a part of the model
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)

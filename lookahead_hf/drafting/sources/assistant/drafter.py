@@ -52,6 +52,7 @@ class AssistantDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "assistant"
+    num_buckets = DEPTH_CLASSES * (TENTHS + 1)
 
     def __init__(
         self,
@@ -123,10 +124,6 @@ class AssistantDrafter(BuiltInDrafter):
         self._model: AssistantModel | None = None
         self._laid_under = ExitStack()
         self.rates = self.prior()
-
-    @property
-    def num_buckets(self) -> int:
-        return DEPTH_CLASSES * (TENTHS + 1)
 
     def prior(self) -> np.ndarray:
         of_tenths = 0.02 + 0.9 * (np.arange(TENTHS) + 0.5) / TENTHS

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.compat import attention_name
 from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
 from lookahead_hf.fallback import Unserved
@@ -67,20 +66,6 @@ def test_drafts_are_what_the_model_would_write_in_every_step(name: str, beam: in
     drafter.end(rows)
 
 
-def test_finished_rows_and_steps_without_a_proposal_cost_nothing() -> None:
-    model = tiny("llama")
-    rows = rows_of([text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)])
-    drafter = begun(model, rows)
-    drafter.propose(rows, 64)
-    rows.end(1)
-    for token in TEXTS[0][20:28]:
-        rows.emit(0, token)
-        rows.emit(2, token)
-    tree = drafter.propose(rows, 64)
-    assert len(tree.token_ids[tree.row(1)]) == 0
-    check_tree(model, rows, tree, top_k=3, beam=1, depth=4)
-
-
 def test_a_draft_ends_where_its_like_are_not_accepted() -> None:
     rows = rows_of([TEXTS[0], TEXTS[1]])
     drafter = begun(tiny("llama"), rows, min_reach=0.2)
@@ -89,23 +74,6 @@ def test_a_draft_ends_where_its_like_are_not_accepted() -> None:
     drafter.rates = np.ones(drafter.num_buckets, np.float32)
     assert set(drafter.propose(rows, 64).depth.tolist()) == {1, 2, 3, 4}
     assert set(drafter.propose(rows, 2).depth.tolist()) == {1, 2}
-
-
-def test_evidence_tells_depth_and_likeliness_apart() -> None:
-    rows = rows_of([TEXTS[0]])
-    drafter = begun(tiny("llama"), rows)
-    drafter.rates = np.linspace(0, 1, drafter.num_buckets, dtype=np.float32)
-    tree = drafter.propose(rows, 64)
-    assert tree.evidence is not None
-    buckets, reach = tree.evidence.bucket.tolist(), 1.0
-    assert len(drafter.prior()) == drafter.num_buckets > max(buckets)
-    first = [bucket for bucket, depth in zip(buckets, tree.depth, strict=True) if depth == 1]
-    assert not set(first) & {b for b, depth in zip(buckets, tree.depth, strict=True) if depth > 1}
-    probs = logits_after(tiny("llama"), TEXTS[0]).softmax(-1).topk(3).values
-    assert first == [min(int(p * 10), 9) for p in probs.tolist()]
-    for node in [0, tree.parents.tolist().index(0)]:
-        reach *= float(drafter.rates[buckets[node]])
-        assert tree.score[node] == pytest.approx(reach)
 
 
 def test_ids_that_only_one_of_the_two_knows_are_not_drafted_and_not_read() -> None:
@@ -144,37 +112,21 @@ def test_an_assistant_with_dropout_at_work_is_refused() -> None:
         begun(tiny("gpt2").train(), rows_of([TEXTS[0]]))
 
 
-def test_the_assistant_is_left_as_it_was() -> None:
+def test_another_vocabulary_needs_both_tokenizers_and_drafts_chains() -> None:
     model = tiny("llama")
-    rows = rows_of([TEXTS[0]])
-    drafter = begun(model, rows)
-    assert attention_name(model.config) == "lookahead:sdpa"
-    drafter.end(rows)
-    assert attention_name(model.config) == "sdpa"
-
-
-@pytest.mark.parametrize("vocab_size", [VOCAB // 2, VOCAB + 10])
-def test_another_vocabulary_needs_both_tokenizers(vocab_size: int) -> None:
-    model, own = tiny("llama"), characters()
-    for padded in (VOCAB - 2, VOCAB, VOCAB + 2):
-        AssistantDrafter(model, vocab_size=padded)
-    says = f"assistant has {VOCAB} token ids, the model {vocab_size}.*tokenizer=.*assistant_token"
-    for tokenizer in (None, own):  # that of the model is there for other things, too
-        with pytest.raises(ValueError, match=says):
-            AssistantDrafter(model, vocab_size=vocab_size, target_tokenizer=tokenizer)
-    both = {"target_tokenizer": own, "assistant_tokenizer": characters(pad_token="<pad>")}
-    AssistantDrafter(model, vocab_size=vocab_size, **both)
-
-
-@pytest.mark.parametrize("option", [{"top_k": 2}, {"beam": 2}])
-def test_trees_in_another_vocabulary_are_refused(option: dict[str, int]) -> None:
     both = {
         "target_tokenizer": characters(),
         "assistant_tokenizer": characters(pad_token="<pad>"),
     }
-    AssistantDrafter(tiny("llama"), **both)
-    with pytest.raises(ValueError, match="another vocabulary drafts chains"):
-        AssistantDrafter(tiny("llama"), **both, **option)
+    for padded in (VOCAB - 2, VOCAB, VOCAB + 2):
+        AssistantDrafter(model, vocab_size=padded)
+    for vocab_size in (VOCAB // 2, VOCAB + 10):
+        with pytest.raises(ValueError, match=f"{VOCAB} token ids, the model {vocab_size}"):
+            AssistantDrafter(model, vocab_size=vocab_size, target_tokenizer=characters())
+        AssistantDrafter(model, vocab_size=vocab_size, **both)
+    for option in ("top_k", "beam"):
+        with pytest.raises(ValueError, match="another vocabulary drafts chains"):
+            AssistantDrafter(model, **both, **{option: 2})
 
 
 @pytest.mark.parametrize(

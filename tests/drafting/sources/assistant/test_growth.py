@@ -37,17 +37,6 @@ def test_a_larger_target_vocabulary_has_no_chance_beyond_the_assistants() -> Non
     torch.testing.assert_close(drawn_from.sum(-1), torch.ones(3, 2))
 
 
-def test_the_generator_of_its_own_is_seeded_by_one_draw() -> None:
-    torch.manual_seed(5)
-    torch.randint(2**62, ())
-    expected = torch.get_rng_state()
-    torch.manual_seed(5)
-    first = begun(Drawn(2, None, ())).pick(LOGITS, ROWS, PLACES)[0]
-    assert torch.equal(torch.get_rng_state(), expected)
-    torch.manual_seed(5)
-    assert (begun(Drawn(2, None, ())).pick(LOGITS, ROWS, PLACES)[0] == first).all()
-
-
 def test_warpers_shape_what_is_drawn_from_and_nothing_else_does() -> None:
     processors = [
         hf.TemperatureLogitsWarper(0.5),
