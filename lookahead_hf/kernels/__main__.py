@@ -6,10 +6,7 @@ import argparse
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lookahead_hf.kernels.aot import Gpu
+from itertools import product
 
 
 def main() -> int:
@@ -34,29 +31,26 @@ def compile_for(targets: list[str]) -> int:
     """Compile every kernel for these targets; return 1 if one fails, else 0."""
     from lookahead_hf.kernels import aot
 
-    jobs = [
-        (aot.GPUS[target], index, f"{launch.name:64} {target:7}")
-        for target in targets
-        for index, launch in enumerate(aot.launches(aot.GPUS[target]))
-    ]
     failures = 0
     with ProcessPoolExecutor() as pool:
-        for compiles, line in pool.map(_compile, jobs):
-            failures += not compiles
-            print(line, flush=True)
+        for lines in pool.map(_compile, product(targets, aot.CASES)):
+            failures += sum("FAILED" in line for line in lines)
+            print(*lines, sep="\n", flush=True)
     print(f"{failures} failures")
     return 1 if failures else 0
 
 
-def _compile(job: tuple[Gpu, int, str]) -> tuple[bool, str]:
-    """Compile one kernel for one GPU; return whether it compiles, and what is printed."""
+def _compile(job: tuple[str, str]) -> list[str]:
+    """Compile the kernels of a case for a target; return what is printed of each."""
     from lookahead_hf.kernels import aot
 
-    gpu, index, name = job
-    try:
-        return True, f"{name} {aot.compile_launch(aot.launches(gpu)[index], gpu):>6} bytes shared"
-    except Exception as error:
-        return False, f"{name} FAILED {type(error).__name__}: {error}"
+    target, case = job
+    lines = []
+    for kernel, made in aot.compile_case(case, aot.GPUS[target]).items():
+        failed = f"FAILED {type(made).__name__}: {made}"
+        said = failed if isinstance(made, Exception) else f"{made.metadata.shared:>6} bytes shared"
+        lines.append(f"{kernel + ': ' + case:64} {target:7} {said}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Ahead-of-time compilation of every kernel for GPUs that need not be present.
 
 What is compiled is what runs: the functions that launch the kernels are called with tensors without
-memory, as a step calls them, and Triton itself specialises each launch by its arguments.
+memory, as a step calls them, and Triton itself compiles each launch, as it does before the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -15,8 +14,8 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
 from lookahead_hf.kernels._attention_sizes import stages
@@ -121,75 +120,48 @@ of logits, one and two tokens' words in the cache's layout, and heads of all siz
 """
 
 
-class Launch(NamedTuple):
-    """One kernel with the types and constants of one use; options are warps, stages and so on."""
+def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
+    """Compile what a case launches on a GPU.
 
-    name: str
-    source: ASTSource
-    options: dict[str, Any]
-
-
-def launches(gpu: Gpu) -> list[Launch]:
-    """Return what all cases launch on a GPU, each compiled form once."""
-    major = gpu.target.arch // 10 if gpu.target.backend == "cuda" else 0
-    backend = make_backend(gpu.target)
-    found: dict[str, Launch] = {}
-    with patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)):
-        for case, run in CASES.items():
-            with _noted() as seen:
-                run()
-            for kernel, arguments in seen:
-                launch = _launch(case, kernel, arguments, backend)
-                parts = launch.source.signature, launch.source.constants, launch.source.attrs
-                found.setdefault(repr((kernel.fn.__name__, *parts, launch.options)), launch)
-    return list(found.values())
-
-
-@contextmanager
-def _noted() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Yield the kernels that are called and their arguments; nothing is launched."""
-    seen: list[tuple[Any, dict[str, Any]]] = []
-
-    def note(kernel: Any, *, grid: Any, warmup: bool, **arguments: Any) -> None:
-        seen.append((kernel, arguments))
-
-    with patch.object(JITFunction, "run", note):
-        yield seen
-
-
-def _launch(case: str, kernel: Any, arguments: dict[str, Any], backend: Any) -> Launch:
-    """Specialise a call by its arguments, as Triton does when it launches."""
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    _, specialised, _ = bind(**arguments, debug=False)
-    names = [parameter.name for parameter in kernel.params]
-    kinds = [kind for kind, _ in specialised]
-    fixed = {name for name, kind in zip(names, kinds, strict=True) if kind == "constexpr"}
-    source = ASTSource(
-        fn=kernel,
-        signature=dict(zip(names, kinds, strict=True)),
-        constexprs={name: arguments[name] for name in names if name in fixed},
-        attrs={
-            (index,): backend.parse_attr(key)
-            for index, (kind, key) in enumerate(specialised)
-            if kind != "constexpr" and isinstance(key, str)
-        },
-    )
-    options = {name: value for name, value in arguments.items() if name not in names}
-    return Launch(
-        f"{kernel.fn.__name__.strip('_').removesuffix('_kernel')}: {case}", source, options
-    )
-
-
-def compile_launch(launch: Launch, gpu: Gpu) -> int:
-    """Compile one kernel for one GPU; return the bytes of shared memory that a program takes.
-
-    Raises:
-        RuntimeError: The kernel needs more shared memory than the GPU has; its launch would fail.
+    Returns:
+        What Triton made of each kernel, or why it cannot be launched: it does not compile, or it
+        needs more shared memory than the GPU has.
     """
-    compiled = triton.compile(launch.source, target=gpu.target, options=launch.options)
-    shared: int = compiled.metadata.shared
-    if shared > gpu.shared_bytes:
-        raise RuntimeError(
-            f"needs {shared} bytes of shared memory, the target has {gpu.shared_bytes}"
-        )
-    return shared
+    found: dict[str, CompiledKernel | Exception] = {}
+    run, major = JITFunction.run, gpu.target.arch // 10 if gpu.target.backend == "cuda" else 0
+
+    def compile_launch(kernel: Any, *, warmup: bool, **arguments: Any) -> None:
+        name = kernel.fn.__name__.strip("_").removesuffix("_kernel")
+        try:
+            found[name] = made = run(kernel, warmup=True, **arguments)
+            if made.metadata.shared > gpu.shared_bytes:
+                raise RuntimeError(
+                    f"needs {made.metadata.shared} bytes of shared memory, "
+                    f"the target has {gpu.shared_bytes}"
+                )
+        except Exception as error:
+            found[name] = error
+
+    triton.runtime.driver.set_active(_Driver(gpu.target))
+    with (
+        patch.object(JITFunction, "run", compile_launch),
+        patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)),
+    ):
+        CASES[case]()
+    return found
+
+
+class _Driver:
+    """Stands in for the driver of a GPU, which Triton asks what to compile for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> GPUTarget:
+        return self._target  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: GPUTarget) -> int:
+        return 0

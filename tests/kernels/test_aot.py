@@ -62,12 +62,9 @@ def test_compaction_loads_before_it_stores() -> None:
     """Programs of the interpreter run one thread, so only the compiled code can show the order."""
     done = run(
         "-c",
-        "import triton\n"
         "from lookahead_hf.kernels import aot\n"
-        "gpu = aot.GPUS['sm_90']\n"
-        "launches = {launch.name: launch for launch in aot.launches(gpu)}\n"
-        "source = launches['compact_path: 64 tokens, whole words'].source\n"
-        "print(triton.compile(source, gpu.target, {'num_warps': 4}).asm['ptx'])\n",
+        "made = aot.compile_case('64 tokens, whole words', aot.GPUS['sm_90'])\n"
+        "print(made['compact_path'].asm['ptx'])\n",
     )
     loads, _, stores = done.stdout.partition("bar.sync")
     assert loads.count("ld.global.v4") == stores.count("st.global.v4") > 0
