@@ -10,8 +10,7 @@ from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.distributed import sharding
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import prefix_tuning, self_test, torch_compile
+from lookahead_hf.runner import prefix_tuning, self_test
 from lookahead_hf.runner.attention import SERVED
 
 MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -177,15 +176,12 @@ def check_setup(model: Any) -> None:
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     sharding.check(model)
     prefix_tuning.of_model(model)
-    compiled = False
     for module in model.modules():
         own = vars(module)  # a module's getattr is slow for missing attributes
-        compiled = compiled or bool(torch_compile.compiled_calls(module))
         if own["training"]:
             _check_training(module)
         if own.get("lora_variant"):
             _check_adapter(own["lora_variant"])
-    state_of(model).is_compiled = compiled
 
 
 def _check_training(module: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from lookahead_hf.cache.slots import SlotCache
-from lookahead_hf.model_state import state_of
 
 WIDTHS = (64, 16, 1)
 """Tokens per row of the blocks of a compiled model; a draft takes the narrowest that holds it."""
@@ -17,12 +16,8 @@ LEAST_SHOWN = 256
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the model, or a part of it, is called through `torch.compile`.
-
-    A walk over the modules at the beginning of each call notes it in the model's state.
-    """
-    known = state_of(model).is_compiled
-    return any(compiled_calls(module) for module in model.modules()) if known is None else known
+    """Whether the model, or a part of it, is called through `torch.compile`."""
+    return any(compiled_calls(module) for module in model.modules())
 
 
 def captures_graphs(module: torch.nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.runner import execution, torch_compile
-from lookahead_hf.runner.cuda.capture import CudaRecorder, Recording, Step
+from lookahead_hf.runner.cuda.capture import Captured, CudaRecorder, Recording
 from lookahead_hf.runner.cuda.step import StepState, only_group
 
 LEAST_VISIBLE = 512
@@ -78,7 +78,7 @@ class GraphSet:
         state.fit(cache)
         self.state.copy_(state)
 
-    def capture(self, visible: int, run: Callable[[int, int], Step], widths: list[int]) -> None:
+    def capture(self, visible: int, run: Callable[[int, int], Captured], widths: list[int]) -> None:
         """Record steps of all widths, the largest first, into whose memory the others then fit.
 
         Args:
@@ -99,12 +99,12 @@ class GraphSet:
             except Exception as error:
                 raise Uncapturable.after(error) from error
 
-    def _capture(self, width: int, visible: int, run: Callable[[int, int], Step]) -> None:
+    def _capture(self, width: int, visible: int, run: Callable[[int, int], Captured]) -> None:
         """Try a step and record it; both write K and V behind the lengths only."""
         lengths = self.state.lengths.clone()
         self.state.rehearse(width)
 
-        def step() -> Step:
+        def step() -> Captured:
             self.state.lengths.copy_(lengths)
             return run(width, visible)
 

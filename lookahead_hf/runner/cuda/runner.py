@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,53 +13,16 @@ from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import execution, non_finite, torch_compile
 from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.runner.cuda.capture import Recording, Step
+from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
-from lookahead_hf.runner.cuda.step import MAX_WIDTH, DeviceStep, StepState, only_group, pack
-from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
+from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
+from lookahead_hf.runner.cuda.transfer import HostCopy
 from lookahead_hf.runner.guards import ModelSnapshot
 from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
 
 ALIGNED = 16
 """The visible slots are a multiple of it: torch copies any other mask once per layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What the tokens of a step are chosen from.
-
-    Attributes:
-        values: Processed logits, or probabilities, [rows, width, vocab].
-        noise: Noise by depth, given with probabilities, [rows, depths, vocab].
-        is_finite: Whether all probabilities of a node are finite, [rows, width] int64.
-    """
-
-    values: torch.Tensor
-    noise: torch.Tensor | None = None
-    is_finite: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceOutputs:
-    """A launched step.
-
-    Attributes:
-        logits: The target's, [rows, width, vocab]; valid until the next step.
-        copy: Brings further tensors of the step to the host.
-        walk: `TreeWalk.packed`, [rows, 2 + width].
-        has_nan: Whether NaN is among the logits of a row, [rows].
-        is_finite: As in `Scores`.
-    """
-
-    logits: torch.Tensor
-    copy: HostCopy
-    walk: Ticket
-    has_nan: Ticket
-    is_finite: Ticket | None
-
-
-Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]
-"""Turns `(rows, draft, logits [rows, width, vocab])` into what the tokens are chosen from."""
 
 
 class CudaRunner(Runner):
@@ -98,7 +59,6 @@ class CudaRunner(Runner):
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
-        self._is_compiled = torch_compile.is_compiled(model)
         self.execution: str | None = execution.NOT_ASKED_FOR
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +66,7 @@ class CudaRunner(Runner):
         self._state = StepState(self.cache, self._next_position)
         if self._wanted is not False:
             self._enter_graphs()
-        self._step = DeviceStep(
+        self._function = StepFunction(
             self.model, self.cache, self._state, self._extras, self._kinds, self._mask_dict
         )
 
@@ -152,18 +112,18 @@ class CudaRunner(Runner):
         else:
             copy = HostCopy()
             scores = self._scoring(rows, draft, logits)
-            packed = self._step.decide(width, scores.values, scores.noise).packed
+            packed = self._function.decide(width, scores.values, scores.noise).packed
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
         walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
         copy.send()
-        return DeviceOutputs(logits, copy, walk, has_nan, finite)
+        return DeviceOutputs(logits=logits, copy=copy, walk=walk, has_nan=has_nan, is_finite=finite)
 
-    def repeat_without_draft(self, rows: Rows) -> DeviceOutputs:
+    def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         self.forget()
-        step: DeviceOutputs = super().repeat_without_draft(rows)
-        return step
+        return super().repeat_without_draft(rows)
 
-    def _has_nan(self, step: DeviceOutputs) -> np.ndarray:
+    def _has_nan(self, step: StepOutputs) -> np.ndarray:
+        assert isinstance(step, DeviceOutputs)
         return step.has_nan.take()
 
     def _load(self, rows: Rows, draft: DraftTree) -> tuple[int, int]:
@@ -198,7 +158,7 @@ class CudaRunner(Runner):
         self._state.fit(self.cache)
         return visible
 
-    def _replay_or_run(self, width: int, visible: int) -> Step:
+    def _replay_or_run(self, width: int, visible: int) -> Captured:
         """Replay the step, or run it if it was not captured or the model has changed since."""
         recording = self._recording(width, visible)
         self._replays = recording is not None
@@ -223,10 +183,10 @@ class CudaRunner(Runner):
             return None
         return found or self._capture(width, visible)
 
-    def _run(self, width: int, visible: int) -> Step:
+    def _run(self, width: int, visible: int) -> Captured:
         if self._scoring is None:
-            return self._step.run(width, visible)
-        return (self._step.forward(width, visible),)
+            return self._function.run(width, visible)
+        return (self._function.forward(width, visible),)
 
     def _capture(self, width: int, visible: int) -> Recording | None:
         """Capture the steps that show so many slots.

@@ -163,8 +163,8 @@ class StepState:
         return self._drafts[width]
 
 
-class DeviceStep:
-    """The step function of one model over one cache."""
+class StepFunction:
+    """The step of one model over one cache."""
 
     def __init__(
         self,
