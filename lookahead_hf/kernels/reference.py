@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 
 from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk
-
-_TOPK_TILE = 32
+from lookahead_hf.kernels.results import TopRows, TreeWalk
 
 
 def verify_tree(
@@ -22,7 +20,6 @@ def verify_tree(
     num_nodes: torch.Tensor,  # [rows]
     noise: torch.Tensor | None = None,  # [rows, depths, vocab]
     depth: torch.Tensor | None = None,  # [rows, 1 + nodes]
-    keep_scan: bool = False,
 ) -> TreeWalk:
     """See `dispatch.verify_tree`; there is no scan to keep."""
     width = scores.shape[1]
@@ -116,31 +113,7 @@ def compact_path(
         tensor[row, target] = tensor[row, source]
 
 
-def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopRows:
-    """See `dispatch.topk_rows`; among equal entries any may be chosen.
-
-    As in the kernel, only the k tiles with the greatest maxima are searched: no other tile can hold
-    one of the k best. Here a tile is a column of a row laid out as [32, vocab / 32], which lets
-    `amax` work on whole vectors: on a CPU 17 rows of 49,152 take 0.23 ms instead of 0.97.
-    """
-    return TopRows(*_best_of_columns(logits, k), logits.float().logsumexp(1))
-
-
-def _best_of_columns(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    vocab = logits.shape[1]
-    columns = vocab // _TOPK_TILE
-    if columns < 8 * k:
-        return _topk(logits, k)
-    covered = columns * _TOPK_TILE
-    maxima = logits[:, :covered].unflatten(1, (_TOPK_TILE, columns)).amax(1)
-    steps = torch.arange(0, covered, columns, device=logits.device)
-    ids = (_topk(maxima, k)[1][:, None] + steps[:, None]).flatten(1)
-    rest = torch.arange(covered, vocab, device=logits.device).expand(len(logits), -1)
-    ids = torch.cat([ids, rest], 1)
-    values, place = _topk(logits.gather(1, ids), k)
-    return values, ids.gather(1, place)
-
-
-def _topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    best = values.topk(k, dim=1)
-    return best.values.float(), best.indices
+def topk_rows(logits: torch.Tensor, k: int) -> TopRows:
+    """See `dispatch.topk_rows`; among equal entries any may be chosen."""
+    best = logits.topk(k, dim=1)
+    return TopRows(best.values.float(), best.indices, logits.float().logsumexp(1))

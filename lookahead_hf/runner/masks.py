@@ -20,6 +20,20 @@ class MaskKind:
     window: int | None = None  # columns, the token's own included
     chunk: int | None = None  # columns, counted from the row's first attended one
 
+    def is_near(self, query: Any, key: Any, pads: Any) -> Any:
+        """Return which columns a column sees, causality aside, of arrays or tensors that broadcast.
+
+        Args:
+            query: Columns of tokens.
+            key: Columns that they may see.
+            pads: Columns of the prompt that a row does not attend. Nothing is in those before the
+                first attended one, so that a negative difference does not matter.
+        """
+        near = True if self.window is None else query - key < self.window
+        if self.chunk is not None:
+            near = near & ((query - pads) // self.chunk == (key - pads) // self.chunk)
+        return near
+
     def within(self, kept: int | None) -> MaskKind:
         """Return this kind where plain's cache keeps `kept` earlier columns, None for all."""
         if kept is None or self.window is not None:
@@ -84,11 +98,7 @@ def allowed(
         mask[row, :, length : length + width] = seen[row]
     if columns is not None:
         query, key = columns[0][:, :, None], columns[1][:, None, :]
-        if kind.window is not None:
-            mask &= query - key < kind.window
-        if kind.chunk is not None:
-            first = pads[:, None, None]
-            mask &= (query - first) // kind.chunk == (key - first) // kind.chunk
+        mask &= kind.is_near(query, key, pads[:, None, None])
     return mask
 
 

@@ -164,24 +164,6 @@ def test_no_prefix(device: torch.device) -> None:
     check(case)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "dim", "backend", "message"),
-    [
-        (65, 16, "triton", "65 nodes in a row"),
-        (5, 320, "triton", "heads of at most 256 dimensions, not 320"),
-        (5, 16, "torch", "tree_attention needs Triton"),
-    ],
-)
-def test_what_it_cannot_attend(
-    monkeypatch: pytest.MonkeyPatch, nodes: int, dim: int, backend: str, message: str
-) -> None:
-    monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
-    q, k = torch.zeros(1, 1, nodes, dim), torch.zeros(1, 1, 80, dim)
-    word = torch.ones(1, nodes, dtype=torch.int64)
-    with pytest.raises(ValueError, match=message):
-        kernels.tree_attention(q, k, k, torch.tensor([0]), word, 1.0)
-
-
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_the_tree(

@@ -103,8 +103,10 @@ class CudaRunner(Runner):
             rows: The texts.
             draft: What is fed behind their last tokens.
         """
-        width, visible = self._load(rows, draft)
-        logits, *decided = self._replay_or_run(width, visible)
+        width, visible = self._sizes(draft)
+        recording = self._recording(width, visible)
+        self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
+        logits, *decided = self._replay_or_run(recording, width, visible)
         finite = None
         if self._scoring is None:
             packed, *scan = decided
@@ -126,17 +128,14 @@ class CudaRunner(Runner):
         assert isinstance(step, DeviceOutputs)
         return step.has_nan.take()
 
-    def _load(self, rows: Rows, draft: DraftTree) -> tuple[int, int]:
-        """Send the draft to the device; return the width of the block and the visible slots."""
-        slots = self.cache.slots
+    def _sizes(self, draft: DraftTree) -> tuple[int, int]:
+        """Return the width of a draft's block and the visible slots, and make room for them."""
         width = 1 + draft.max_nodes
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._set is not None or self._is_compiled:
             width = min(w for w in self._widths if w >= width)
-        visible = self._visible(slots.longest + width)
-        self._state.load(pack(rows, draft, slots.lengths, width), width)
-        return width, visible
+        return width, self._visible(self.cache.slots.longest + width)
 
     @property
     def _widths(self) -> tuple[int, ...]:
@@ -158,9 +157,8 @@ class CudaRunner(Runner):
         self._state.fit(self.cache)
         return visible
 
-    def _replay_or_run(self, width: int, visible: int) -> Captured:
+    def _replay_or_run(self, recording: Recording | None, width: int, visible: int) -> Captured:
         """Replay the step, or run it if it was not captured or the model has changed since."""
-        recording = self._recording(width, visible)
         self._replays = recording is not None
         if recording is None:
             return self._run(width, visible)
@@ -196,15 +194,12 @@ class CudaRunner(Runner):
         """
         assert self._set is not None
         widths = list(self._widths) if self._shape is None else [width]
-        packed = self._state.save(width)
         try:
             self._set.capture(visible, self._run, widths)
         except Uncapturable as error:
             self.execution = str(error)
             self._leave_graphs(error)
             return None
-        finally:
-            self._state.restore(packed, width)
         self._snapshot = ModelSnapshot(self.model)  # a forward may note something on its modules
         return self._set.recordings[width, visible]
 
