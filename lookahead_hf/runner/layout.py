@@ -83,9 +83,7 @@ class BlockLayout:
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
         built = {
             kind.name: masks.additive(
-                self._allowed(kind, seen, depths, ahead),
-                self._model.dtype,
-                self._device,
+                self._allowed(kind, seen, depths, ahead), self._model.dtype, self._device
             )
             for kind in self._kinds
         }
