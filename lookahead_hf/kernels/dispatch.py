@@ -150,8 +150,9 @@ def compact_path(
         num_kept: Entries of `path` that count, [rows] integers.
     """
     for part in table.by_device:
-        local = [tensor.to(part.device, non_blocking=True) for tensor in (lengths, path, num_kept)]
-        if backend(part.device) == "triton":
+        device = part.tensors[0].device
+        local = [tensor.to(device, non_blocking=True) for tensor in (lengths, path, num_kept)]
+        if backend(device) == "triton":
             from lookahead_hf.kernels import compact
 
             compact.compact_path(part, *local)

@@ -124,8 +124,9 @@ class Runner:
         mask = model_kwargs.get(self._names.mask)
         attended = None
         if mask is not None:
+            virtual = prefix_tuning.of_model(self.model).count
             mask = mask.to("cpu").numpy().astype(bool)
-            attended = prefix_tuning.of_model(self.model).attended(mask)
+            attended = np.pad(mask, ((0, 0), (virtual, 0)), constant_values=True)
         self._extras = passthrough_kwargs.passed_on(model_kwargs, self._names)
         cache = outputs.past_key_values
         returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)

@@ -20,6 +20,11 @@ class MaskKind:
     window: int | None = None  # columns, the token's own included
     chunk: int | None = None  # columns, counted from the row's first attended one
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether a token does not see all columns before its own."""
+        return self.window is not None or self.chunk is not None
+
     def is_near(self, query: Any, key: Any, pads: Any) -> Any:
         """Return which columns a column sees, causality aside, of arrays or tensors that broadcast.
 
@@ -72,15 +77,19 @@ def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
     return seen
 
 
-def allowed(
+def additive(
     kind: MaskKind,
     seen: np.ndarray,  # [rows, width, width] bool
     lengths: np.ndarray,  # [rows]
     visible: int,
     columns: tuple[np.ndarray, np.ndarray] | None,
     pads: np.ndarray,  # [rows]
-) -> np.ndarray:
-    """Return which slots each token sees, [rows, width, visible] bool.
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return `[rows, 1, width, visible]`: 0 for seen slots and the lowest number elsewhere.
+
+    Every backend takes this form; a bool mask would be converted again in every layer.
 
     Args:
         kind: What the layers of this kind add to causality.
@@ -90,6 +99,8 @@ def allowed(
         columns: Column of every block token [rows, width] and of every slot [rows, visible]; needed
             where the kind has a window or chunks.
         pads: Columns of the prompt that the row does not attend.
+        dtype: The model's.
+        device: The model's.
     """
     rows, width = seen.shape[:2]
     mask = np.zeros((rows, width, visible), bool)
@@ -99,14 +110,6 @@ def allowed(
     if columns is not None:
         query, key = columns[0][:, :, None], columns[1][:, None, :]
         mask &= kind.is_near(query, key, pads[:, None, None])
-    return mask
-
-
-def additive(mask: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return `[rows, 1, width, visible]`: 0 for seen slots and the lowest number elsewhere.
-
-    Every backend takes this form; a bool mask would be converted again in every layer.
-    """
-    seen = torch.from_numpy(mask)[:, None].to(device)
-    out = torch.zeros(seen.shape, dtype=dtype, device=device)
-    return out.masked_fill_(~seen, torch.finfo(dtype).min)
+    hidden = torch.from_numpy(~mask)[:, None].to(device)
+    out = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return out.masked_fill_(hidden, torch.finfo(dtype).min)

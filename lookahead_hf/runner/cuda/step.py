@@ -257,7 +257,7 @@ class StepFunction:
         node = slot - state.lengths[:, None]  # [rows, visible]
         drafted = draft.bits[:, :, None] >> node.clamp(0, width - 1)[:, None] & 1 == 1
         seen = (node < 0)[:, None] | ((node >= 0) & (node < width))[:, None] & drafted
-        if kind.window is not None or kind.chunk is not None:
+        if kind.is_limited:
             newest = state.lengths + state.pads
             query = newest[:, None] + draft.depth
             of_block = query.gather(1, node.clamp(0, width - 1))

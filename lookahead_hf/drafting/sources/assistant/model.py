@@ -51,7 +51,8 @@ class AssistantModel:
             kwargs = _decoder_arguments(model, mask, encoder_inputs)
         else:
             kwargs = _prefill_arguments(model, mask)
-        support.check(model, model.generation_config, kwargs)
+        support.check_call(model, model.generation_config, kwargs)
+        support.check_trial(model)
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():
