@@ -1,13 +1,19 @@
 """Ahead-of-time compilation of every kernel for GPUs that need not be present.
 
+`python -m lookahead_hf.kernels.aot [sm_90 gfx942 ...]` compiles for some GPUs, or for all. It needs
+a process without TRITON_INTERPRET, since interpreted kernels cannot be compiled.
+
 What is compiled is what runs: the functions that launch the kernels are called with tensors without
 memory, as a step calls them, and Triton itself compiles each launch, as it does before the first.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -83,18 +89,9 @@ def _attend(
     """Attention of one layer; `heads` are those of the queries and those of K and V."""
     q = _empty(2, nodes, heads[0], dim, dtype=dtype).transpose(1, 2)
     k = _empty(2, 4096, heads[1], dim, dtype=dtype).transpose(1, 2)
-    given = q, k, k, _empty(2), _empty(2, nodes), dim**-0.5
-    if not extras:
-        attention.tree_attention(*given)
-        return
-    attention.tree_attention(
-        *given,
-        window=1024,
-        columns=_empty(2, 4096),
-        pads=_empty(2),
-        softcap=50.0,
-        sinks=_empty(heads[0], dtype=dtype),
-    )
+    columns, sinks = (_empty(2, 4096), _empty(2)), _empty(heads[0], dtype=dtype)
+    more = (1024, *columns, 50.0, sinks) if extras else ()
+    attention.tree_attention(q, k, k, _empty(2), _empty(2, nodes), dim**-0.5, *more)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -165,3 +162,29 @@ class _Driver:
 
     def get_current_stream(self, device: GPUTarget) -> int:
         return 0
+
+
+def main(targets: list[str]) -> int:
+    """Compile every case for these GPUs, or for all; print each kernel; return 1 if one fails."""
+    failures = 0
+    with ProcessPoolExecutor() as pool:
+        for lines in pool.map(_compile, product(targets or GPUS, CASES)):
+            failures += sum("FAILED" in line for line in lines)
+            print(*lines, sep="\n", flush=True)
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+def _compile(job: tuple[str, str]) -> list[str]:
+    """Compile the kernels of a case for a target; return what is printed of each."""
+    target, case = job
+    lines = []
+    for kernel, made in compile_case(case, GPUS[target]).items():
+        failed = f"FAILED {type(made).__name__}: {made}"
+        said = failed if isinstance(made, Exception) else f"{made.metadata.shared:>6} bytes shared"
+        lines.append(f"{kernel + ': ' + case:64} {target:7} {said}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

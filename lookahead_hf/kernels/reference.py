@@ -28,7 +28,9 @@ def verify_tree(
         scores = scores / noise[row, depth.long().clamp(0, noise.shape[1] - 1)]
     best, node = scores.argmax(-1), torch.arange(width, device=scores.device)
     above = parents.long().clamp(min=0)
-    follows = (tokens == best.gather(1, above)) & _is_first_sibling(tokens, parents)
+    alike = (tokens[:, :, None] == tokens[:, None]) & (parents[:, :, None] == parents[:, None])
+    is_first = ~alike.tril(-1).any(2)  # no earlier sibling holds the same token
+    follows = (tokens == best.gather(1, above)) & is_first
     follows &= (node > 0) & (node <= num_nodes[:, None])
     # A node is on the path if it and all its ancestors follow. Each round doubles how many of them
     # a node has asked; node 0 is its own parent.
@@ -47,13 +49,6 @@ def verify_tree(
     return TreeWalk(torch.cat([accepted, bonus, path[:, :width]], 1), best)
 
 
-def _is_first_sibling(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """Whether no earlier sibling holds the same token, [rows, 1 + nodes] bool."""
-    same = tokens[:, :, None] == tokens[:, None]
-    same &= parents[:, :, None] == parents[:, None]
-    return ~same.tril(-1).any(2)
-
-
 def reject_tree(
     probs: torch.Tensor,  # [rows, 1 + nodes, vocab]
     draft_probs: torch.Tensor,  # [rows, nodes, vocab]
@@ -64,7 +59,7 @@ def reject_tree(
     noise: torch.Tensor,  # [rows, vocab]
 ) -> TreeWalk:
     """See `dispatch.reject_tree`."""
-    paths, bonus = [], []
+    packed = []
     for row, (row_tokens, row_parents, count) in enumerate(
         zip(tokens.tolist(), parents.tolist(), num_nodes.tolist(), strict=True)
     ):
@@ -81,19 +76,9 @@ def reject_tree(
                 total = left.sum()
         # Only rounding can leave nothing; then the target's own distribution is drawn from.
         left = left.where(total > 0, probs[row, path[-1]])
-        paths.append(path)
-        bonus.append(int((left / noise[row]).argmax()))
-    return TreeWalk(_packed(paths, bonus, tokens.shape[1], probs.device))
-
-
-def _packed(
-    paths: list[list[int]], bonus: list[int], width: int, device: torch.device
-) -> torch.Tensor:
-    rows = [
-        [len(path) - 1, token, *path, *[-1] * (width - len(path))]
-        for path, token in zip(paths, bonus, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+        unused = [-1] * (tokens.shape[1] - len(path))
+        packed.append([len(path) - 1, int((left / noise[row]).argmax()), *path, *unused])
+    return TreeWalk(torch.tensor(packed, dtype=torch.int64, device=probs.device))
 
 
 def compact_path(

@@ -78,7 +78,7 @@ class BlockLayout:
             inputs[self._names.columns] = columns[0] - self._uncounted
         slots = self._cache.slots
         uniform = bool((slots.lengths == slots.lengths[0]).all())
-        if width == 1 and uniform and not self._is_limited and slots.shown is None:
+        if width == 1 and uniform and not self._is_limited and slots.extent.shown is None:
             return BlockInputs(inputs, columns=columns)  # each token sees every slot
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
         built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}

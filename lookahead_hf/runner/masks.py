@@ -69,8 +69,7 @@ def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
     Returns:
         [width, width] bool; index 0 is the last token, index 1 + i node i.
     """
-    seen = np.zeros((width, width), bool)
-    seen[np.arange(width), np.arange(width)] = True
+    seen = np.eye(width, dtype=bool)
     parents = draft.parents[draft.row(row)] + 1
     for node, parent in enumerate(parents.tolist(), 1):
         seen[node] |= seen[parent]
@@ -99,8 +98,6 @@ def additive(
         columns: Column of every block token [rows, width] and of every slot [rows, visible]; needed
             where the kind has a window or chunks.
         pads: Columns of the prompt that the row does not attend.
-        dtype: The model's.
-        device: The model's.
     """
     rows, width = seen.shape[:2]
     mask = np.zeros((rows, width, visible), bool)

@@ -61,9 +61,9 @@ def make_room(slots: SlotCache, used: int) -> int:
     Returns:
         The slots that the forward sees.
     """
-    if slots.shown is None or used > slots.shown:
+    if slots.extent.shown is None or used > slots.extent.shown:
         capacity = max(group.capacity for group in slots.each_group())
         shown = doubled(LEAST_SHOWN, max(used, capacity))
         slots.fix(shown)
         return shown
-    return slots.shown
+    return slots.extent.shown

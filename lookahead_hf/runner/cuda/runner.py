@@ -45,12 +45,10 @@ class CudaRunner(Runner):
         room: int = 0,
         cuda_graphs: str | bool = "auto",
     ) -> None:
-        """Prepare for one call.
+        """Prepare for one call, as `Runner` does.
 
         Args:
-            model: The target.
-            num_rows: Rows of the batch.
-            shape: The shape of every block, None for as large as each draft needs.
+            model: As in `Runner`, and so are `num_rows` and `shape`.
             scoring: Alters the logits; None where the likeliest token is chosen.
             room: Slots that the call may need behind the longest prompt.
             cuda_graphs: As in `SpeculativeConfig`.
@@ -97,12 +95,7 @@ class CudaRunner(Runner):
         self._state = self._set.state
 
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
-        """Launch a step; nothing waits for the device.
-
-        Args:
-            rows: The texts.
-            draft: What is fed behind their last tokens.
-        """
+        """Launch a step, as `Runner.launch` does; nothing waits for the device."""
         width, visible = self._sizes(draft)
         recording = self._recording(width, visible)
         self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
@@ -146,13 +139,13 @@ class CudaRunner(Runner):
         """Make room for so many slots; return how many of them the attention sees."""
         slots = self.cache.slots
         if self._set is not None:
-            return self._set.visible_for(slots.shown or used)
+            return self._set.visible_for(slots.extent.shown or used)
         if self._is_compiled and self._shape is None:
             visible = torch_compile.make_room(slots, used)
         else:
             visible = -(-used // ALIGNED) * ALIGNED
-            if slots.shown is not None:  # with and without graphs the same
-                visible = bucket(slots.shown)
+            if slots.extent.shown is not None:  # with and without graphs the same
+                visible = bucket(slots.extent.shown)
             only_group(self.cache).reserve(visible)
         self._state.fit(self.cache)
         return visible

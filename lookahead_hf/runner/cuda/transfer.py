@@ -15,21 +15,17 @@ class Ticket:
 
     def __init__(self, tensor: torch.Tensor, copy: HostCopy) -> None:
         self.tensor, self._copy = tensor, copy
-        self._bytes: torch.Tensor | None = None
-        self._arrived: Any = None  # an event, where it has to be waited for
-
-    def sent(self, piece: torch.Tensor, arrived: Any) -> None:
-        """Note the tensor's bytes on the host, and the event behind their copy."""
-        self._bytes, self._arrived = piece, arrived
+        self.bytes: torch.Tensor | None = None  # on the host
+        self.arrived: Any = None  # the event behind their copy, where that has to be waited for
 
     def take(self) -> np.ndarray:
         """Wait for the device and return the tensor on the host."""
-        if self._bytes is None:
+        if self.bytes is None:
             self._copy.send()
-        assert self._bytes is not None
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._bytes.numpy().view(_NUMPY[self.tensor.dtype]).reshape(self.tensor.shape)
+        assert self.bytes is not None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.bytes.numpy().view(_NUMPY[self.tensor.dtype]).reshape(self.tensor.shape)
 
 
 class HostCopy:
@@ -64,7 +60,7 @@ class HostCopy:
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(data.device))
         for ticket, piece in zip(waiting, host.split([len(part) for part in parts]), strict=True):
-            ticket.sent(piece, arrived)
+            ticket.bytes, ticket.arrived = piece, arrived
 
 
 def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
