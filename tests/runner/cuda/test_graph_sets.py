@@ -11,7 +11,7 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.cuda import graph_set, graphs
-from lookahead_hf.runner.execution import FAILED, IN_USE, TOO_LARGE, TOO_SHORT, WAITS
+from lookahead_hf.runner.execution import FAILED, IN_USE, TOO_LARGE, WAITS
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import speculated
 from tests.helpers.device import TapeRecorder
@@ -37,15 +37,6 @@ def test_later_calls_move_into_the_same_graphs(made: list[TapeRecorder]) -> None
     assert recorder.calls == ["begin", "end"] * 2  # each waits for the one before
     lookahead_hf.disable(lookahead_hf.enable(model))
     assert recorder.released == len(WIDTHS)
-
-
-def test_a_short_call_of_another_shape_leaves_the_graphs(made: list[TapeRecorder]) -> None:
-    model = small()
-    compare(model, padded("left"))
-    stats = compare(model, padded("none", rows=2), {"cuda_graphs": "auto"}, max_new_tokens=20)
-    assert stats.execution == TOO_SHORT
-    assert compare(model, padded("left")).execution == "replayed"
-    assert [recorder.released for recorder in sets_of(made)] == [0]
 
 
 def test_a_forward_that_waits_is_not_captured(
