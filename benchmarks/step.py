@@ -181,7 +181,7 @@ class Bench:
 
 
 def _on_device(target: CudaRunner, texts: Rows, draft: DraftTree) -> None:
-    target.forward(target.layout(texts, draft)).walk.take()
+    target.launch(texts, draft).walk.take()
 
 
 class _Host:

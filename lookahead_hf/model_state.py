@@ -33,7 +33,6 @@ class ModelState:
         warned: Reasons for which a fallback was warned of.
         trial: What the model's self test found, empty for no fault; None before the test.
         kernel_trial: Attention implementations, and whether our kernel does all attention there.
-        is_compiled: Whether `torch.compile` made a forward in it, as the latest call found it.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
         attention_users: Calls in progress that have our attention under the model's.
@@ -50,7 +49,6 @@ class ModelState:
     warned: set[FallbackReason] = field(default_factory=set)
     trial: str | None = None
     kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
-    is_compiled: bool | None = None
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None
     attention_users: set[object] = field(default_factory=set)

@@ -16,11 +16,10 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.hook import unwrap
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, positions, support
-from lookahead_hf.runner.compiled import CompiledRunner
-from lookahead_hf.runner.cuda.runner import CudaRunner, Scores
+from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.runner.packed_steps import PackedSteps
-from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification import device
 
 REPEATS = 5
@@ -92,8 +91,6 @@ def _target(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> 
     if device.serves(model.device) and support.on_device(model, nothing):
         scoring = _unaltered if do_sample else None
         return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
-    if is_compiled(model):
-        return CompiledRunner(model, num_rows)
     return Runner(model, num_rows, packed=PackedSteps(model, after=0))
 
 
@@ -130,11 +127,11 @@ def _time_step(target: Runner, rows: Rows, token: int, num_nodes: int) -> float:
     """Seconds of a step that verifies a chain of `num_nodes` in every row and keeps nothing."""
     draft = DraftTree.from_chains([[[token] * num_nodes]] * rows.num_rows)
     start = time.perf_counter()
-    outputs = target.launch(rows, draft)
-    if isinstance(target, CudaRunner):
-        outputs.walk.take()
+    step = target.launch(rows, draft)
+    if isinstance(target, CudaRunner) and isinstance(step, DeviceOutputs):
+        step.walk.take()
         seconds = time.perf_counter() - start
         target.forget()
         return seconds
-    outputs.logits[:, -1, -1].cpu()  # waits for the device
+    step.logits[:, -1, -1].cpu()  # waits for the device
     return time.perf_counter() - start

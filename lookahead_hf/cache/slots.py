@@ -218,11 +218,6 @@ class SlotCache(Cache):
         """Length of the longest row."""
         return self.extent.longest
 
-    @property
-    def shown(self) -> int | None:
-        """Slots that the attention reads in every forward, None for those that are in use."""
-        return self.extent.shown
-
     def each_group(self) -> list[SlotGroup]:
         """Every group once."""
         return list(dict.fromkeys(self.groups.values()))

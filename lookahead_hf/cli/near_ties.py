@@ -28,7 +28,7 @@ SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 Text = Sequence[int]
 
 
-class Place(NamedTuple):
+class PartingPoint(NamedTuple):
     """Where a row of a batch parts from plain's, and the two tokens; None is the end of a text."""
 
     row: int
@@ -47,7 +47,7 @@ class Parting:
             in units of the last place of its dtype; None: no shift that was tried is enough.
     """
 
-    place: Place
+    place: PartingPoint
     ulps: int | None
 
     @property
@@ -103,12 +103,12 @@ def find_partings(
     return [[found[place] if place else None for place in rows] for rows in places]
 
 
-def _place(row: int, plain: Text, other: Text) -> Place | None:
+def _place(row: int, plain: Text, other: Text) -> PartingPoint | None:
     index = first_difference(plain, other)
     if index is None:
         return None
     tokens = (text[index] if index < len(text) else None for text in (plain, other))
-    return Place(row, index, *tokens)
+    return PartingPoint(row, index, *tokens)
 
 
 def first_difference(left: Text, right: Text) -> int | None:
@@ -121,8 +121,8 @@ def first_difference(left: Text, right: Text) -> int | None:
 
 
 def _look(
-    model: Any, call: Mapping[str, Any], wanted: set[Place], plain: Sequence[Text], seed: int
-) -> dict[Place, Parting]:
+    model: Any, call: Mapping[str, Any], wanted: set[PartingPoint], plain: Sequence[Text], seed: int
+) -> dict[PartingPoint, Parting]:
     """Run plain decoding up to the last of these places, and look at each of them."""
     import torch
 
@@ -182,7 +182,7 @@ def _choose(
 
 
 def _measure(
-    place: Place,
+    place: PartingPoint,
     choose: Callable[..., int],
     logits: torch.Tensor,  # [vocab]
     dtype: torch.dtype,

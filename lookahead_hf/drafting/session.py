@@ -24,8 +24,8 @@ from lookahead_hf.drafting.scheduler import Scheduler
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda.runner import DeviceOutputs
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.outputs import DeviceOutputs
 from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:

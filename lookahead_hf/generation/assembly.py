@@ -20,11 +20,9 @@ from lookahead_hf.generation.session import DecodingSession
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import rows_of
 from lookahead_hf.runner import positions, self_test, support
-from lookahead_hf.runner.compiled import CompiledRunner
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import BlockShape, Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
-from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.select import choose_verifier
 from lookahead_hf.verification.verifier import Verifier
@@ -180,8 +178,6 @@ def _runner(
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
         )
-    if shape is None and is_compiled(call.model):
-        return CompiledRunner(call.model, call.num_rows)
     return Runner(call.model, call.num_rows, shape, _packed_steps(call, processes))
 
 

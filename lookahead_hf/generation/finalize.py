@@ -10,6 +10,7 @@ from lookahead_hf.cache.column_map import seen_slots
 
 if TYPE_CHECKING:
     from lookahead_hf.generation.session import DecodingSession
+    from lookahead_hf.runner.outputs import StepOutputs
 
 
 def num_columns(session: DecodingSession) -> int:
@@ -51,18 +52,18 @@ def break_off(session: DecodingSession) -> None:
         session.processes.broke_off()
 
 
-def observe(session: DecodingSession, row: int, kept: list[int], outputs: Any) -> None:
+def observe(session: DecodingSession, row: int, kept: list[int], step: StepOutputs) -> None:
     """Keep what the caller asked to see of block tokens that a row has just kept.
 
     Args:
         session: The call.
         row: The row.
         kept: Places of the tokens in the block, root first.
-        outputs: What the forward returned.
+        step: The forward.
     """
     if session.outputs.observes:
         slots = seen_slots(session.runner.cache, row, kept)
-        session.outputs.observe(row, kept, outputs, slots)
+        session.outputs.observe(row, kept, step.of_model, slots)
 
 
 def _catch_up(session: DecodingSession, columns: int) -> None:

@@ -1,22 +1,27 @@
 """Ahead-of-time compilation of every kernel for GPUs that need not be present.
 
+`python -m lookahead_hf.kernels.aot [sm_90 gfx942 ...]` compiles for some GPUs, or for all. It needs
+a process without TRITON_INTERPRET, since interpreted kernels cannot be compiled.
+
 What is compiled is what runs: the functions that launch the kernels are called with tensors without
-memory, as a step calls them, and Triton itself specialises each launch by its arguments.
+memory, as a step calls them, and Triton itself compiles each launch, as it does before the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
 from lookahead_hf.kernels._attention_sizes import stages
@@ -84,18 +89,9 @@ def _attend(
     """Attention of one layer; `heads` are those of the queries and those of K and V."""
     q = _empty(2, nodes, heads[0], dim, dtype=dtype).transpose(1, 2)
     k = _empty(2, 4096, heads[1], dim, dtype=dtype).transpose(1, 2)
-    given = q, k, k, _empty(2), _empty(2, nodes), dim**-0.5
-    if not extras:
-        attention.tree_attention(*given)
-        return
-    attention.tree_attention(
-        *given,
-        window=1024,
-        columns=_empty(2, 4096),
-        pads=_empty(2),
-        softcap=50.0,
-        sinks=_empty(heads[0], dtype=dtype),
-    )
+    columns, sinks = (_empty(2, 4096), _empty(2)), _empty(heads[0], dtype=dtype)
+    more = (1024, *columns, 50.0, sinks) if extras else ()
+    attention.tree_attention(q, k, k, _empty(2), _empty(2, nodes), dim**-0.5, *more)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -121,75 +117,74 @@ of logits, one and two tokens' words in the cache's layout, and heads of all siz
 """
 
 
-class Launch(NamedTuple):
-    """One kernel with the types and constants of one use; options are warps, stages and so on."""
+def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
+    """Compile what a case launches on a GPU.
 
-    name: str
-    source: ASTSource
-    options: dict[str, Any]
-
-
-def launches(gpu: Gpu) -> list[Launch]:
-    """Return what all cases launch on a GPU, each compiled form once."""
-    major = gpu.target.arch // 10 if gpu.target.backend == "cuda" else 0
-    backend = make_backend(gpu.target)
-    found: dict[str, Launch] = {}
-    with patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)):
-        for case, run in CASES.items():
-            with _noted() as seen:
-                run()
-            for kernel, arguments in seen:
-                launch = _launch(case, kernel, arguments, backend)
-                parts = launch.source.signature, launch.source.constants, launch.source.attrs
-                found.setdefault(repr((kernel.fn.__name__, *parts, launch.options)), launch)
-    return list(found.values())
-
-
-@contextmanager
-def _noted() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Yield the kernels that are called and their arguments; nothing is launched."""
-    seen: list[tuple[Any, dict[str, Any]]] = []
-
-    def note(kernel: Any, *, grid: Any, warmup: bool, **arguments: Any) -> None:
-        seen.append((kernel, arguments))
-
-    with patch.object(JITFunction, "run", note):
-        yield seen
-
-
-def _launch(case: str, kernel: Any, arguments: dict[str, Any], backend: Any) -> Launch:
-    """Specialise a call by its arguments, as Triton does when it launches."""
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    _, specialised, _ = bind(**arguments, debug=False)
-    names = [parameter.name for parameter in kernel.params]
-    kinds = [kind for kind, _ in specialised]
-    fixed = {name for name, kind in zip(names, kinds, strict=True) if kind == "constexpr"}
-    source = ASTSource(
-        fn=kernel,
-        signature=dict(zip(names, kinds, strict=True)),
-        constexprs={name: arguments[name] for name in names if name in fixed},
-        attrs={
-            (index,): backend.parse_attr(key)
-            for index, (kind, key) in enumerate(specialised)
-            if kind != "constexpr" and isinstance(key, str)
-        },
-    )
-    options = {name: value for name, value in arguments.items() if name not in names}
-    return Launch(
-        f"{kernel.fn.__name__.strip('_').removesuffix('_kernel')}: {case}", source, options
-    )
-
-
-def compile_launch(launch: Launch, gpu: Gpu) -> int:
-    """Compile one kernel for one GPU; return the bytes of shared memory that a program takes.
-
-    Raises:
-        RuntimeError: The kernel needs more shared memory than the GPU has; its launch would fail.
+    Returns:
+        What Triton made of each kernel, or why it cannot be launched: it does not compile, or it
+        needs more shared memory than the GPU has.
     """
-    compiled = triton.compile(launch.source, target=gpu.target, options=launch.options)
-    shared: int = compiled.metadata.shared
-    if shared > gpu.shared_bytes:
-        raise RuntimeError(
-            f"needs {shared} bytes of shared memory, the target has {gpu.shared_bytes}"
-        )
-    return shared
+    found: dict[str, CompiledKernel | Exception] = {}
+    run, major = JITFunction.run, gpu.target.arch // 10 if gpu.target.backend == "cuda" else 0
+
+    def compile_launch(kernel: Any, *, warmup: bool, **arguments: Any) -> None:
+        name = kernel.fn.__name__.strip("_").removesuffix("_kernel")
+        try:
+            found[name] = made = run(kernel, warmup=True, **arguments)
+            if made.metadata.shared > gpu.shared_bytes:
+                raise RuntimeError(
+                    f"needs {made.metadata.shared} bytes of shared memory, "
+                    f"the target has {gpu.shared_bytes}"
+                )
+        except Exception as error:
+            found[name] = error
+
+    triton.runtime.driver.set_active(_Driver(gpu.target))
+    with (
+        patch.object(JITFunction, "run", compile_launch),
+        patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)),
+    ):
+        CASES[case]()
+    return found
+
+
+class _Driver:
+    """Stands in for the driver of a GPU, which Triton asks what to compile for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> GPUTarget:
+        return self._target  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: GPUTarget) -> int:
+        return 0
+
+
+def main(targets: list[str]) -> int:
+    """Compile every case for these GPUs, or for all; print each kernel; return 1 if one fails."""
+    failures = 0
+    with ProcessPoolExecutor() as pool:
+        for lines in pool.map(_compile, product(targets or GPUS, CASES)):
+            failures += sum("FAILED" in line for line in lines)
+            print(*lines, sep="\n", flush=True)
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+def _compile(job: tuple[str, str]) -> list[str]:
+    """Compile the kernels of a case for a target; return what is printed of each."""
+    target, case = job
+    lines = []
+    for kernel, made in compile_case(case, GPUS[target]).items():
+        failed = f"FAILED {type(made).__name__}: {made}"
+        said = failed if isinstance(made, Exception) else f"{made.metadata.shared:>6} bytes shared"
+        lines.append(f"{kernel + ': ' + case:64} {target:7} {said}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -187,16 +187,9 @@ def _node_kernel(
         v = load_vectors(v_head, slot * v_stride_slot, inside, DIM_V, BLOCK_V)
         seen = inside[None, :] & live[:, None]
         if WINDOW:
+            texts = text + tl.zeros_like(group)
             seen = seen & in_window(
-                text + tl.zeros_like(group),
-                index,
-                length,
-                columns_ptr,
-                pads_ptr,
-                row,
-                window,
-                num_columns,
-                COLUMNS,
+                texts, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS
             )
         top, total, acc = attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP)
 

@@ -150,8 +150,9 @@ def compact_path(
         num_kept: Entries of `path` that count, [rows] integers.
     """
     for part in table.by_device:
-        local = [tensor.to(part.device, non_blocking=True) for tensor in (lengths, path, num_kept)]
-        if backend(part.device) == "triton":
+        device = part.tensors[0].device
+        local = [tensor.to(device, non_blocking=True) for tensor in (lengths, path, num_kept)]
+        if backend(device) == "triton":
             from lookahead_hf.kernels import compact
 
             compact.compact_path(part, *local)
@@ -171,8 +172,7 @@ def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopR
     Returns:
         Values, [rows, k] float32, token ids, [rows, k] int64, and sums, [rows] float32.
     """
-    if k > logits.shape[1]:
-        raise ValueError(f"k is {k}, but a row has {logits.shape[1]} entries: ask for fewer")
+    assert k <= logits.shape[1], "a row has fewer entries"
     if backend(logits.device) == "triton" and k <= MAX_FUSED_K:
         from lookahead_hf.kernels import topk
 
@@ -218,16 +218,8 @@ def tree_attention(
         [rows, nodes, heads, v_dim] in the dtype of `q`.
     """
     assert (columns is None) or (pads is not None), "columns need pads"
-    if q.shape[2] > MAX_ATTENTION_NODES:
-        raise ValueError(
-            f"{q.shape[2]} nodes in a row, but an ancestor word has {MAX_ATTENTION_NODES} bits: "
-            "draft fewer"
-        )
-    if backend(q.device) != "triton" or max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
-        raise ValueError(
-            f"tree_attention needs Triton and heads of at most {MAX_HEAD_DIM} dimensions, not "
-            f"{max(q.shape[3], v.shape[3])} on {q.device}: attend under a mask instead"
-        )
+    assert backend(q.device) == "triton", "without Triton, attend under a mask"
+    assert q.shape[2] <= MAX_ATTENTION_NODES and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
     from lookahead_hf.kernels import attention
 
     return attention.tree_attention(

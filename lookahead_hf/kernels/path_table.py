@@ -36,11 +36,6 @@ class PathTable:
         """
         return [self] if self._parts is None else self._parts
 
-    @property
-    def device(self) -> torch.device:
-        """Device of a table that has one device."""
-        return self.tensors[0].device
-
     @cached_property
     def word_bytes(self) -> int:
         """Largest size, up to 4 bytes, in which the tokens of all tensors can be moved."""
@@ -61,7 +56,7 @@ class PathTable:
             [address] + [size // self.word_bytes for size in sizes]
             for address, *sizes in self._bytes
         ]
-        return torch.tensor(layout, dtype=torch.int64, device=self.device)
+        return torch.tensor(layout, dtype=torch.int64, device=self.tensors[0].device)
 
     @cached_property
     def max_words(self) -> int:

@@ -133,13 +133,10 @@ class ModelSnapshot:
         )
 
     def blockers(self, extras: Mapping[str, Any]) -> list[str]:
-        """Return the reasons not to capture or replay steps; an empty list means none.
+        """Return the reasons of `execution` not to capture or replay steps, none for no reason.
 
         Args:
             extras: What plain `generate` passes with every forward.
-
-        Returns:
-            Reasons of `execution`, none where steps may be captured.
         """
         found = self._blockers.copy()
         if any(isinstance(value, torch.Tensor) for value in extras.values()):

@@ -23,8 +23,10 @@ from lookahead_hf.runner import (
     passthrough_kwargs,
     positions,
     prefix_tuning,
+    torch_compile,
 )
 from lookahead_hf.runner.layout import BlockInputs, BlockLayout
+from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.packed_steps import PackedSteps
 
 
@@ -71,8 +73,10 @@ class Runner:
         self.model = model
         self.num_rows = num_rows
         self._cache: AdoptedCache | None = None
-        self._shape = shape
-        self._packed = packed or PackedSteps(model, False)
+        self._shape, self._is_compiled = shape, torch_compile.is_compiled(model)
+        if packed is None or self._is_compiled:
+            packed = PackedSteps(model, False)
+        self._packed = packed
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
         self._is_repeat = False
         self._names = compat.decoder_names(model)
@@ -115,8 +119,9 @@ class Runner:
         mask = model_kwargs.get(self._names.mask)
         attended = None
         if mask is not None:
+            virtual = prefix_tuning.of_model(self.model).count
             mask = mask.to("cpu").numpy().astype(bool)
-            attended = prefix_tuning.of_model(self.model).attended(mask)
+            attended = np.pad(mask, ((0, 0), (virtual, 0)), constant_values=True)
         self._extras = passthrough_kwargs.passed_on(model_kwargs, self._names)
         cache = outputs.past_key_values
         returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
@@ -169,9 +174,9 @@ class Runner:
     @property
     def _trims(self) -> bool:
         """Whether layers with a window hold no more than that."""
-        return self._shape is None
+        return self._shape is None and not self._is_compiled
 
-    def launch(self, rows: Rows, draft: DraftTree) -> Any:
+    def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.
 
         Args:
@@ -179,17 +184,22 @@ class Runner:
             draft: The draft behind their last tokens.
 
         Returns:
-            The forward's outputs; its logits are [rows, 1 + most nodes or more, vocab].
+            Its outputs; the logits are [rows, 1 + most nodes or more, vocab].
         """
         return self.forward(self.layout(rows, draft))
 
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
-        width = max(1 + draft.max_nodes, 0 if self._shape is None else self._shape.width)
+        width = 1 + draft.max_nodes
+        if self._shape is not None:
+            width = max(width, self._shape.width)
+        elif self._is_compiled:
+            width = torch_compile.width_for(width)
+            torch_compile.make_room(self.cache.slots, self.cache.slots.longest + width)
         tokens, _, depths = draft.padded(width, rows.last_tokens)
         return self._layout.block(tokens, depths, draft, _ahead(rows))
 
-    def forward(self, inputs: BlockInputs) -> Any:
+    def forward(self, inputs: BlockInputs) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
         columns = implicit_positions.step(inputs.columns)
@@ -197,14 +207,14 @@ class Runner:
             outputs = self.model(**given, return_dict=True)
         if self._packed.is_used:
             self.execution = execution.PACKED
-        return outputs
+        return StepOutputs(logits=outputs.logits, of_model=outputs)
 
-    def is_contaminated(self, step: Any, live: np.ndarray) -> bool:
+    def is_contaminated(self, step: StepOutputs, live: np.ndarray) -> bool:
         """Whether a draft may have made NaN of the logits of a live row, [rows] bool."""
         self._is_repeat = False
         return bool(((self._has_nan(step) > 0) & live & ~self._is_nan_alone).any())
 
-    def repeat_without_draft(self, rows: Rows) -> Any:
+    def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         """Run a step again from its last tokens alone, in slots that no draft has written."""
         non_finite.clear(self.cache.slots)
         step = self.launch(rows, DraftTree.empty(self.num_rows))
@@ -212,7 +222,7 @@ class Runner:
         self._is_repeat = True
         return step
 
-    def _has_nan(self, step: Any) -> np.ndarray:
+    def _has_nan(self, step: StepOutputs) -> np.ndarray:
         """Count NaN in a sample of the logits of each row, [rows]."""
         found: np.ndarray = non_finite.has_nan(step.logits).cpu().numpy()
         return found
@@ -254,7 +264,7 @@ class Runner:
         """Tokens behind the prompt that each row has in the cache, [rows]."""
         return self.cache.slots.lengths - (self.cache.num_columns - self.cache.pads)
 
-    def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> Any:
+    def feed(self, tokens: list[list[int]], ahead: np.ndarray) -> StepOutputs:
         """Run further tokens of every row in one forward; `keep` then keeps them in the cache.
 
         Args:

@@ -46,7 +46,7 @@ class BlockLayout:
         self._model, self._cache, self._kinds, self._passed = model, cache, kinds, passed
         self._next_position, self._device = next_position, next_position.device
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
-        self._is_limited = any(kind.window or kind.chunk for kind in kinds)
+        self._is_limited = any(kind.is_limited for kind in kinds)
         pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
 
@@ -78,17 +78,10 @@ class BlockLayout:
             inputs[self._names.columns] = columns[0] - self._uncounted
         slots = self._cache.slots
         uniform = bool((slots.lengths == slots.lengths[0]).all())
-        if width == 1 and uniform and not self._is_limited and slots.shown is None:
+        if width == 1 and uniform and not self._is_limited and slots.extent.shown is None:
             return BlockInputs(inputs, columns=columns)  # each token sees every slot
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
-        built = {
-            kind.name: masks.additive(
-                self._allowed(kind, seen, depths, ahead),
-                self._model.dtype,
-                self._device,
-            )
-            for kind in self._kinds
-        }
+        built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
         inputs[self._names.mask] = built if self._mask_dict else next(iter(built.values()))
         return BlockInputs(inputs, self._trees(built, seen), columns)
 
@@ -119,14 +112,14 @@ class BlockLayout:
                 trees.append(BlockTree(built[kind.name], lengths, words, window, *columns))
         return trees
 
-    def _allowed(
+    def _mask(
         self, kind: masks.MaskKind, seen: np.ndarray, depths: np.ndarray, ahead: np.ndarray
-    ) -> np.ndarray:
-        """Which slots each token sees in layers with this mask, [rows, width, visible] bool."""
+    ) -> torch.Tensor:
+        """The mask of the layers of one kind, [rows, 1, width, visible]."""
         group = self._cache.slots.groups[kind.name]
-        limited = kind.window or kind.chunk
-        columns = self._columns(group, depths, ahead) if limited else None
-        return masks.allowed(kind, seen, group.lengths, group.visible, columns, self._cache.pads)
+        columns = self._columns(group, depths, ahead) if kind.is_limited else None
+        place = group.lengths, group.visible, columns, self._cache.pads
+        return masks.additive(kind, seen, *place, self._model.dtype, self._device)
 
     def _columns(
         self, group: SlotGroup, depths: np.ndarray, ahead: np.ndarray

@@ -20,6 +20,25 @@ class MaskKind:
     window: int | None = None  # columns, the token's own included
     chunk: int | None = None  # columns, counted from the row's first attended one
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether a token does not see all columns before its own."""
+        return self.window is not None or self.chunk is not None
+
+    def is_near(self, query: Any, key: Any, pads: Any) -> Any:
+        """Return which columns a column sees, causality aside, of arrays or tensors that broadcast.
+
+        Args:
+            query: Columns of tokens.
+            key: Columns that they may see.
+            pads: Columns of the prompt that a row does not attend. Nothing is in those before the
+                first attended one, so that a negative difference does not matter.
+        """
+        near = True if self.window is None else query - key < self.window
+        if self.chunk is not None:
+            near = near & ((query - pads) // self.chunk == (key - pads) // self.chunk)
+        return near
+
     def within(self, kept: int | None) -> MaskKind:
         """Return this kind where plain's cache keeps `kept` earlier columns, None for all."""
         if kept is None or self.window is not None:
@@ -50,23 +69,26 @@ def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
     Returns:
         [width, width] bool; index 0 is the last token, index 1 + i node i.
     """
-    seen = np.zeros((width, width), bool)
-    seen[np.arange(width), np.arange(width)] = True
+    seen = np.eye(width, dtype=bool)
     parents = draft.parents[draft.row(row)] + 1
     for node, parent in enumerate(parents.tolist(), 1):
         seen[node] |= seen[parent]
     return seen
 
 
-def allowed(
+def additive(
     kind: MaskKind,
     seen: np.ndarray,  # [rows, width, width] bool
     lengths: np.ndarray,  # [rows]
     visible: int,
     columns: tuple[np.ndarray, np.ndarray] | None,
     pads: np.ndarray,  # [rows]
-) -> np.ndarray:
-    """Return which slots each token sees, [rows, width, visible] bool.
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return `[rows, 1, width, visible]`: 0 for seen slots and the lowest number elsewhere.
+
+    Every backend takes this form; a bool mask would be converted again in every layer.
 
     Args:
         kind: What the layers of this kind add to causality.
@@ -84,19 +106,7 @@ def allowed(
         mask[row, :, length : length + width] = seen[row]
     if columns is not None:
         query, key = columns[0][:, :, None], columns[1][:, None, :]
-        if kind.window is not None:
-            mask &= query - key < kind.window
-        if kind.chunk is not None:
-            first = pads[:, None, None]
-            mask &= (query - first) // kind.chunk == (key - first) // kind.chunk
-    return mask
-
-
-def additive(mask: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return `[rows, 1, width, visible]`: 0 for seen slots and the lowest number elsewhere.
-
-    Every backend takes this form; a bool mask would be converted again in every layer.
-    """
-    seen = torch.from_numpy(mask)[:, None].to(device)
-    out = torch.zeros(seen.shape, dtype=dtype, device=device)
-    return out.masked_fill_(~seen, torch.finfo(dtype).min)
+        mask &= kind.is_near(query, key, pads[:, None, None])
+    hidden = torch.from_numpy(~mask)[:, None].to(device)
+    out = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return out.masked_fill_(hidden, torch.finfo(dtype).min)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lookahead_hf import compat
 from lookahead_hf.fallback import FallbackReason, Unserved
 
@@ -26,11 +24,6 @@ class VirtualTokens:
 
     count: int = 0
     by_column: bool = False
-
-    def attended(self, mask: np.ndarray) -> np.ndarray:
-        """Return a prompt's mask with these columns before it, [rows, columns] bool."""
-        ones = np.ones((len(mask), self.count), bool)
-        return np.concatenate([ones, mask], 1)
 
 
 def of_model(model: Any) -> VirtualTokens:

@@ -123,15 +123,10 @@ def _ragged(model: Any, text: np.ndarray, prompt: torch.Tensor) -> list[tuple[in
         got = [(PROMPT + i, first[0, i]) for i in range(4)]
         got += [(PROMPT, first[1, 0]), (PROMPT + 1, first[1, 2])]
         paths = [[0, 1, 2], [1]]
-        runner.commit(_verdict(rows, text, paths))
+        for row, path in enumerate(paths):
+            for token in text[PROMPT + 1 : PROMPT + 2 + len(path)].tolist():
+                rows.emit(row, token)
+        runner.commit(Verdict.from_rows(paths, paths, np.ones(2, bool)))
         ends = rows.num_emitted + PROMPT - 1
         second = runner.launch(rows, DraftTree.empty(2)).logits
     return got + [(int(ends[row]), second[row, 0]) for row in range(2)]
-
-
-def _verdict(rows: Rows, text: np.ndarray, paths: list[list[int]]) -> Verdict:
-    """Accept the paths and emit the text behind them."""
-    for row, path in enumerate(paths):
-        for token in text[PROMPT + 1 : PROMPT + 2 + len(path)]:
-            rows.emit(row, int(token))
-    return Verdict.from_rows(paths, paths, np.ones(len(paths), bool))

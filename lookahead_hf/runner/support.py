@@ -10,8 +10,7 @@ from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.distributed import sharding
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import prefix_tuning, self_test, torch_compile
+from lookahead_hf.runner import prefix_tuning, self_test
 from lookahead_hf.runner.attention import SERVED
 
 MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -29,16 +28,10 @@ ENCODER_DECODERS = frozenset(
 """Types whose decoder looks positions up in a table, weighs distances, or takes positions."""
 
 
-def check(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raise Unserved where this call's model, cache or arguments cannot be served."""
-    check_call(model, generation_config, model_kwargs)
-    check_trial(model)
-
-
 def check_call(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], *, is_checked: bool = False
 ) -> None:
-    """Raise Unserved as `check` does, but skip the self test, which takes some forwards.
+    """Raise Unserved where this call's model, cache or arguments cannot be served.
 
     Args:
         model: The model.
@@ -84,7 +77,11 @@ def check_kind(model: Any) -> None:
     unknown = set(compat.mask_kinds(model)) - MASK_KINDS
     if unknown:
         raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
-    _check_attention(model)
+    name = (compat.attention_name(config) or "").removeprefix("lookahead:")
+    if name and name not in SERVED:
+        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
+    if name and not compat.has_stock_masks(name):
+        raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
 
 
 def check_room(
@@ -117,14 +114,6 @@ def check_invariance(model: Any) -> None:
     """Raise Unserved where a token's bits depend on the other tokens of its block."""
     if compat.has_experts(model):
         raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
-
-
-def _check_attention(model: Any) -> None:
-    name = compat.attention_name(compat.text_config(model))
-    if name is not None and name.removeprefix("lookahead:") not in SERVED:
-        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
-    if name is not None and not compat.has_stock_masks(name.removeprefix("lookahead:")):
-        raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
 
 
 def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
@@ -177,15 +166,13 @@ def check_setup(model: Any) -> None:
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     sharding.check(model)
     prefix_tuning.of_model(model)
-    compiled = False
     for module in model.modules():
         own = vars(module)  # a module's getattr is slow for missing attributes
-        compiled = compiled or bool(torch_compile.compiled_calls(module))
         if own["training"]:
             _check_training(module)
-        if own.get("lora_variant"):
-            _check_adapter(own["lora_variant"])
-    state_of(model).is_compiled = compiled
+        for variant in (own.get("lora_variant") or {}).values():
+            if type(variant).__name__.startswith("ALora"):  # masks the last tokens of each block
+                raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)
 
 
 def _check_training(module: Any) -> None:
@@ -196,10 +183,3 @@ def _check_training(module: Any) -> None:
         is_rate = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
         if is_rate and isinstance(value, (int, float)) and value > 0:
             raise Unserved(FallbackReason.DROPOUT, f"{type(module).__name__}.{name}={value}")
-
-
-def _check_adapter(variants: Any) -> None:
-    """Raise Unserved for PEFT's activated LoRA, which masks the last tokens of each block."""
-    for variant in variants.values():
-        if type(variant).__name__.startswith("ALora"):
-            raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from lookahead_hf.cache.slots import SlotCache
-from lookahead_hf.model_state import state_of
 
 WIDTHS = (64, 16, 1)
 """Tokens per row of the blocks of a compiled model; a draft takes the narrowest that holds it."""
@@ -17,12 +16,8 @@ LEAST_SHOWN = 256
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the model, or a part of it, is called through `torch.compile`.
-
-    A walk over the modules at the beginning of each call notes it in the model's state.
-    """
-    known = state_of(model).is_compiled
-    return any(compiled_calls(module) for module in model.modules()) if known is None else known
+    """Whether the model, or a part of it, is called through `torch.compile`."""
+    return any(compiled_calls(module) for module in model.modules())
 
 
 def captures_graphs(module: torch.nn.Module) -> bool:
@@ -66,9 +61,9 @@ def make_room(slots: SlotCache, used: int) -> int:
     Returns:
         The slots that the forward sees.
     """
-    if slots.shown is None or used > slots.shown:
+    if slots.extent.shown is None or used > slots.extent.shown:
         capacity = max(group.capacity for group in slots.each_group())
         shown = doubled(LEAST_SHOWN, max(used, capacity))
         slots.fix(shown)
         return shown
-    return slots.shown
+    return slots.extent.shown

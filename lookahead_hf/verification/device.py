@@ -10,7 +10,7 @@ from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda.runner import DeviceOutputs, Scores, Scoring
+from lookahead_hf.runner.outputs import DeviceOutputs, Scores, Scoring
 from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.noise import Noise
 

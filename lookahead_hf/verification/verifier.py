@@ -11,7 +11,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 
 if TYPE_CHECKING:
-    from lookahead_hf.runner.cuda.runner import Scoring
+    from lookahead_hf.runner.outputs import Scoring
 
 
 class Verifier(Protocol):

@@ -33,7 +33,7 @@ def keeps(model: Any, generate: Callable[..., Any]) -> bool:
     return is_kept(model)
 
 
-def test_what_is_kept_is_freed_where_enabled_ends(model: Any) -> None:
+def test_what_is_kept_is_freed_where_speculation_is_turned_off(model: Any) -> None:
     with lookahead_hf.enabled(model):
         assert keeps(model, model.generate)
     assert not is_kept(model)
@@ -43,9 +43,6 @@ def test_what_is_kept_is_freed_where_enabled_ends(model: Any) -> None:
     assert is_kept(model), "it is enabled still"
     lookahead_hf.disable(model)
     assert not is_kept(model)
-
-
-def test_disable_frees_what_other_calls_keep(model: Any) -> None:
     assert keeps(model, functools.partial(lookahead_hf.generate, model))
     lookahead_hf.disable(model)
     assert not is_kept(model)

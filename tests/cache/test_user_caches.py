@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import lookahead_hf
+from tests.helpers.caches import assert_same_cache
 from tests.helpers.calls import padded
-from tests.helpers.compared import compared, speculated
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
-from tests.helpers.scripted import RandomTrees, continuations, scripted
 
 KWARGS = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20}
 
@@ -21,30 +20,22 @@ def new_cache(model: Any, with_config: bool) -> DynamicCache:
     return DynamicCache(config=model.config) if with_config else DynamicCache()
 
 
-def generate(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, truth: Any, **kwargs: Any
+def both(
+    model: Any, caches: tuple[Any, Any], ids: torch.Tensor, mask: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
-    """One speculative turn on a cache; asserts that it was one."""
-    config = scripted(truth, RandomTrees())
-    call = {"attention_mask": mask, "past_key_values": cache, **KWARGS, **kwargs}
-    out = model.generate(ids, **call, speculative=config)
-    speculated(model)
-    return out
+    """One turn: plain on the first cache, speculated on the second; return the text."""
+    left = iter(caches)
+
+    def call() -> dict[str, Any]:
+        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": next(left)}
+        return {**given, **KWARGS, **kwargs}
+
+    text: torch.Tensor = compared(model, call, ids.shape[1]).ours
+    return text
 
 
 def extended(mask: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat([mask, mask.new_ones(len(mask), columns - mask.shape[1])], 1)
-
-
-def assert_same(ours: Any, plain: Any, mask: torch.Tensor) -> None:
-    """The caches hold the same columns, up to rounding, wherever anything is attended."""
-    assert ours.get_seq_length() == plain.get_seq_length()
-    attended = extended(mask, plain.get_seq_length())
-    for a, b in zip(ours.layers, plain.layers, strict=True):
-        assert a.keys.shape == b.keys.shape
-        held = attended[:, -a.keys.shape[2] :][:, None, :, None]
-        for x, y in ((a.keys, b.keys), (a.values, b.values)):
-            assert torch.allclose(x * held, y * held, atol=5e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("with_config", [True, False])
@@ -58,28 +49,15 @@ def test_turns_plain_and_speculative_mixed(name: str, rows: int, with_config: bo
     if rows == 3:
         ids, mask = padded("left", rows, 12).values()
     eos = {"eos_token_id": [7, 8, 9, 10]}
-    plain_cache = new_cache(model, with_config)
-    first = model.generate(ids, attention_mask=mask, past_key_values=plain_cache, **KWARGS, **eos)
-    again = torch.cat([first, prompt(rows, 5, seed=9)], 1)
-    again_mask = extended(mask, again.shape[1])
-    with lookahead_hf.enabled(model):
-        cache = new_cache(model, with_config)
-        truth = continuations(first, 12)
-        out = generate(model, ids, mask, cache, truth, **eos)
-        assert out.tolist() == first.tolist()
-        assert_same(cache, plain_cache, mask)
-        second = model.generate(
-            again, attention_mask=again_mask, past_key_values=plain_cache, **KWARGS, **eos
-        )
-        truth = continuations(second, again.shape[1])
-        out = generate(model, again, again_mask, cache, truth, **eos)
-        assert out.tolist() == second.tolist()
-        assert_same(cache, plain_cache, again_mask)
-        third = torch.cat([second, prompt(rows, 4, seed=3)], 1)
-        third_mask = extended(mask, third.shape[1])
-        call = {"attention_mask": third_mask, **KWARGS, **eos}
-        expected = model.generate(third, past_key_values=plain_cache, **call)
-        assert model.generate(third, past_key_values=cache, **call).tolist() == expected.tolist()
+    caches = new_cache(model, with_config), new_cache(model, with_config)
+    for new, seed in ((5, 9), (4, 3)):
+        text = both(model, caches, ids, mask, **eos)
+        assert_same_cache(caches[1], caches[0], extended(mask, text.shape[1] - 1))
+        ids = torch.cat([text, prompt(rows, new, seed=seed)], 1)
+        mask = extended(mask, ids.shape[1])
+    call = {"attention_mask": mask, **KWARGS, **eos}
+    expected, got = (model.generate(ids, past_key_values=cache, **call) for cache in caches)
+    assert got.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -88,13 +66,9 @@ def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) 
     ids, mask = padded("left", 3, 12).values()
     mask[2, 10] = 0  # in the window of a sliding layer still
     eos = {"eos_token_id": [7, 8, 9, 10]}
-    caches = [new_cache(model, True) for _ in range(2)]
-    six = {**KWARGS, "max_new_tokens": 6, **eos}
-    first = model.generate(ids, attention_mask=mask, past_key_values=caches[0], **six)
-    with lookahead_hf.enabled(model):
-        out = generate(model, ids, mask, caches[1], continuations(first, 12), **six)
-    assert out.tolist() == first.tolist()
-    assert_same(caches[1], caches[0], torch.ones_like(mask))
+    caches = new_cache(model, True), new_cache(model, True)
+    first = both(model, caches, ids, mask, max_new_tokens=6, **eos)
+    assert_same_cache(caches[1], caches[0])
     again = torch.cat([first, prompt(3, 4, seed=3)], 1)  # and from here on all columns are attended
     call = {"attention_mask": torch.ones_like(again), **KWARGS}
     expected, got = (model.generate(again, past_key_values=cache, **call) for cache in caches)
@@ -109,17 +83,12 @@ def test_only_the_new_tokens_with_the_whole_mask() -> None:
     held = caches[0].get_seq_length()
     new = torch.cat([outs[0], prompt(1, 6, seed=5)], 1)
     full = extended(mask, new.shape[1])
-    call = {"attention_mask": full, "past_key_values": caches[0], **KWARGS}
-    expected = model.generate(new[:, held:], **call)
-    truth = continuations(expected, new.shape[1] - held)
-    with lookahead_hf.enabled(model):
-        out = generate(model, new[:, held:], full, caches[1], truth)
-    assert out.tolist() == expected.tolist()
-    assert_same(caches[1], caches[0], full)
+    both(model, (caches[0], caches[1]), new[:, held:], full)
+    assert_same_cache(caches[1], caches[0])
 
 
 def test_the_cache_comes_with_the_output_when_that_is_a_dict() -> None:
     ids = prompt()
     call = {"input_ids": ids, "return_dict_in_generate": True, **KWARGS}
     plain, ours, _ = compared(tiny("llama"), lambda: dict(call), 12)
-    assert_same(ours.past_key_values, plain.past_key_values, torch.ones_like(ids))
+    assert_same_cache(ours.past_key_values, plain.past_key_values)

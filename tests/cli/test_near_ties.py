@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf.cli.near_ties import SHIFTS, Parting, Place, describe, find_partings
+from lookahead_hf.cli.near_ties import SHIFTS, Parting, PartingPoint, describe, find_partings
 from lookahead_hf.cli.screen import CommandError
 from tests.helpers.calls import padded
 from tests.helpers.models import tiny
@@ -60,7 +60,7 @@ def test_a_planted_token_is_as_far_off_as_its_score(
     ((first, parting, last),) = find_partings(model, call, plain, [other], seed=5)
     assert first is None and last is None
     assert parting is not None
-    assert parting.place == Place(ROW, INDEX, best[0], best[rank])
+    assert parting.place == PartingPoint(ROW, INDEX, best[0], best[rank])
     gap = float(scores[ROW, best[0]] - scores[ROW, best[rank]]) * (temperature or 1.0)
     assert parting.ulps == ulps_of(gap, logits[INDEX][ROW], best[0], best[rank])
 
@@ -79,9 +79,9 @@ def test_texts_of_several_runs_and_rows(model: Any) -> None:
     assert partings[2] is not None and partings[2].place.other is None  # ended without an end token
     assert describe(same) == "identical, 3 of 3"
     assert describe(partings) == "BUG: parts beyond near ties, 2 of 3"
-    near = Parting(Place(0, 3, 1, 2), 4)
+    near = Parting(PartingPoint(0, 3, 1, 2), 4)
     assert describe([None, near]) == "parts at near ties only, 1 of 2 (at most 4 ulps)"
-    assert not Parting(Place(0, 3, 1, 2), 6).is_near_tie
+    assert not Parting(PartingPoint(0, 3, 1, 2), 6).is_near_tie
 
 
 def test_a_text_that_plain_does_not_write_again(model: Any) -> None:

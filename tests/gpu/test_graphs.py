@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import lookahead_hf
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner import attention
 from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import CudaRecorder
 from lookahead_hf.runner.execution import REPLAYED, WAITS
-from tests.helpers.blocks import logits_of_a_tree
+from lookahead_hf.runner.host import Runner
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared
 from tests.helpers.models import NAMES, prompt, tiny
@@ -97,12 +100,22 @@ def test_verified_on_the_host() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Logits of a block by the kernel's attention against those by torch's, graphs aside."""
+
+    @torch.no_grad()
+    def logits_of(tree: DraftTree, prompt: torch.Tensor) -> torch.Tensor:
+        runner, rows = Runner(model, 2), Rows(prompt.cpu().numpy())
+        with attention.laid_under(model):
+            runner.start(prompt, DynamicCache(config=model.config))
+            for row in range(2):
+                rows.emit(row, 9)
+            return runner.launch(rows, tree).logits
+
     model = tiny("llama", scale=1.0).to("cuda", dtype)
     tree = DraftTree.from_rows([([5, 6, 7, 8], [-1, 0, 0, 2])] * 2)
     both = []
     for backend in ("torch", "triton"):
         monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
-        both.append(logits_of_a_tree(model, prompt(2, 20).cuda(), tree).float())
+        both.append(logits_of(tree, prompt(2, 20).cuda()).float())
     torch.testing.assert_close(both[1], both[0], atol=3e-2, rtol=3e-2)
 
 

@@ -36,16 +36,17 @@ def compared(
         script: What to draft from plain's text; random trees around it by default.
         **fields: Fields of the configuration that differ.
     """
+    random_state = torch.cuda.get_rng_state if model.device.type == "cuda" else torch.get_rng_state
     torch.manual_seed(7)
     plain = model.generate(**call())
-    after = torch.get_rng_state()
+    after = random_state()
     truths = continuations(_ids(plain), columns)
     torch.manual_seed(7)
     config = replace(scripted(truths, script or RandomTrees()), **fields)
     with lookahead_hf.enabled(model):
         ours = model.generate(**call(), speculative=config)
     assert _ids(ours).tolist() == _ids(plain).tolist()
-    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(random_state(), after)
     return Compared(plain, ours, speculated(model))
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.runner.cuda.capture import Step
+from lookahead_hf.runner.cuda.capture import Captured
 from lookahead_hf.verification import device
 
 READS = frozenset(
@@ -83,7 +83,7 @@ class HostReads(TorchFunctionMode):
 class TapeRecording:
     """A step on tape."""
 
-    def __init__(self, run: Callable[[], Step]) -> None:
+    def __init__(self, run: Callable[[], Captured]) -> None:
         self.num_replays = 0
         self.tape = Tape()
         with self.tape:
@@ -108,14 +108,14 @@ class TapeRecorder:
     def end(self) -> None:
         self.calls.append("end")
 
-    def try_out(self, run: Callable[[], Step]) -> str | None:
+    def try_out(self, run: Callable[[], Captured]) -> str | None:
         run()
         with HostReads() as host, Tape() as tape:
             run()
         reads = tape.reads + host.reads
         return reads[0] if reads else None
 
-    def record(self, run: Callable[[], Step]) -> TapeRecording:
+    def record(self, run: Callable[[], Captured]) -> TapeRecording:
         self.recordings.append(TapeRecording(run))
         return self.recordings[-1]
 

@@ -1,4 +1,4 @@
-"""Random draft trees and a plain walk over them, shared by the tests of the kernels."""
+"""Random draft trees, a plain walk over them and plain attention, for the tests of the kernels."""
 
 from __future__ import annotations
 
@@ -52,3 +52,26 @@ def walk(
         paths.append(path)
         bonus.append(int(best[row, path[-1]]))
     return paths, bonus
+
+
+def under_mask(
+    mask: torch.Tensor,  # [rows, 1, width, slots]
+    query: torch.Tensor,  # [rows, heads, width, dim]
+    key: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [heads]
+) -> torch.Tensor:
+    """Attention as it is written in the books, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    score = query.double() @ k.transpose(2, 3) * scaling
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    score = score.masked_fill(mask < 0, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*score.shape[:3], 1)
+        score = torch.cat([score, column], -1)
+    weight = score.softmax(-1)[..., : k.shape[2]]
+    return (weight @ v).transpose(1, 2).to(query.dtype)

@@ -24,7 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ["sm_80 sm_90 sm_100 gfx942", pytest.param("sm_86 sm_120", marks=pytest.mark.slow)],
 )
 def test_every_kernel_compiles(targets: str) -> None:
-    done = run("-m", "lookahead_hf.kernels", "compile", "--target", *targets.split())
+    done = run("-m", "lookahead_hf.kernels.aot", *targets.split())
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
     assert last == "0 failures"
@@ -39,12 +39,12 @@ def test_failures_are_counted() -> None:
     """A kernel that would not launch for want of shared memory is a failure."""
     done = run(
         "-c",
-        "from lookahead_hf.kernels import aot, __main__\n"
+        "from lookahead_hf.kernels import aot\n"
         "aot.GPUS['small'] = aot.GPUS['sm_90']._replace(shared_bytes=1)\n"
         "name = next(k for k in aot.CASES if k.startswith('15 nodes'))\n"
         "for other in set(aot.CASES) - {name}:\n"
         "    del aot.CASES[other]\n"
-        "raise SystemExit(__main__.compile_for(['small']))\n",
+        "raise SystemExit(aot.main(['small']))\n",
     )
     assert done.returncode == 1, done.stderr
     assert "FAILED RuntimeError: needs " in done.stdout
@@ -52,22 +52,13 @@ def test_failures_are_counted() -> None:
     assert not done.stdout.endswith("\n0 failures\n")
 
 
-def test_unknown_target() -> None:
-    done = run("-m", "lookahead_hf.kernels", "compile", "--target", "sm_10")
-    assert done.returncode == 2
-    assert "no target sm_10: choose from sm_80, sm_90, sm_100, gfx942" in done.stderr
-
-
 def test_compaction_loads_before_it_stores() -> None:
     """Programs of the interpreter run one thread, so only the compiled code can show the order."""
     done = run(
         "-c",
-        "import triton\n"
         "from lookahead_hf.kernels import aot\n"
-        "gpu = aot.GPUS['sm_90']\n"
-        "launches = {launch.name: launch for launch in aot.launches(gpu)}\n"
-        "source = launches['compact_path: 64 tokens, whole words'].source\n"
-        "print(triton.compile(source, gpu.target, {'num_warps': 4}).asm['ptx'])\n",
+        "made = aot.compile_case('64 tokens, whole words', aot.GPUS['sm_90'])\n"
+        "print(made['compact_path'].asm['ptx'])\n",
     )
     loads, _, stores = done.stdout.partition("bar.sync")
     assert loads.count("ld.global.v4") == stores.count("st.global.v4") > 0

@@ -20,9 +20,7 @@ from tests.helpers.compared import compared, speculated
 from tests.helpers.scripted import (
     RandomTrees,
     Scripted,
-    continuations,
     right,
-    scripted,
     second_child_right,
 )
 
@@ -60,30 +58,6 @@ def test_greedy(
     assert stats.engine == "device"
     assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
     assert calls["tree_attention"] == 2 * stats.num_steps
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(
-    calls: Counter[str],
-    attention_aside: None,
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """The twins' text from the same drafts: which is plain's up to ties that rounding decides."""
-    model = models.tiny("llama", num_hidden_layers=1).to(device, dtype)
-    inputs = ragged(device)
-    columns = inputs["input_ids"].shape[1]
-    given = {**inputs, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    drafts = scripted(continuations(model.generate(**given), columns), second_child_right)
-    texts = []
-    for backend in ("triton", "torch"):
-        monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", backend)
-        with lookahead_hf.enabled(model):
-            texts.append(model.generate(**given, speculative=drafts).tolist())
-        stats = speculated(model)
-        assert stats.engine == "device" and stats.num_moved > 0
-    assert texts[0] == texts[1]
 
 
 def test_drafting_learns_from_the_pass_of_verification(
@@ -192,21 +166,6 @@ def test_weights_that_are_asked_for(calls: Counter[str], device: torch.device) -
     for plain, ours in zip(done.plain.attentions, done.ours.attentions, strict=True):
         for of_plain, of_ours in zip(plain, ours, strict=True):
             torch.testing.assert_close(of_ours, of_plain, atol=1e-5, rtol=1e-5)
-
-
-def test_wide_blocks(calls: Counter[str], device: torch.device) -> None:
-    """More tokens than an ancestor word has bits are attended as ever."""
-    model = models.tiny("llama", num_hidden_layers=1)
-
-    def wide(rest: list[int]) -> tuple[list[int], list[int]]:
-        children = [*range(rest[0] + 3, rest[0] + 66)] if rest else []
-        return [rest[0], *(token % models.VOCAB for token in children)], [-1] * 64
-
-    given = {"input_ids": models.prompt(1).to(device), "max_new_tokens": 4}
-    given["repetition_penalty"] = 1.1
-    done = compared(model.to(device), lambda: dict(given), 12, wide)
-    assert done.stats.max_width == 64
-    assert not calls["tree_attention"]
 
 
 def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.device) -> None:

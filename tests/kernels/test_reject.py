@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 
@@ -122,36 +120,3 @@ def test_distribution(device: torch.device, siblings: str) -> None:
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum())
-
-
-def test_same_distribution_accepts_all(impl: ModuleType, device: torch.device) -> None:
-    """A draft from the target's own distributions is kept whole, the bonus token is its own."""
-    case = random_case(4, 5, 17)
-    case["parents"] = torch.arange(-1, 5).expand(4, -1)
-    case["num_nodes"] = torch.full((4,), 5)
-    case["draft_probs"] = case["probs"][:, :-1]
-    walk = impl.reject_tree(**on(device, case))
-    assert walk.path.tolist() == [[0, 1, 2, 3, 4, 5]] * 4
-    bonus = (case["probs"][:, -1] / case["noise"]).argmax(-1)
-    assert walk.bonus.tolist() == bonus.tolist()
-
-
-def test_one_hot_draft(impl: ModuleType, device: torch.device) -> None:
-    """A draft without probabilities is accepted as often as the target would draw it."""
-    rows = 150
-    generator = torch.Generator().manual_seed(3)
-    case = {
-        "probs": torch.tensor([0.3, 0.2, 0.5]).expand(rows, 2, 3).contiguous(),
-        "draft_probs": torch.tensor([1.0, 0.0, 0.0]).expand(rows, 1, 3).contiguous(),
-        "tokens": torch.zeros(rows, 2, dtype=torch.int64),
-        "parents": torch.tensor([-1, 0]).expand(rows, 2),
-        "num_nodes": torch.ones(rows, dtype=torch.int64),
-        "uniforms": torch.rand(rows, 1, generator=generator),
-        "noise": torch.empty(rows, 3).exponential_(generator=generator),
-    }
-    walk = impl.reject_tree(**on(device, case))
-    accepted = walk.num_accepted == 1
-    assert torch.equal(accepted.cpu(), case["uniforms"][:, 0] < 0.3)
-    recovered = walk.bonus[~accepted].cpu().bincount(minlength=3)
-    assert recovered[0] == 0
-    assert chi_square(recovered[1:], torch.tensor([2 / 7, 5 / 7]) * recovered.sum()) < 10.8

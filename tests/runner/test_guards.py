@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,22 +26,14 @@ def no_global_hooks() -> Iterator[None]:
     torch.nn.modules.module._global_forward_hooks.clear()
 
 
-class Wrapped(torch.Tensor):
+class Wrapped:
     """A tensor with its numbers in another one, as quantised weights are."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(func)
 
 
 def test_weights_in_wrappers_are_told_apart() -> None:
@@ -110,19 +103,20 @@ def blockers(model: Any, **extras: Any) -> list[str]:
     return ModelSnapshot(model).blockers(extras)
 
 
-def test_modes_of_others_see_every_call() -> None:
+@pytest.mark.parametrize(
+    ("mode", "extras", "found"),
+    [
+        (HostReads, {}, [WATCHED]),
+        (Tape, {}, [WATCHED]),
+        (lambda: torch.device("cpu"), {}, []),
+        (nullcontext, {"logits_to_keep": 1}, []),
+        (nullcontext, {"token_type_ids": torch.zeros(1, 5)}, [TENSORS]),
+    ],
+)
+def test_modes_and_further_tensors(mode: Any, extras: dict[str, Any], found: list[str]) -> None:
     model = small()
-    with HostReads():
-        assert blockers(model) == [WATCHED]
-    with Tape():
-        assert blockers(model) == [WATCHED]
-    with torch.device("cpu"):
-        assert blockers(model) == []
-
-
-def test_further_tensors_are_not_captured() -> None:
-    assert blockers(small(), logits_to_keep=1) == []
-    assert blockers(small(), token_type_ids=torch.zeros(1, 5)) == [TENSORS]
+    with mode():
+        assert blockers(model, **extras) == found
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's, when it is imported

@@ -32,13 +32,12 @@ def test_a_sound_model_is_tested_once(unknown: Any, caplog: pytest.LogCaptureFix
 def test_a_model_that_fails_is_not_served_and_says_why(
     unknown: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError("no such luck")
-
-    unknown.model.layers[1].register_forward_hook(fail)
+    unknown.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     caplog.set_level(logging.INFO, "lookahead_hf")
     found, _ = self_test.refusal(unknown)
-    assert found == "a block of tokens fails in LlamaForCausalLM: ZeroDivisionError: no such luck"
+    assert (
+        found == "a block of tokens fails in LlamaForCausalLM: ZeroDivisionError: division by zero"
+    )
     assert "self test of LlamaForCausalLM failed" in caplog.text
 
 
@@ -48,8 +47,7 @@ def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
         return args, {**kwargs, "position_ids": torch.arange(positions.shape[-1])[None]}
 
     unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
-    found, _ = self_test.refusal(unknown)
-    assert "gives other logits for blocks" in found
+    assert "gives other logits for blocks" in self_test.refusal(unknown)[0]
 
 
 @pytest.mark.parametrize(

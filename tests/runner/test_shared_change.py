@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -43,18 +44,19 @@ class Interrupt:
         return self
 
 
-def interrupted(line: int, modules: tuple[Any, ...], call: Callable[[], object]) -> bool:
-    """Whether the call has so many lines; it is interrupted at that one."""
+def interrupted(modules: tuple[Any, ...], call: Callable[[], object]) -> Iterator[int]:
+    """Interrupt the call at each of its lines in turn; yield the line after each time."""
     outer = sys.gettrace()
-    interrupt = Interrupt(line, modules)
-    sys.settrace(interrupt)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(outer)
-    return False
+    for line in count(1):
+        sys.settrace(Interrupt(line, modules))
+        try:
+            call()
+            return
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(outer)
+        yield line
 
 
 def state(model: Any) -> list[Any]:
@@ -88,30 +90,20 @@ def test_an_interrupt_at_any_line(what: str, is_nested: bool) -> None:
         with change, change:  # as in a call of `generate`
             assert state(model) == within
 
-    line = 0
-    while True:
-        line += 1
-        if is_nested:
-            with make():
-                going_on = interrupted(line, ROOMS, call)
-                assert state(model) == within
-        else:
-            going_on = interrupted(line, ROOMS, call)
-        assert state(model) == before
-        if not going_on:
-            break
+    outside = make() if is_nested else nullcontext()
+    with outside:
+        for line in interrupted(ROOMS, call):  # noqa: B007
+            assert state(model) == (within if is_nested else before)
+    assert state(model) == before
     assert line > 15
 
 
 def test_an_interrupt_where_a_call_begins_or_ends() -> None:
     model = lookahead_hf.enable(tiny("llama"))
-    before, line, config = state(model), 0, {"budget": 2}
+    before, config = state(model), {"budget": 2}
     call = {"max_new_tokens": 3, "do_sample": False, "speculative": config}
     modules = (decode, shared_change)
-    while True:
-        line += 1
-        going_on = interrupted(line, modules, lambda: model.generate(prompt(), **call))
+    for line in interrupted(modules, lambda: model.generate(prompt(), **call)):  # noqa: B007
         assert state(model) == before
-        if not going_on:
-            break
+    assert state(model) == before
     assert line > 30

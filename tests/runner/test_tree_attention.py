@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels import dispatch
-from lookahead_hf.runner import attention, masks, tree_attention
-from tests.helpers import models
-
-
-def test_words_hold_who_sees_whom() -> None:
-    parents = [-1, 0, 0, 1, *range(3, 62)]
-    draft = DraftTree.from_rows([([1] * 63, parents)])
-    seen = np.stack([masks.ancestors(draft, 0, 64)])
-    words = tree_attention.ancestor_words(seen)
-    assert words.dtype == np.int64
-    assert words[0, 63] < 0  # the 64th token's own bit is the sign
-    assert ((words[:, :, None] >> np.arange(64) & 1) == seen).all()
+from lookahead_hf.runner import tree_attention
 
 
 def layer(rows: int, heads: int, kv_heads: int, width: int, slots: int, dim: int) -> tuple:
@@ -45,12 +32,3 @@ def test_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tree_attention.serves(torch.device("cpu"), 8)
     assert tree_attention.serves(torch.device("cuda"), 64)
     assert not tree_attention.serves(torch.device("cuda"), 65)
-
-
-def test_a_name_is_given_back_after_the_call() -> None:
-    model = models.tiny("llama")
-    with attention.laid_under(model):
-        with attention.laid_under(model):
-            assert model.config._attn_implementation == "lookahead:sdpa"
-        assert model.config._attn_implementation == "lookahead:sdpa"
-    assert model.config._attn_implementation == "sdpa"

@@ -15,7 +15,7 @@ import numpy as np
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.ngram_pool import Continuations, SuffixIndex
-from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
+from lookahead_hf.ngram_pool.matches import BORDER, LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 ONLY_CONTINUATION = (0.28, 0.40, 0.52, 0.60, 0.63, 0.71, 0.72, 0.76, 0.82, 0.92, 0.97)
 MISSES_LEFT = (1.0, 0.65, 0.5)
 SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
-
-
-BORDER = -1
-"""Separates texts in an index that do not follow each other."""
 
 
 class NgramDrafter(BuiltInDrafter):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-Step = tuple[torch.Tensor, ...]
-"""What a captured step returns: tensors that its next replay overwrites."""
+Captured = tuple[torch.Tensor, ...]
+"""What a captured step returns; its next replay overwrites them."""
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Recording:
     """A captured step that can be repeated from the present content of what it reads."""
 
     graph: Any
-    outputs: Step
+    outputs: Captured
 
     def replay(self) -> None:
         """Run the step again."""
@@ -63,7 +63,7 @@ class CudaRecorder:
         """Note that a call has launched all its work on the tensors."""
         self._used = torch.cuda.current_stream(self._device).record_event()
 
-    def try_out(self, run: Callable[[], Step]) -> str | None:
+    def try_out(self, run: Callable[[], Captured]) -> str | None:
         """Run twice as `record` will; return the first operation that waits for the device.
 
         Work that is done once (compiling kernels, first copies) may wait. "warn" rather than
@@ -80,7 +80,7 @@ class CudaRecorder:
             current.wait_stream(self._stream)
         return waits[0] if waits else None
 
-    def record(self, run: Callable[[], Step]) -> Recording:
+    def record(self, run: Callable[[], Captured]) -> Recording:
         """Run once and keep the operations."""
         graph = torch.cuda.CUDAGraph()
         # torch's own context leaves its stream current if ending a capture fails.

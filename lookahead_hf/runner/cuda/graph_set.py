@@ -12,11 +12,14 @@ import torch
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.runner import execution, torch_compile
-from lookahead_hf.runner.cuda.capture import CudaRecorder, Recording, Step
+from lookahead_hf.runner.cuda.capture import Captured, CudaRecorder, Recording
 from lookahead_hf.runner.cuda.step import StepState, only_group
 
 LEAST_VISIBLE = 512
 """Slots that the attention of the first graphs sees; doubled as the texts grow."""
+
+Run = Callable[[int, int], Captured]
+"""A step, given its width and the visible slots."""
 
 _capturing = threading.Lock()
 """Held while steps are captured: torch allows one capture at a time in a process, and nobody may
@@ -78,12 +81,12 @@ class GraphSet:
         state.fit(cache)
         self.state.copy_(state)
 
-    def capture(self, visible: int, run: Callable[[int, int], Step], widths: list[int]) -> None:
+    def capture(self, visible: int, run: Run, widths: list[int]) -> None:
         """Record steps of all widths, the largest first, into whose memory the others then fit.
 
         Args:
             visible: Slots that the attention sees.
-            run: The step, given a width and the visible slots.
+            run: The step.
             widths: Tokens per row.
 
         Raises:
@@ -99,12 +102,12 @@ class GraphSet:
             except Exception as error:
                 raise Uncapturable.after(error) from error
 
-    def _capture(self, width: int, visible: int, run: Callable[[int, int], Step]) -> None:
+    def _capture(self, width: int, visible: int, run: Run) -> None:
         """Try a step and record it; both write K and V behind the lengths only."""
         lengths = self.state.lengths.clone()
         self.state.rehearse(width)
 
-        def step() -> Step:
+        def step() -> Captured:
             self.state.lengths.copy_(lengths)
             return run(width, visible)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,53 +13,16 @@ from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import execution, non_finite, torch_compile
 from lookahead_hf.runner.cuda import graphs
-from lookahead_hf.runner.cuda.capture import Recording, Step
+from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
-from lookahead_hf.runner.cuda.step import MAX_WIDTH, DeviceStep, StepState, only_group, pack
-from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
+from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
+from lookahead_hf.runner.cuda.transfer import HostCopy
 from lookahead_hf.runner.guards import ModelSnapshot
 from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
 
 ALIGNED = 16
 """The visible slots are a multiple of it: torch copies any other mask once per layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What the tokens of a step are chosen from.
-
-    Attributes:
-        values: Processed logits, or probabilities, [rows, width, vocab].
-        noise: Noise by depth, given with probabilities, [rows, depths, vocab].
-        is_finite: Whether all probabilities of a node are finite, [rows, width] int64.
-    """
-
-    values: torch.Tensor
-    noise: torch.Tensor | None = None
-    is_finite: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceOutputs:
-    """A launched step.
-
-    Attributes:
-        logits: The target's, [rows, width, vocab]; valid until the next step.
-        copy: Brings further tensors of the step to the host.
-        walk: `TreeWalk.packed`, [rows, 2 + width].
-        has_nan: Whether NaN is among the logits of a row, [rows].
-        is_finite: As in `Scores`.
-    """
-
-    logits: torch.Tensor
-    copy: HostCopy
-    walk: Ticket
-    has_nan: Ticket
-    is_finite: Ticket | None
-
-
-Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]
-"""Turns `(rows, draft, logits [rows, width, vocab])` into what the tokens are chosen from."""
 
 
 class CudaRunner(Runner):
@@ -84,12 +45,10 @@ class CudaRunner(Runner):
         room: int = 0,
         cuda_graphs: str | bool = "auto",
     ) -> None:
-        """Prepare for one call.
+        """Prepare for one call, as `Runner` does.
 
         Args:
-            model: The target.
-            num_rows: Rows of the batch.
-            shape: The shape of every block, None for as large as each draft needs.
+            model: As in `Runner`, and so are `num_rows` and `shape`.
             scoring: Alters the logits; None where the likeliest token is chosen.
             room: Slots that the call may need behind the longest prompt.
             cuda_graphs: As in `SpeculativeConfig`.
@@ -98,7 +57,6 @@ class CudaRunner(Runner):
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
-        self._is_compiled = torch_compile.is_compiled(model)
         self.execution: str | None = execution.NOT_ASKED_FOR
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +64,7 @@ class CudaRunner(Runner):
         self._state = StepState(self.cache, self._next_position)
         if self._wanted is not False:
             self._enter_graphs()
-        self._step = DeviceStep(
+        self._function = StepFunction(
             self.model, self.cache, self._state, self._extras, self._kinds, self._mask_dict
         )
 
@@ -137,14 +95,11 @@ class CudaRunner(Runner):
         self._state = self._set.state
 
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
-        """Launch a step; nothing waits for the device.
-
-        Args:
-            rows: The texts.
-            draft: What is fed behind their last tokens.
-        """
-        width, visible = self._load(rows, draft)
-        logits, *decided = self._replay_or_run(width, visible)
+        """Launch a step, as `Runner.launch` does; nothing waits for the device."""
+        width, visible = self._sizes(draft)
+        recording = self._recording(width, visible)
+        self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
+        logits, *decided = self._replay_or_run(recording, width, visible)
         finite = None
         if self._scoring is None:
             packed, *scan = decided
@@ -152,31 +107,28 @@ class CudaRunner(Runner):
         else:
             copy = HostCopy()
             scores = self._scoring(rows, draft, logits)
-            packed = self._step.decide(width, scores.values, scores.noise).packed
+            packed = self._function.decide(width, scores.values, scores.noise).packed
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
         walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
         copy.send()
-        return DeviceOutputs(logits, copy, walk, has_nan, finite)
+        return DeviceOutputs(logits=logits, copy=copy, walk=walk, has_nan=has_nan, is_finite=finite)
 
-    def repeat_without_draft(self, rows: Rows) -> DeviceOutputs:
+    def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         self.forget()
-        step: DeviceOutputs = super().repeat_without_draft(rows)
-        return step
+        return super().repeat_without_draft(rows)
 
-    def _has_nan(self, step: DeviceOutputs) -> np.ndarray:
+    def _has_nan(self, step: StepOutputs) -> np.ndarray:
+        assert isinstance(step, DeviceOutputs)
         return step.has_nan.take()
 
-    def _load(self, rows: Rows, draft: DraftTree) -> tuple[int, int]:
-        """Send the draft to the device; return the width of the block and the visible slots."""
-        slots = self.cache.slots
+    def _sizes(self, draft: DraftTree) -> tuple[int, int]:
+        """Return the width of a draft's block and the visible slots, and make room for them."""
         width = 1 + draft.max_nodes
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._set is not None or self._is_compiled:
             width = min(w for w in self._widths if w >= width)
-        visible = self._visible(slots.longest + width)
-        self._state.load(pack(rows, draft, slots.lengths, width), width)
-        return width, visible
+        return width, self._visible(self.cache.slots.longest + width)
 
     @property
     def _widths(self) -> tuple[int, ...]:
@@ -187,20 +139,19 @@ class CudaRunner(Runner):
         """Make room for so many slots; return how many of them the attention sees."""
         slots = self.cache.slots
         if self._set is not None:
-            return self._set.visible_for(slots.shown or used)
+            return self._set.visible_for(slots.extent.shown or used)
         if self._is_compiled and self._shape is None:
             visible = torch_compile.make_room(slots, used)
         else:
             visible = -(-used // ALIGNED) * ALIGNED
-            if slots.shown is not None:  # with and without graphs the same
-                visible = bucket(slots.shown)
+            if slots.extent.shown is not None:  # with and without graphs the same
+                visible = bucket(slots.extent.shown)
             only_group(self.cache).reserve(visible)
         self._state.fit(self.cache)
         return visible
 
-    def _replay_or_run(self, width: int, visible: int) -> Step:
+    def _replay_or_run(self, recording: Recording | None, width: int, visible: int) -> Captured:
         """Replay the step, or run it if it was not captured or the model has changed since."""
-        recording = self._recording(width, visible)
         self._replays = recording is not None
         if recording is None:
             return self._run(width, visible)
@@ -223,10 +174,10 @@ class CudaRunner(Runner):
             return None
         return found or self._capture(width, visible)
 
-    def _run(self, width: int, visible: int) -> Step:
+    def _run(self, width: int, visible: int) -> Captured:
         if self._scoring is None:
-            return self._step.run(width, visible)
-        return (self._step.forward(width, visible),)
+            return self._function.run(width, visible)
+        return (self._function.forward(width, visible),)
 
     def _capture(self, width: int, visible: int) -> Recording | None:
         """Capture the steps that show so many slots.
@@ -236,15 +187,12 @@ class CudaRunner(Runner):
         """
         assert self._set is not None
         widths = list(self._widths) if self._shape is None else [width]
-        packed = self._state.save(width)
         try:
             self._set.capture(visible, self._run, widths)
         except Uncapturable as error:
             self.execution = str(error)
             self._leave_graphs(error)
             return None
-        finally:
-            self._state.restore(packed, width)
         self._snapshot = ModelSnapshot(self.model)  # a forward may note something on its modules
         return self._set.recordings[width, visible]
 

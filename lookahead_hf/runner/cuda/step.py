@@ -146,14 +146,6 @@ class StepState:
             field.fill_(value)
         draft.bits.bitwise_left_shift_(torch.arange(width, device=draft.bits.device))
 
-    def save(self, width: int) -> torch.Tensor:
-        """Return the loaded draft of this width, for `restore`."""
-        return self._draft(width).clone()
-
-    def restore(self, saved: torch.Tensor, width: int) -> None:
-        """Load a draft that was saved."""
-        self._draft(width).copy_(saved)
-
     def _draft(self, width: int) -> torch.Tensor:
         if width not in self._drafts:
             with torch.inference_mode(False):  # graphs' drafts are written outside of it, too
@@ -163,8 +155,8 @@ class StepState:
         return self._drafts[width]
 
 
-class DeviceStep:
-    """The step function of one model over one cache."""
+class StepFunction:
+    """The step of one model over one cache."""
 
     def __init__(
         self,
@@ -265,27 +257,12 @@ class DeviceStep:
         node = slot - state.lengths[:, None]  # [rows, visible]
         drafted = draft.bits[:, :, None] >> node.clamp(0, width - 1)[:, None] & 1 == 1
         seen = (node < 0)[:, None] | ((node >= 0) & (node < width))[:, None] & drafted
-        if kind.window is not None or kind.chunk is not None:
+        if kind.is_limited:
             newest = state.lengths + state.pads
             query = newest[:, None] + draft.depth
             of_block = query.gather(1, node.clamp(0, width - 1))
             key = torch.where(node < 0, state.columns[:, :visible], of_block)
-            seen &= _near(kind, query[:, :, None], key[:, None], state.pads[:, None, None])
+            seen &= kind.is_near(query[:, :, None], key[:, None], state.pads[:, None, None])
         dtype = self._model.dtype
         lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=node.device)
         return torch.where(seen[:, None], torch.zeros_like(lowest), lowest)
-
-
-def _near(
-    kind: MaskKind, query: torch.Tensor, key: torch.Tensor, pads: torch.Tensor
-) -> torch.Tensor:
-    """Return which columns a kind of mask lets a column see, causality aside."""
-    near = torch.ones_like(query - key, dtype=torch.bool)
-    if kind.window is not None:
-        near &= query - key < kind.window
-    if kind.chunk is not None:
-        # Nothing is in the columns before the first attended one, so their sign does not matter.
-        near &= torch.div(query - pads, kind.chunk, rounding_mode="floor") == torch.div(
-            key - pads, kind.chunk, rounding_mode="floor"
-        )
-    return near

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -12,19 +14,18 @@ class Ticket:
     """A tensor on its way to the host."""
 
     def __init__(self, tensor: torch.Tensor, copy: HostCopy) -> None:
-        self.tensor = tensor
-        self._copy = copy
-        self.parcel: _Parcel | None = None
-        self.start = 0  # of its bytes in the parcel
+        self.tensor, self._copy = tensor, copy
+        self.bytes: torch.Tensor | None = None  # on the host
+        self.arrived: Any = None  # the event behind their copy, where that has to be waited for
 
     def take(self) -> np.ndarray:
         """Wait for the device and return the tensor on the host."""
-        if self.parcel is None:
+        if self.bytes is None:
             self._copy.send()
-        assert self.parcel is not None
-        size = self.tensor.numel() * self.tensor.element_size()
-        piece = self.parcel.open()[self.start : self.start + size]
-        return piece.view(_NUMPY[self.tensor.dtype]).reshape(self.tensor.shape)
+        assert self.bytes is not None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.bytes.numpy().view(_NUMPY[self.tensor.dtype]).reshape(self.tensor.shape)
 
 
 class HostCopy:
@@ -52,28 +53,14 @@ class HostCopy:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        parts = [_bytes(ticket.tensor) for ticket in waiting]
-        parcel = _Parcel(parts[0] if len(parts) == 1 else torch.cat(parts))
-        start = 0
-        for ticket, part in zip(waiting, parts, strict=True):
-            ticket.parcel, ticket.start = parcel, start
-            start += len(part)
-
-
-class _Parcel:
-    """Bytes on their way."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        # The copy goes into pinned memory, which torch allocates by itself.
-        self._host = data.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if data.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record(torch.cuda.current_stream(data.device))
-
-    def open(self) -> np.ndarray:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._host.numpy()
+        parts = [ticket.tensor.contiguous().view(-1).view(torch.uint8) for ticket in waiting]
+        data = parts[0] if len(parts) == 1 else torch.cat(parts)
+        host = data.to("cpu", non_blocking=True)  # into pinned memory, which torch allocates itself
+        arrived = torch.cuda.Event() if data.is_cuda else None
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(data.device))
+        for ticket, piece in zip(waiting, host.split([len(part) for part in parts]), strict=True):
+            ticket.bytes, ticket.arrived = piece, arrived
 
 
 def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -88,7 +75,3 @@ def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 """Types of tensors that can be brought to the host."""
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

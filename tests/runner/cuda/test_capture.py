@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,25 +32,20 @@ class Stream:
         self.waited.append(other)
 
 
-class On:
-    """Makes a stream current until the context is left, but not if it is dropped."""
-
-    def __init__(self, cuda: Cuda, stream: Stream) -> None:
-        self.cuda, self.stream = cuda, stream
-
-    def __enter__(self) -> None:
-        self.before, self.cuda.stream = self.cuda.stream, self.stream
-
-    def __exit__(self, *_: object) -> None:
-        self.cuda.stream = self.before
-
-
 class Cuda:
     """What the recorder asks of torch: the current stream, and the mode that warns of waits."""
 
     def __init__(self) -> None:
         self.stream = self.first = Stream()
         self.modes: list[int] = [0]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def set_mode(self, mode: int | str) -> None:
         self.modes.append({"warn": 1}.get(str(mode), mode))  # type: ignore[arg-type]
@@ -62,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake, patch = Cuda(), monkeypatch.setattr
     patch(torch.cuda, "Stream", Stream)
     patch(torch.cuda, "current_stream", lambda *_: fake.stream)
-    patch(torch.cuda, "stream", partial(On, fake))
+    patch(torch.cuda, "stream", fake.on)
     patch(torch.cuda, "get_sync_debug_mode", lambda: fake.modes[-1])
     patch(torch.cuda, "set_sync_debug_mode", fake.set_mode)
     patch(capture, "_free_streams", {})

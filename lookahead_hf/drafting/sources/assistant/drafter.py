@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,10 +29,13 @@ from lookahead_hf.drafting.sources.assistant.growth import (
     Likeliest,
     tree_of,
 )
-from lookahead_hf.drafting.sources.assistant.model import AssistantModel, Branches, EncoderInputs
+from lookahead_hf.drafting.sources.assistant.model import AssistantModel, Branches
 from lookahead_hf.drafting.sources.assistant.tokens import Bridge, SameTokens, check_sizes, differ
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, implicit_positions
+
+if TYPE_CHECKING:
+    from lookahead_hf.rows import EncoderInputs
 
 DRAWN_PRIOR = 0.6
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner import support
 from lookahead_hf.runner.host import Runner
 
+if TYPE_CHECKING:
+    from lookahead_hf.rows import EncoderInputs
+
 Branches = tuple[list[int], list[int]]
 """Token ids and parents of nodes; parent -1 is the end of the chain before them."""
-
-EncoderInputs = tuple[torch.Tensor, torch.Tensor | None]
-"""Inputs of an encoder, [rows, ...], and its attention mask, if not all is attended."""
 
 
 class AssistantModel:
@@ -51,7 +51,8 @@ class AssistantModel:
             kwargs = _decoder_arguments(model, mask, encoder_inputs)
         else:
             kwargs = _prefill_arguments(model, mask)
-        support.check(model, model.generation_config, kwargs)
+        support.check_call(model, model.generation_config, kwargs)
+        support.check_trial(model)
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():

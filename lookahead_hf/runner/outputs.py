@@ -1,0 +1,62 @@
+"""What a step of the loop returns, and what its tokens are chosen from on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """A launched step.
+
+    Attributes:
+        logits: The target's, [rows, width, vocab]; valid until the next step.
+        of_model: What the model's forward returned, None if the step stays on a device.
+    """
+
+    logits: torch.Tensor
+    of_model: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOutputs(StepOutputs):
+    """A launched step that is verified on a device.
+
+    Attributes:
+        copy: Brings further tensors of the step to the host.
+        walk: `TreeWalk.packed`, [rows, 2 + width].
+        has_nan: Whether NaN is among the logits of a row, [rows].
+        is_finite: As in `Scores`.
+    """
+
+    copy: HostCopy
+    walk: Ticket
+    has_nan: Ticket
+    is_finite: Ticket | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the tokens of a step are chosen from on a device.
+
+    Attributes:
+        values: Processed logits, or probabilities, [rows, width, vocab].
+        noise: Noise by depth, given with probabilities, [rows, depths, vocab].
+        is_finite: Whether all probabilities of a node are finite, [rows, width] int64.
+    """
+
+    values: torch.Tensor
+    noise: torch.Tensor | None = None
+    is_finite: torch.Tensor | None = None
+
+
+Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]
+"""Turns `(rows, draft, logits [rows, width, vocab])` into what the tokens are chosen from."""
