@@ -167,7 +167,7 @@ def _decode(
     target: Any = SimpleNamespace(mode="", most_nodes=None, prompt=prompt)
     drafts = DraftSession(
         model, SpeculativeConfig(budget=budget), rows, sources, do_sample=False,
-        vocab_size=2**31, max_new_tokens=scene.length, target=target,
+        vocab_size=2**31, max_new_tokens=scene.length, runner=target,
     )  # fmt: skip
     drafts.begin(rows)
     spent, first = 0.0, True

@@ -151,7 +151,7 @@ def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
     """
     if on_fallback == "error":
         raise SpeculationFallbackError(f"this call cannot be speculated: {unserved}") from unserved
-    if on_fallback == "warn" and _is_new(model, unserved.reason):
+    if on_fallback == "warn" and state_of(model).is_first(unserved.reason):
         message = f"{type(model).__name__} runs plain generate: {unserved}"
         warnings.warn(message, SpeculationFallbackWarning, stacklevel=2 + _frames_of_libraries())
 
@@ -166,14 +166,6 @@ def _frames_of_libraries() -> int:
 
 
 _LIBRARIES = ("lookahead_hf", "transformers", "torch")
-
-
-def _is_new(model: Any, reason: FallbackReason) -> bool:
-    state = state_of(model)
-    with state.lock:
-        is_new = reason not in state.warned
-        state.warned.add(reason)
-    return is_new
 
 
 def check_settings(setting: Callable[[str], Any]) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
 
-_lock = threading.Lock()
-_named: WeakSet[Any] = WeakSet()
+from lookahead_hf.model_state import state_of
 
 _ALWAYS = ("fp8", "fbgemm_fp8", "bitnet", "fp_quant")
 """Methods of transformers that compute with quantised activations whatever else they are told."""
@@ -26,13 +23,8 @@ def say_once(model: Any, stacklevel: int = 2) -> None:
         model: The model, in its present state.
         stacklevel: As in `warnings.warn`.
     """
-    with _lock:
-        if model in _named:
-            return
     how = quantised_activations(model)  # in every call: a model may be quantised after its first
-    if how is not None:
-        with _lock:
-            _named.add(model)
+    if how is not None and state_of(model).is_first("quantised activations"):
         warnings.warn(
             f"{type(model).__name__} quantises activations ({how}): a block of tokens rounds "
             "otherwise than single tokens, so the speculative text can differ from that of plain "

@@ -121,14 +121,9 @@ class Rows:
         kept = np.concatenate([new[: self._width][self._attended[row]], new[self._width :]])
         self._context[row, : len(kept)] = kept
 
-    def end(self, row: int) -> None:
-        """End a row's text with the token that it emitted last; pads may follow."""
-        self.finished[row] = True
-        self._text[row] = self.num_emitted[row]
-
-    def end_rows(self, ended: np.ndarray) -> None:
-        """End the texts of these rows, [rows] bool, with the token that each emitted last."""
-        self.finished |= ended
+    def end(self, ended: int | np.ndarray) -> None:
+        """End the text of a row, or of rows, [rows] bool, with the last token; pads may follow."""
+        self.finished[ended] = True
         self._text[ended] = self.num_emitted[ended]
 
     @property

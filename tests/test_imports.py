@@ -17,8 +17,16 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
-    {"config", "draft", "model_state", "quantization", "rows", "generation.outputs"},
-    {"compat", "fallback", "kernels", "ngram_pool", "stats", "generation.streaming"},
+    {"config", "draft", "model_state", "rows", "generation.outputs", "generation.streaming"},
+    {
+        "compat",
+        "fallback",
+        "kernels",
+        "ngram_pool",
+        "quantization",
+        "stats",
+        "generation.streaming",
+    },
     {"cache", "distributed", "logits", "generation.call"},
     {"runner"},
     {"drafting", "verification"},
@@ -84,6 +92,7 @@ LAYERS = {
 NARROW = {
     "stats": {"draft", "model_state"},
     "fallback": {"model_state"},
+    "quantization": {"model_state"},
     "compat": {"model_state"},
     "generation.streaming": set(),
     "generation.call": {"compat"},

@@ -109,7 +109,7 @@ class DraftSession:
         do_sample: bool,
         vocab_size: int,
         max_new_tokens: int,
-        target: Runner,
+        runner: Runner,
         chains: bool = False,
     ) -> None:
         """Start from what earlier calls learned.
@@ -122,7 +122,7 @@ class DraftSession:
             do_sample: Whether tokens are drawn.
             vocab_size: Token ids of the target.
             max_new_tokens: Length of the texts; nothing beyond it is drafted.
-            target: What runs the target.
+            runner: What runs the target.
             chains: Whether a row's draft must be a chain.
         """
         self._memory = memory_of(model)
@@ -137,15 +137,15 @@ class DraftSession:
             most_nodes = min(most_nodes, INVARIANT_WIDTH - 1)
         self._budget = Budget(
             config.budget,
-            min(most_nodes, target.most_nodes or most_nodes),
+            min(most_nodes, runner.most_nodes or most_nodes),
             self._memory.costs,
             rows,
             cost_setting(model) + (" one shape" if config.draft_invariant else ""),
-            lambda: target.mode,
+            lambda: runner.mode,
         )
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
-        self._prompt, self._max_new_tokens = target.prompt, max_new_tokens
+        self._prompt, self._max_new_tokens = runner.prompt, max_new_tokens
         self._failed = False
         self._begun = False
         self._rest = self._resting = 0

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
-from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 
@@ -142,10 +141,6 @@ class GenerateArguments:
         names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
         batches = [self.given[name] for name in names if self.given.get(name) is not None]
         return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
-
-    def synced_gpus(self) -> bool:
-        """Return whether processes must step together, as `generate` itself computes it."""
-        return compat.synced_gpus(self._model, self.given.get("synced_gpus"))
 
     def prediction(self) -> list[np.ndarray] | None:
         """Return the caller's guess as token ids per row; one row where one guess serves all."""

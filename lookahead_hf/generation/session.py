@@ -11,7 +11,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead_hf import compat, stats
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.generation import finalize
@@ -31,7 +31,7 @@ class Drafts:
 
     drafting: DraftSession
     verifier: Verifier
-    processes: Alone
+    processes: Processes
 
     def begin(self, rows: Rows) -> None:
         """Show the texts to the sources of the process that drafts."""
@@ -70,7 +70,7 @@ class DecodingSession:
     drafts: Drafts
     runner: Runner
     verifier: Verifier
-    processes: Alone
+    processes: Processes
     stream: ColumnStream
     outputs: RequestedOutputs
     stats: StatsRecorder

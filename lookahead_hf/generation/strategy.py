@@ -144,7 +144,7 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
         assistant_model=given.get("assistant_model"),
         assistant_tokenizer=given.get("assistant_tokenizer"),
         assistant_settings={name: arguments.setting(name) for name in ASSISTANT_SETTINGS},
-        synced_gpus=arguments.synced_gpus(),
+        synced_gpus=compat.synced_gpus(model, given.get("synced_gpus")),
         prediction=prediction,
     )
     if compat.encodes(model):  # wrong options are to be found before the encoder runs
@@ -224,7 +224,7 @@ class Strategy:
             is_checked,
         )
         if self.held is not None:
-            self.held.take()
+            self.held.drop()
         token = _decided.set(())
         try:
             if model is not self._model:

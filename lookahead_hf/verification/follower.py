@@ -26,15 +26,8 @@ class FollowerWalk(Walk):
         self._message = self._processes.receive()
         return super().verify(rows, draft, logits)
 
-    def _decider(
-        self,
-        rows: Rows,
-        row: int,
-        draft: DraftTree,
-        logits: torch.Tensor,
-        choices: np.ndarray | None,
-    ) -> Decide:
-        own = super()._decider(rows, row, draft, logits, choices)
+    def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
+        own = super()._decider(rows, row, draft, logits)
         tokens = iter(self._message.tokens[row])
         path = iter(self._message.paths[row])
 

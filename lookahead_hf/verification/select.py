@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
@@ -21,7 +21,7 @@ from lookahead_hf.verification.walk import Rules, Walk
 
 
 def choose_verifier(
-    call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream, processes: Alone
+    call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream, processes: Processes
 ) -> Verifier:
     """Choose what verifies a call: row by row where its rules allow that, else in lockstep.
 
@@ -67,7 +67,7 @@ def choose_verifier(
     return (BatchedWalk if batched_walk.pays(where, call.num_rows) else Walk)(rules)
 
 
-def _stays_on_device(call: PreparedCall, processes: Alone) -> bool:
+def _stays_on_device(call: PreparedCall, processes: Processes) -> bool:
     """Whether steps can stay on a device that can walk by itself."""
     served = processes.is_alone and device.serves(call.input_ids.device)
     return served and support.on_device(call.model, call.input_ids)

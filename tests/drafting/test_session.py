@@ -86,7 +86,7 @@ def session_of(
         do_sample=False,
         vocab_size=VOCAB,
         max_new_tokens=100_000,
-        target=target,
+        runner=target,
     )
 
 
