@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
 from enum import Enum
-from types import FrameType
 from typing import Any
 
 from lookahead_hf.model_state import state_of
+from lookahead_hf.warn import warn_caller
 
 
 class FallbackReason(str, Enum):
@@ -153,19 +151,7 @@ def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
         raise SpeculationFallbackError(f"this call cannot be speculated: {unserved}") from unserved
     if on_fallback == "warn" and state_of(model).is_first(unserved.reason):
         message = f"{type(model).__name__} runs plain generate: {unserved}"
-        warnings.warn(message, SpeculationFallbackWarning, stacklevel=2 + _frames_of_libraries())
-
-
-def _frames_of_libraries() -> int:
-    """Count the frames between the caller of this function and the code that called `generate`."""
-    count = 0
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        count, frame = count + 1, frame.f_back
-    return count
-
-
-_LIBRARIES = ("lookahead_hf", "transformers", "torch")
+        warn_caller(message, SpeculationFallbackWarning)
 
 
 def check_settings(setting: Callable[[str], Any]) -> None:

@@ -17,6 +17,7 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
+    {"warn"},
     {"config", "draft", "model_state", "rows", "generation.outputs", "generation.streaming"},
     {
         "compat",
@@ -91,8 +92,8 @@ LAYERS = {
 
 NARROW = {
     "stats": {"draft", "model_state"},
-    "fallback": {"model_state"},
-    "quantization": {"model_state"},
+    "fallback": {"model_state", "warn"},
+    "quantization": {"model_state", "warn"},
     "compat": {"model_state"},
     "generation.streaming": set(),
     "generation.call": {"compat"},
@@ -113,6 +114,7 @@ PACKAGES = {
     "model_state": set(),
     "quantization": set(),
     "stats": {"numpy"},
+    "warn": set(),
 }
 """Rooms that import nothing else from outside but the standard library and these packages."""
 

@@ -109,7 +109,7 @@ def _serve(
         unserved = error.with_traceback(None)
     else:
         if strategy.decoded is not None:
-            quantization.say_once(strategy.decoded, stacklevel=4)
+            quantization.say_once(strategy.decoded)
             if strategy.decoded is not model:
                 stats.publish(model, stats.last_stats(strategy.decoded))
         elif strategy.record is None:

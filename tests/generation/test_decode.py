@@ -153,6 +153,17 @@ def test_eos_inside_a_draft_ends_the_text_there(model: Any, place: int) -> None:
     assert stats_of(model).num_emitted == len(ended[0])
 
 
+@pytest.mark.parametrize("pad", [-1, VOCAB])
+def test_a_pad_that_the_model_cannot_read_raises_as_in_plain(model: Any, pad: int) -> None:
+    inputs = {"input_ids": prompt(3)}
+    truth = plain_text(model, inputs)
+    call = {**inputs, **GREEDY, "eos_token_id": first_seen(truth[0], 6), "pad_token_id": pad}
+    for speculative in (False, scripted(truth, right(3))):
+        with pytest.raises(IndexError, match="index out of range"):
+            model.generate(**call, speculative=speculative)
+    assert model.generate(**{**call, "eos_token_id": None}, speculative=True).shape == (3, 36)
+
+
 class EndsWith(StoppingCriteria):
     """Looks at the last token only, and answers with a Python bool as some callers do."""
 
