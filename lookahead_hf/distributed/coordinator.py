@@ -132,17 +132,13 @@ class FollowingProcess(_Shared):
     """A process that receives what to draft and what to emit."""
 
     decides = False
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._draft: DraftTree | None = None
-        self.receive = self._receive
+    _draft: DraftTree | None = None
 
     def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
         assert self._draft is not None
         return self._draft
 
-    def _receive(self) -> StepMessage:
+    def receive(self) -> StepMessage:
         room = np.zeros(message.shape(*self._sizes), np.int32)
         received = message.unpacked(self._broadcast(room).to("cpu").numpy())
         if received is None:

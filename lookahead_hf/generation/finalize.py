@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from lookahead_hf.generation.session import DecodingSession
 
 
-def num_columns(session: DecodingSession) -> int:
-    """Return how many columns were generated; without a pad token, those of the shortest row."""
-    emitted = session.rows.num_emitted
-    return int(emitted.max() if session.call.pad is not None else emitted.min())
-
-
 def finish(session: DecodingSession, columns: int) -> Any:
     """Leave cache, outputs and other processes as plain does once all texts have ended.
 

@@ -146,8 +146,10 @@ class RequestedOutputs:
 
 def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
     """A column's entry, put together from its rows' entries."""
-    layers = [row for row in rows if row is not None]
-    return tuple(map(_stacked, zip(*layers, strict=True))) if layers else None
+    given = [row for row in rows if row is not None]
+    layers = zip(*given, strict=True)
+    stacked = (None if layer[0] is None else torch.stack(layer) for layer in layers)
+    return tuple(stacked) if given else None  # type: ignore[arg-type]
 
 
 def _by_column(weights: Any, slots: torch.Tensor) -> Any:
@@ -157,7 +159,3 @@ def _by_column(weights: Any, slots: torch.Tensor) -> Any:
     slots = slots.to(weights.device)
     picked = weights.index_select(-1, slots.clamp(min=0))
     return picked.masked_fill(slots < 0, 0.0)
-
-
-def _stacked(rows: tuple[Any, ...]) -> Any:
-    return None if rows[0] is None else torch.stack(rows)

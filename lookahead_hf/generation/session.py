@@ -139,7 +139,9 @@ class DecodingSession:
         """Hand the cache back, end the stream and return what `generate` returns."""
         call, drafting = self.call, self.drafts.drafting
         record = self.stats.finish(self.rows, self.verifier.name, drafting, self.runner.execution)
-        columns = finalize.num_columns(self)
+        emitted = self.rows.num_emitted
+        # Without a pad token only the columns that the shortest row has.
+        columns = int(emitted.min() if call.pad is None else emitted.max())
         cache = finalize.finish(self, columns)
         stats.publish(call.model, record)  # before the end, when a reader may ask for it
         self.stream.end()

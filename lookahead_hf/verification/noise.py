@@ -8,7 +8,6 @@ at its own step t that reads its row of block t picks plain's token, whatever th
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ class Noise:
         self._shape = (num_rows, vocab)
         self._device = torch.device(device)
         self._max_blocks = max(2, max_bytes // (4 * num_rows * vocab))
-        self._blocks: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._blocks: dict[int, torch.Tensor] = {}  # the newest last
         self._parked = Parked(self._device)
         self._replay = Replay(torch.Generator(self._device), self._parked.begin)
 
@@ -115,4 +114,4 @@ class Noise:
         self._blocks[self._replay.at] = block.exponential_(generator=self._replay.generator)
         self._replay.drew()
         while len(self._blocks) > self._max_blocks:
-            self._blocks.popitem(last=False)
+            del self._blocks[next(iter(self._blocks))]

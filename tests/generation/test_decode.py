@@ -164,30 +164,6 @@ def test_a_pad_that_the_model_cannot_read_raises_as_in_plain(model: Any, pad: in
     assert model.generate(**{**call, "eos_token_id": None}, speculative=True).shape == (3, 36)
 
 
-class EndsWith(StoppingCriteria):
-    """Looks at the last token only, and answers with a Python bool as some callers do."""
-
-    def __init__(self, token: int, as_bool: bool) -> None:
-        self.token, self.as_bool = token, as_bool
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        done = input_ids[:, -1] == self.token
-        return bool(done.all()) if self.as_bool else done
-
-
-@pytest.mark.parametrize("as_bool", [False, True])
-def test_a_criterion_of_the_users_stops_at_its_token(model: Any, as_bool: bool) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    criteria = StoppingCriteriaList([EndsWith(first_seen(truth[0], 3), as_bool)])
-    ended = plain_text(model, inputs, stopping_criteria=criteria)
-    out = model.generate(
-        **inputs, **GREEDY, stopping_criteria=criteria, speculative=scripted(truth, right(8))
-    )
-    assert continuations(out, 12) == ended
-    assert stats_of(model).num_accepted > 0
-
-
 def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any) -> None:
     inputs = {"input_ids": prompt(3)}
     truth = plain_text(model, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from lookahead_hf.runner.execution import FAILED, IN_USE, TOO_LARGE, TOO_SHORT, 
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt
+from tests.helpers.packing import in_threads
 from tests.helpers.replayed import (
     WIDTHS,
     Switch,
     compare,
-    in_threads,
     sets_of,
     small,
     streamed,
@@ -171,7 +172,7 @@ def test_one_capture_at_a_time(made: list[TapeRecorder], monkeypatch: pytest.Mon
 
     for model in models:
         lookahead_hf.enable(model)
-    in_threads(run)
+    in_threads(*(partial(run, index) for index in range(3)))
     assert found == dict.fromkeys(range(3), "replayed")
 
 
