@@ -172,7 +172,7 @@ class Bench:
         for row in range(self.rows):
             texts.emit(row, 5)
         if self.model.device.type == "cuda":
-            texts.end_rows(np.ones(self.rows, bool))
+            texts.end(np.ones(self.rows, bool))
         return texts
 
     def _draft(self, nodes: int) -> DraftTree:

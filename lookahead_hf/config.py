@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from lookahead_hf.warn import warn_caller
 
 BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "lookahead")
 """The drafters that a configuration can name."""
@@ -106,7 +107,7 @@ class SpeculativeConfig:
         if self.recorded_steps != "auto":  # which stored configurations of earlier versions hold
             object.__setattr__(self, "recorded_steps", "auto")  # copies do not warn again
             message = "steps are no longer recorded: recorded_steps has no effect, leave it out"
-            warnings.warn(message, DeprecationWarning, stacklevel=3)
+            warn_caller(message, DeprecationWarning)
         _check_pool(self.pool)
         _check_flag("learn", self.learn)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)

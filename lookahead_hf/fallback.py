@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
 from enum import Enum
-from types import FrameType
 from typing import Any
 
 from lookahead_hf.model_state import state_of
+from lookahead_hf.warn import warn_caller
 
 
 class FallbackReason(str, Enum):
@@ -151,29 +149,9 @@ def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
     """
     if on_fallback == "error":
         raise SpeculationFallbackError(f"this call cannot be speculated: {unserved}") from unserved
-    if on_fallback == "warn" and _is_new(model, unserved.reason):
+    if on_fallback == "warn" and state_of(model).is_first(unserved.reason):
         message = f"{type(model).__name__} runs plain generate: {unserved}"
-        warnings.warn(message, SpeculationFallbackWarning, stacklevel=2 + _frames_of_libraries())
-
-
-def _frames_of_libraries() -> int:
-    """Count the frames between the caller of this function and the code that called `generate`."""
-    count = 0
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        count, frame = count + 1, frame.f_back
-    return count
-
-
-_LIBRARIES = ("lookahead_hf", "transformers", "torch")
-
-
-def _is_new(model: Any, reason: FallbackReason) -> bool:
-    state = state_of(model)
-    with state.lock:
-        is_new = reason not in state.warned
-        state.warned.add(reason)
-    return is_new
+        warn_caller(message, SpeculationFallbackWarning)
 
 
 def check_settings(setting: Callable[[str], Any]) -> None:

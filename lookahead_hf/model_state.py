@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from lookahead_hf.drafting.session import ModelMemory
-    from lookahead_hf.fallback import FallbackReason
     from lookahead_hf.runner.cuda.graphs import ModelGraphs
     from lookahead_hf.runner.packed_linear import PackedLinears
     from lookahead_hf.stats import SpeculativeStats
@@ -30,7 +29,7 @@ class ModelState:
         graphs: Captured steps with their K and V, on a GPU.
         stats: What the latest call did, None after a plain one.
         stats_of_thread: The same of a thread's own latest call, as the attribute `stats`.
-        warned: Reasons for which a fallback was warned of.
+        warned: What was warned of: reasons for a fallback, and quantised activations.
         trial: What the model's self test found, empty for no fault; None before the test.
         kernel_trial: Attention implementations, and whether our kernel does all attention there.
         mask_sources: Sources of the forwards that handle masks.
@@ -46,7 +45,7 @@ class ModelState:
     graphs: ModelGraphs | None = None
     stats: SpeculativeStats | None = None
     stats_of_thread: threading.local = field(default_factory=threading.local)
-    warned: set[FallbackReason] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     trial: str | None = None
     kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
     mask_sources: list[str] | None = None
@@ -54,6 +53,13 @@ class ModelState:
     attention_users: set[object] = field(default_factory=set)
     position_users: set[object] = field(default_factory=set)
     undo_positions: list[Callable[[], None]] = field(default_factory=list)
+
+    def is_first(self, warning: str) -> bool:
+        """Return whether a warning is the model's first of its kind, and remember it."""
+        with self.lock:
+            is_first = warning not in self.warned
+            self.warned.add(warning)
+        return is_first
 
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""

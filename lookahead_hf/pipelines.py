@@ -92,37 +92,30 @@ def _tokenizer(pipe: Any) -> Any:
     return getattr(getattr(pipe, "processor", None), "tokenizer", None)
 
 
-# The two pipelines below accept arguments of `generate` only as `generate_kwargs`. All other
-# arguments of a call go to the processor, which ignores them, and the `generate_kwargs` of a call
-# replace those of the pipeline.
+class _Nesting(transformers.Pipeline):
+    """Lets the calls of a pipeline take `speculative=`, which it passes to `generate`.
+
+    These pipelines accept arguments of `generate` only as `generate_kwargs`. All other arguments of
+    a call go to the processor, which ignores them, and the `generate_kwargs` of a call replace
+    those of the pipeline.
+    """
+
+    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
+        preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
+        if speculative is not None:
+            forward = {**forward, "speculative": speculative}
+        return preprocess, forward, postprocess
+
+    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
+        return super()._forward(model_inputs, **_nested(kwargs))
 
 
-class SpeculativeImageTextToTextPipeline(ImageTextToTextPipeline):
+class SpeculativeImageTextToTextPipeline(_Nesting, ImageTextToTextPipeline):
     """An image-text-to-text pipeline whose calls take `speculative=`."""
 
-    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
-        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
 
-    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
-        return super()._forward(model_inputs, **_nested(kwargs))
-
-
-class SpeculativeAnyToAnyPipeline(AnyToAnyPipeline):
+class SpeculativeAnyToAnyPipeline(_Nesting, AnyToAnyPipeline):
     """An any-to-any pipeline whose calls take `speculative=`."""
-
-    def _sanitize_parameters(self, speculative: Any = None, **kwargs: Any) -> Any:
-        return _with_speculative(super()._sanitize_parameters(**kwargs), speculative)
-
-    def _forward(self, model_inputs: Any, **kwargs: Any) -> Any:
-        return super()._forward(model_inputs, **_nested(kwargs))
-
-
-def _with_speculative(parameters: tuple[Any, Any, Any], speculative: Any) -> tuple[Any, Any, Any]:
-    """Add `speculative` to the forward's part of (preprocess, forward, postprocess)."""
-    preprocess, forward, postprocess = parameters
-    if speculative is not None:
-        forward = {**forward, "speculative": speculative}
-    return preprocess, forward, postprocess
 
 
 def _nested(kwargs: dict[str, Any]) -> dict[str, Any]:

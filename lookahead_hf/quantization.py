@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import re
-import threading
-import warnings
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
 
-_lock = threading.Lock()
-_named: WeakSet[Any] = WeakSet()
+from lookahead_hf.model_state import state_of
+from lookahead_hf.warn import warn_caller
 
 _ALWAYS = ("fp8", "fbgemm_fp8", "bitnet", "fp_quant")
 """Methods of transformers that compute with quantised activations whatever else they are told."""
 
 
-def say_once(model: Any, stacklevel: int = 2) -> None:
+def say_once(model: Any) -> None:
     """Warn, at the first call of a model that does so, that its text may not be plain's.
 
     A forward of one token and a forward of several round activations to a coarse grid with other
     scales or from slightly other values, so that a token changes more often than in half precision.
-
-    Args:
-        model: The model, in its present state.
-        stacklevel: As in `warnings.warn`.
     """
-    with _lock:
-        if model in _named:
-            return
     how = quantised_activations(model)  # in every call: a model may be quantised after its first
-    if how is not None:
-        with _lock:
-            _named.add(model)
-        warnings.warn(
+    if how is not None and state_of(model).is_first("quantised activations"):
+        warn_caller(
             f"{type(model).__name__} quantises activations ({how}): a block of tokens rounds "
             "otherwise than single tokens, so the speculative text can differ from that of plain "
             "generate",
             UserWarning,
-            stacklevel=stacklevel + 1,
         )
 
 

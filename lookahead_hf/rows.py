@@ -117,14 +117,9 @@ class Rows:
         kept = np.concatenate([new[: self._width][self._attended[row]], new[self._width :]])
         self._context[row, : len(kept)] = kept
 
-    def end(self, row: int) -> None:
-        """End a row's text with the token that it emitted last; pads may follow."""
-        self.finished[row] = True
-        self._text[row] = self.num_emitted[row]
-
-    def end_rows(self, ended: np.ndarray) -> None:
-        """End the texts of these rows, [rows] bool, with the token that each emitted last."""
-        self.finished |= ended
+    def end(self, ended: int | np.ndarray) -> None:
+        """End the text of a row, or of rows, [rows] bool, with the last token; pads may follow."""
+        self.finished[ended] = True
         self._text[ended] = self.num_emitted[ended]
 
     @property
@@ -140,14 +135,7 @@ class Rows:
 
     def copied(self) -> Rows:
         """Return a copy of the texts that shares no memory with them."""
-        rows = copy.copy(self)
-        rows.num_emitted, rows.finished = self.num_emitted.copy(), self.finished.copy()
-        rows._text, rows._prompt_length = self._text.copy(), self._prompt_length.copy()
-        width = self._width + int(self.num_emitted.max(initial=0))
-        rows._ids, rows._context = self._ids[:, :width].copy(), self._context[:, :width].copy()
-        if self.encoder_ids is not None:
-            rows.encoder_ids = [ids.copy() for ids in self.encoder_ids]
-        return rows
+        return copy.deepcopy(self)
 
     def _grow(self) -> None:
         room = np.empty((self.num_rows, self._ids.shape[1]), np.int64)
@@ -162,9 +150,9 @@ def rows_of(
 ) -> Rows:
     """Return the rows of a call before its first token."""
     ids, encoder_ids = input_ids.to("cpu").numpy(), _encoder_ids(encoder)
-    if mask is None or not ids.shape[1]:
-        return Rows(ids, None, encoder_ids)
-    attended = mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool)
+    attended = None
+    if mask is not None and ids.shape[1]:
+        attended = mask[:, -ids.shape[1] :].to("cpu").numpy().astype(bool)
     return Rows(ids, attended, encoder_ids)
 
 

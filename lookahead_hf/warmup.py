@@ -78,14 +78,14 @@ def warm_up(
     if room is not None:
         context_length = max(1, min(context_length, room - 1 - sizes[-1]))
         max_new_tokens = max(1, min(max_new_tokens, room - context_length))
-    target = _target(model, batch_size, max_new_tokens, do_sample)
+    runner = _runner(model, batch_size, max_new_tokens, do_sample)
     try:
-        _measure(target, context_length, sizes)
+        _measure(runner, context_length, sizes)
     finally:
-        target.end()
+        runner.end()
 
 
-def _target(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> Runner:
+def _runner(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> Runner:
     """What will run the steps of calls like these."""
     nothing = torch.empty(num_rows, 0, device=model.device)
     if device.serves(model.device) and support.on_device(model, nothing):
@@ -99,39 +99,39 @@ def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
 
 
 @torch.no_grad()
-def _measure(target: Runner, context_length: int, sizes: list[int]) -> None:
+def _measure(runner: Runner, context_length: int, sizes: list[int]) -> None:
     """Time steps of every size, the sizes in turn, so that a disturbance hits all of them."""
-    model, num_rows = target.model, target.num_rows
+    model, num_rows = runner.model, runner.num_rows
     vocab = int(compat.text_config(model).vocab_size)
     ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
     rows = Rows(ids)
     with attention.laid_under(model):
         prompt = torch.from_numpy(ids).to(model.device)
-        target.start(prompt, compat.DynamicCache(config=model.config))
+        runner.start(prompt, compat.DynamicCache(config=model.config))
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
-        if isinstance(target, CudaRunner):
-            target.capture()
+        if isinstance(runner, CudaRunner):
+            runner.capture()
         else:
-            _time_step(target, rows, ids[0, 0] % vocab, sizes[0])  # packs weights
+            _time_step(runner, rows, ids[0, 0] % vocab, sizes[0])  # packs weights
         costs = memory_of(model).costs
-        curve = costs.curve(num_rows, context_length, placement(model), target.mode)
+        curve = costs.curve(num_rows, context_length, placement(model), runner.mode)
         for turn in range(REPEATS + 1):
             for size in sizes:
-                seconds = _time_step(target, rows, ids[0, 0] % vocab, size)
+                seconds = _time_step(runner, rows, ids[0, 0] % vocab, size)
                 if turn:  # the first of a shape allocates
                     curve.observe(size, seconds)
 
 
-def _time_step(target: Runner, rows: Rows, token: int, num_nodes: int) -> float:
+def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:
     """Seconds of a step that verifies a chain of `num_nodes` in every row and keeps nothing."""
     draft = DraftTree.from_chains([[[token] * num_nodes]] * rows.num_rows)
     start = time.perf_counter()
-    step = target.launch(rows, draft)
-    if isinstance(target, CudaRunner) and isinstance(step, DeviceOutputs):
+    step = runner.launch(rows, draft)
+    if isinstance(runner, CudaRunner) and isinstance(step, DeviceOutputs):
         step.walk.take()
         seconds = time.perf_counter() - start
-        target.forget()
+        runner.forget()
         return seconds
     step.logits[:, -1, -1].cpu()  # waits for the device
     return time.perf_counter() - start

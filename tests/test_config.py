@@ -92,8 +92,10 @@ def test_recorded_steps_warns_and_has_no_effect(value: bool) -> None:
     stored = SpeculativeConfig().to_dict()
     assert "recorded_steps" in stored
     SpeculativeConfig.from_dict(stored)
-    with pytest.warns(DeprecationWarning, match="no longer recorded"):
+    with pytest.warns(DeprecationWarning, match="no longer recorded") as caught:
         config = SpeculativeConfig.from_dict({**stored, "recorded_steps": value})
+        SpeculativeConfig(recorded_steps=value)
+    assert [warning.filename for warning in caught] == [__file__] * 2
     assert config == dataclasses.replace(config) == SpeculativeConfig()
 
 

@@ -43,13 +43,6 @@ def test_prompts_that_an_attention_adds_are_left_to_plain() -> None:
         model.generate(**call(1), speculative=True)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("settings", [GREEDY, {**SAMPLED, "eos_token_id": [3, 4, 5, 6]}])
-@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
-def test_alone_and_in_batches(name: str, settings: dict[str, Any], rows: int) -> None:
-    compared(tiny_pair(name, "sdpa"), lambda: call(rows, **settings), 1)
-
-
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # older versions
 @pytest.mark.parametrize("name", ["t5", "bart", "marian", "m2m_100"])
 def test_weights_that_are_elsewhere_between_forwards(name: str) -> None:

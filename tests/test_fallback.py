@@ -55,17 +55,9 @@ def test_settings_that_are_not_served(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_beams": 1},
-        {"use_cache": True},
+        {"num_beams": 1, "use_cache": True, "token_healing": False, "guidance_scale": 1},
         {"cache_implementation": "dynamic"},
-        {"guidance_scale": 1},
-        {"guidance_scale": 1.5},
-        {"return_dict_in_generate": True},
-        {"return_dict_in_generate": True, "output_scores": True},
-        {"output_hidden_states": True},
-        {"num_return_sequences": 2, "do_sample": True},
         {"penalty_alpha": 0.6, "do_sample": True},
-        {"token_healing": False},
     ],
 )
 def test_settings_that_are_served(
@@ -91,14 +83,6 @@ def test_settings_that_are_served(
 def test_settings_whose_plain_call_needs_more(reason: str, settings: dict[str, Any]) -> None:
     with pytest.raises(Unserved, match=rf"\[{reason}\]"):
         fallback.check_settings({"use_cache": True, **settings}.get)
-
-
-def test_settings_in_a_generation_config_count_too(model: Any, decoding: PlainDecoding) -> None:
-    model.generation_config.num_beams = 2
-    with pytest.warns(Warned, match="beams"):
-        run(model, speculative=True)
-    run(model, speculative=True, num_beams=1)
-    assert len(decoding.calls) == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -17,8 +17,17 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
-    {"config", "draft", "model_state", "quantization", "rows", "generation.outputs"},
-    {"compat", "fallback", "kernels", "ngram_pool", "stats", "generation.streaming"},
+    {"warn"},
+    {"config", "draft", "model_state", "rows", "generation.outputs", "generation.streaming"},
+    {
+        "compat",
+        "fallback",
+        "kernels",
+        "ngram_pool",
+        "quantization",
+        "stats",
+        "generation.streaming",
+    },
     {"cache", "distributed", "logits", "generation.call"},
     {"runner"},
     {"drafting", "verification"},
@@ -83,7 +92,8 @@ LAYERS = {
 
 NARROW = {
     "stats": {"draft", "model_state"},
-    "fallback": {"model_state"},
+    "fallback": {"model_state", "warn"},
+    "quantization": {"model_state", "warn"},
     "compat": {"model_state"},
     "generation.streaming": set(),
     "generation.call": {"compat"},
@@ -104,6 +114,7 @@ PACKAGES = {
     "model_state": set(),
     "quantization": set(),
     "stats": {"numpy"},
+    "warn": set(),
 }
 """Rooms that import nothing else from outside but the standard library and these packages."""
 

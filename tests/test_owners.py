@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, dynamic_module_utils
 
 import lookahead_hf
 from lookahead_hf.hook import custom_generate
+from tests.helpers.compared import speculated
 from tests.helpers.models import prompt, tiny
 
 REPOSITORY = Path(__file__).parents[1] / "examples" / "custom_generate"
@@ -46,12 +47,6 @@ def generate(model: Any, **kwargs: Any) -> list[list[int]]:
     return output.tolist()
 
 
-def assert_speculated(model: Any) -> None:
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
-    assert stats.num_accepted > 0
-
-
 def unsloth_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """As a library that replaces `generate` on the object and prepares the model for it."""
     self.prepared = True
@@ -64,10 +59,10 @@ def test_a_method_that_somebody_bound(model: Any, expected: list[list[int]]) -> 
     lookahead_hf.enable(model)
     assert generate(model, speculative=BUDGET) == expected
     assert model.prepared
-    assert_speculated(model)
+    speculated(model)
     twin = pickle.loads(pickle.dumps(model))
     assert generate(twin, speculative=BUDGET) == expected
-    assert_speculated(twin)
+    speculated(twin)
 
 
 @pytest.fixture
@@ -91,8 +86,7 @@ def test_a_call_that_names_a_repository(
     if is_enabled:
         return  # and `speculative=` would ask for two strategies
     assert call(speculative=BUDGET, prediction=expected[0][12:]) == expected
-    assert_speculated(model)
-    assert lookahead_hf.last_stats(model).per_source["prediction"].accepted > 15
+    assert speculated(model).per_source["prediction"].accepted > 15
     assert call(speculative=False) == expected
     assert lookahead_hf.last_stats(model) is None
 
@@ -107,17 +101,17 @@ def test_a_model_loaded_from_such_a_repository(
     assert isinstance(found, functools.partial) and found.func is custom_generate
     lookahead_hf.set_default(loaded, {"budget": 8})
     assert generate(loaded) == expected
-    assert_speculated(loaded)
+    speculated(loaded)
     ids = prompt()
     assert loaded.generate(ids, **SETTINGS).tolist() == expected  # by position
     lookahead_hf.enable(loaded)
     assert generate(loaded) == expected
-    assert_speculated(loaded)
+    speculated(loaded)
     assert lookahead_hf.generate(loaded, ids, **SETTINGS).tolist() == expected
-    assert_speculated(loaded)
+    speculated(loaded)
     twin = copy.deepcopy(loaded)
     assert generate(twin) == expected
-    assert_speculated(twin)
+    speculated(twin)
     lookahead_hf.disable(loaded)
     assert vars(loaded)["generate"] is found
 
@@ -157,9 +151,9 @@ def test_a_repository_that_declares_to_pass_its_arguments_on(
     assert own != expected
     lookahead_hf.enable(loaded)
     assert generate(loaded, speculative=BUDGET) == own
-    assert_speculated(loaded)
+    speculated(loaded)
     assert generate(loaded, penalty=1.0, speculative=BUDGET) == expected
-    assert_speculated(loaded)
+    speculated(loaded)
 
 
 @pytest.mark.parametrize("source", [LOOP, PASSES_ON])
@@ -172,33 +166,6 @@ def test_a_repository_that_declares_nothing(
     match = "own_generate.*speculative_passthrough"
     with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=match):
         assert generate(loaded, speculative=BUDGET) == own
-
-
-def compiled_forward(model: Any) -> Any:
-    model.forward = torch.compile(model.forward, backend="eager")
-    return model
-
-
-def compiled_in_place(model: Any) -> Any:
-    model.compile(backend="eager")
-    return model
-
-
-@pytest.mark.slow  # tracing takes a minute
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
-@pytest.mark.parametrize(
-    "compiled",
-    [functools.partial(torch.compile, backend="eager"), compiled_in_place, compiled_forward],
-    ids=["torch.compile(model)", "model.compile()", "model.forward"],
-)
-def test_compiled_models(
-    model: Any, compiled: Callable[[Any], Any], expected: list[list[int]]
-) -> None:
-    wrapped = compiled(model)
-    lookahead_hf.enable(wrapped)
-    assert generate(wrapped, speculative=BUDGET) == expected
-    assert_speculated(wrapped)
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -215,9 +182,8 @@ def test_data_parallel(model: Any, group: None, expected: list[list[int]]) -> No
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     lookahead_hf.enable(wrapped)
     assert generate(wrapped.module, speculative=BUDGET) == expected
-    assert_speculated(wrapped)
-    ids = prompt()
-    assert lookahead_hf.generate(wrapped, ids, **SETTINGS).tolist() == expected
+    speculated(model)
+    assert lookahead_hf.generate(wrapped, prompt(), **SETTINGS).tolist() == expected
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -235,4 +201,4 @@ def test_sharded_before_and_after(
     lookahead_hf.enable(model)
     assert type(model).__name__ == "FSDPLlamaForCausalLM"
     assert generate(model, speculative=BUDGET) == expected
-    assert_speculated(model)
+    speculated(model)

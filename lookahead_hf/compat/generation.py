@@ -24,7 +24,10 @@ def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
 
 
 def has_own_generate(model: Any) -> bool:
-    """Return whether the model's class has a `generate` of its own."""
+    """Return whether the model's class has a `generate` of its own.
+
+    It may change settings, and may pass the call to a part of the model.
+    """
     return bool(type(model).generate is not GenerationMixin.generate)
 
 

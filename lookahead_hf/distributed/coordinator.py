@@ -17,8 +17,8 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.rows import Rows
 
 
-class Alone:
-    """One process, which waits for nobody.
+class Processes:
+    """The processes that decode a call; of this class itself, one that waits for nobody.
 
     Attributes:
         decides: Whether this process drafts and decides.
@@ -53,7 +53,7 @@ class Alone:
         """Tell others that the call failed here."""
 
 
-class InStep(Alone):
+class InStep(Processes):
     """Processes with rows of their own that share the weights: all run equally many forwards.
 
     The signals are plain's own, one before every forward behind the prefill, so that processes of
@@ -77,7 +77,7 @@ class InStep(Alone):
         return draft
 
 
-class _Shared(Alone):
+class _Shared(Processes):
     """Processes that hold parts of each matrix: one drafts and decides, the others receive that.
 
     Clocks and memories differ between processes, and logits may differ in their last bits. One
@@ -132,17 +132,13 @@ class FollowingProcess(_Shared):
     """A process that receives what to draft and what to emit."""
 
     decides = False
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._draft: DraftTree | None = None
-        self.receive = self._receive
+    _draft: DraftTree | None = None
 
     def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
         assert self._draft is not None
         return self._draft
 
-    def _receive(self) -> StepMessage:
+    def receive(self) -> StepMessage:
         room = np.zeros(message.shape(*self._sizes), np.int32)
         received = message.unpacked(self._broadcast(room).to("cpu").numpy())
         if received is None:
@@ -163,7 +159,7 @@ def of_call(
     synced: bool,
     draws: bool,
     assistant: Any = None,
-) -> Alone:
+) -> Processes:
     """Return who decides in a call.
 
     Args:
@@ -182,7 +178,7 @@ def of_call(
     if group is None and not synced:
         if sharding.is_sharded(model):
             raise Unserved(FallbackReason.SYNCED_GPUS, type(model).__name__)
-        return Alone()
+        return Processes()
     if assistant is not None and sharding.is_spread(assistant):
         detail, fix = "an assistant that is split too", "give every process the whole assistant"
         raise Unserved(FallbackReason.SYNCED_GPUS, detail, fix)

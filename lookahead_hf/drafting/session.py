@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.calibration import KeptRates
@@ -144,7 +144,7 @@ class DraftSession:
         max_new_tokens: int,
         runner: Runner,
         chains: bool = False,
-        processes: Alone | None = None,
+        processes: Processes | None = None,
         complete: Callable[[Rows, DraftTree], DraftTree] | None = None,
     ) -> None:
         """Start from what earlier calls learned.
@@ -182,7 +182,7 @@ class DraftSession:
         )
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
-        self._processes, self._complete = processes or Alone(), complete
+        self._processes, self._complete = processes or Processes(), complete
         self._failed = False
         self._begun = False
         self._rest = self._resting = 0

@@ -39,7 +39,15 @@ def assemble(call: PreparedCall) -> DecodingSession:
         ValueError: An option, a pool or a prediction is wrong.
     """
     model, request, encoder_inputs = call.model, call.request, call.encoder_inputs
-    processes = _processes(call)
+    processes = coordinator.of_call(
+        model,
+        call.input_ids.device,
+        call.num_rows,
+        request.config.max_draft_nodes,
+        synced=request.synced_gpus,
+        draws=request.draws(call.do_sample),
+        assistant=request.assistant_model,
+    )
     position_ids = _checked_positions(call)
     drafters = build_drafters(
         model, request, call.num_rows, call.do_sample, encoder_inputs, call.processors
@@ -122,20 +130,6 @@ def build_drafters(
     return sources_of(model, config, num_rows, resources)
 
 
-def _processes(call: PreparedCall) -> coordinator.Alone:
-    """Who decides where several processes run the model."""
-    request = call.request
-    return coordinator.of_call(
-        call.model,
-        call.input_ids.device,
-        call.num_rows,
-        request.config.max_draft_nodes,
-        synced=request.synced_gpus,
-        draws=request.draws(call.do_sample),
-        assistant=request.assistant_model,
-    )
-
-
 def _checked_positions(call: PreparedCall) -> torch.Tensor:
     """The prompt's positions, [..., rows, columns]; raises Unserved where the call has to."""
     model = call.model
@@ -166,10 +160,10 @@ def _runner(
     call: PreparedCall,
     shape: BlockShape | None,
     verifier: Verifier,
-    processes: coordinator.Alone,
+    processes: coordinator.Processes,
 ) -> Runner:
     """What runs the model; its steps stay on the device where the verifier does."""
-    if verifier.name == Device.name:
+    if isinstance(verifier, Device):
         return CudaRunner(
             call.model,
             call.num_rows,
@@ -178,12 +172,8 @@ def _runner(
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
         )
-    return Runner(call.model, call.num_rows, shape, _packed_steps(call, processes))
-
-
-def _packed_steps(call: PreparedCall, processes: coordinator.Alone) -> PackedSteps:
-    """How steps use packed layers: not where ranks must agree, nor where bits must not vary."""
+    # No packed layers where ranks must agree, nor where bits must not vary.
     config = call.request.config
-    rounds = config.draft_invariant and call.model.dtype == torch.float32
-    never = rounds or not processes.is_alone
-    return PackedSteps(call.model, False if never else config.packed_weights)
+    varies = config.draft_invariant and call.model.dtype == torch.float32
+    packs = processes.is_alone and not varies and config.packed_weights
+    return Runner(call.model, call.num_rows, shape, PackedSteps(call.model, packs))

@@ -22,7 +22,9 @@ def decode(call: PreparedCall) -> Any:
     """
     session = assemble(call)
     rows, timed = session.rows, session.stats.timed
-    drafts, runner, verifier = timed(session.drafts), timed(session.runner), timed(session.verifier)
+    drafts = timed(session.drafts, begin="draft", propose="draft", prepare="draft")
+    runner = timed(session.runner, launch="forward", commit="commit")
+    verifier = timed(session.verifier, first="verify", read="verify")
     attends, counts = attention.laid_under(call.model), implicit_positions.laid_under(call.model)
     # Entered twice, since an interrupt may fall just where the inner one is left.
     with attends, counts, attends, counts, ExitStack() as stack:

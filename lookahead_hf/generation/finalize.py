@@ -6,17 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lookahead_hf import compat
 from lookahead_hf.cache.column_map import seen_slots
 
 if TYPE_CHECKING:
     from lookahead_hf.generation.session import DecodingSession
     from lookahead_hf.runner.outputs import StepOutputs
-
-
-def num_columns(session: DecodingSession) -> int:
-    """Return how many columns were generated; without a pad token, those of the shortest row."""
-    emitted = session.rows.num_emitted
-    return int(emitted.max() if session.call.pad is not None else emitted.min())
 
 
 def finish(session: DecodingSession, columns: int) -> Any:
@@ -30,7 +25,9 @@ def finish(session: DecodingSession, columns: int) -> Any:
         The cache as plain leaves it, None where the caller does not see it.
     """
     returned, processes = session.call.returns_cache, session.processes
-    if returned or session.outputs or processes.runs_same:
+    vocab = compat.text_config(session.call.model).vocab_size
+    raises = not 0 <= (session.call.pad or 0) < vocab  # as plain does where it feeds such a pad
+    if returned or session.outputs or processes.runs_same or raises:
         _catch_up(session, columns)
     while processes.others_go_on():
         rows = session.rows

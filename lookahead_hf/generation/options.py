@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
-from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
 
@@ -118,7 +117,11 @@ class GenerateArguments:
 
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
-        if isinstance(self._original, functools.partial) and not _passes_on(self._original.func):
+        # transformers binds a repository's function to the model that it loads. A decoding loop of
+        # its own would give arguments that it does not know to the model's forward.
+        original: Any = self._original
+        is_bound = isinstance(original, functools.partial)
+        if is_bound and getattr(original.func, "speculative_passthrough", False) is not True:
             raise Unserved(
                 FallbackReason.OWN_GENERATE,
                 "its repository's",
@@ -142,10 +145,6 @@ class GenerateArguments:
         names = ("inputs", self._model.main_input_name, "input_ids", "inputs_embeds")
         batches = [self.given[name] for name in names if self.given.get(name) is not None]
         return len(batches[0]) * int(self.setting("num_return_sequences") or 1) if batches else None
-
-    def synced_gpus(self) -> bool:
-        """Return whether processes must step together, as `generate` itself computes it."""
-        return compat.synced_gpus(self._model, self.given.get("synced_gpus"))
 
     def prediction(self) -> list[np.ndarray] | None:
         """Return the caller's guess as token ids per row; one row where one guess serves all."""
@@ -183,16 +182,6 @@ class GenerateArguments:
             passed["stop_strings"] = None
 
 
-def _passes_on(function: Callable[..., Any]) -> bool:
-    """Whether a repository's function declares that it passes its keyword arguments on.
-
-    transformers binds the function to the model that it loads. A function with a decoding loop of
-    its own would give an argument that it does not know to the model's forward, so without the
-    declaration it is left alone.
-    """
-    return getattr(function, "speculative_passthrough", False) is True
-
-
 def _by_name(
     original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -203,19 +192,15 @@ def _by_name(
     for name, value in bound.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            first = len(named)
-            named |= zip(_stock_names()[first : first + len(value)], value, strict=True)
+            stock = inspect.signature(GenerationMixin.generate).parameters.values()
+            names = [p.name for p in stock if p.kind is p.POSITIONAL_OR_KEYWORD]
+            first = 1 + len(named)  # 0 is self
+            named |= zip(names[first : first + len(value)], value, strict=True)
         elif kind is inspect.Parameter.VAR_KEYWORD:
             named |= value
         else:
             named[name] = value
     return named
-
-
-def _stock_names() -> list[str]:
-    parameters = inspect.signature(GenerationMixin.generate).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return names[1:]  # without self
 
 
 def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
@@ -243,13 +228,9 @@ def read_prediction(prediction: Any, tokenizer: Any = None) -> list[np.ndarray]:
         raise _not_a_prediction(repr(prediction))
     if all(isinstance(each, str) for each in prediction) and prediction:
         return [_tokenize(text, tokenizer) for text in prediction]
-    if any(isinstance(each, (list, tuple, np.ndarray)) or _has_ids(each) for each in prediction):
+    if any(isinstance(each, (list, tuple)) or getattr(each, "ndim", 0) for each in prediction):
         return [_checked_ids(_as_array(each)) for each in prediction]
     return [_checked_ids(_as_array(prediction))]
-
-
-def _has_ids(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _as_array(value: Any) -> np.ndarray:

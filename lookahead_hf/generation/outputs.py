@@ -40,22 +40,20 @@ class RequestedOutputs:
         self._observes = {self._states: states, self._weights: weights}
         if has_encoder:
             self._observes["cross_attentions"] = weights
-        self._wants = {
+        self._chooses = {
             "scores": returned and bool(c.output_scores),
             "logits": returned and bool(c.output_logits),
-            **self._observes,
         }
         self._encoder: dict[str, Any] = {}
-        if has_encoder and returned:
-            found = encoder_outputs.get  # type: ignore[union-attr]
+        if encoder_outputs is not None and returned:
+            found = encoder_outputs.get
             self._encoder["encoder_hidden_states"] = found("hidden_states") if states else None
             self._encoder["encoder_attentions"] = found("attentions") if weights else None
-        self.chooses = self._wants["scores"] or self._wants["logits"]
-        self.observes = states or weights
+        self.chooses, self.observes = any(self._chooses.values()), states or weights
         self._chosen: dict[str, list[list[torch.Tensor]]] = {
-            name: [[] for _ in range(num_rows)] for name in ("scores", "logits")
+            name: [[] for _ in range(num_rows)] for name in self._chooses
         }
-        self._joined: dict[str, list[torch.Tensor]] = {"scores": [], "logits": []}
+        self._joined: dict[str, list[torch.Tensor]] = {name: [] for name in self._chooses}
         self._prefill: dict[str, Layers | None] = {}
         self._observed: dict[str, list[list[Layers | None]]] = {
             name: [[] for _ in range(num_rows)] for name in self._observes
@@ -66,7 +64,7 @@ class RequestedOutputs:
 
     def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
         """Return the `scores` of plain's stopping criteria; for rows that advance together."""
-        return self._columns("scores") if self._wants["scores"] else None
+        return self._columns("scores") if self._chooses["scores"] else None
 
     def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Keep the scores by which a row's token is chosen.
@@ -77,7 +75,7 @@ class RequestedOutputs:
             logits: The target's, [vocab] float32.
         """
         for name, value in (("scores", scores), ("logits", logits)):
-            if self._wants[name]:
+            if self._chooses[name]:
                 self._chosen[name][row].append(value)
 
     def prefill(self, outputs: Any) -> None:
@@ -102,25 +100,30 @@ class RequestedOutputs:
             slots: For each token and each layer, the slots of the columns in plain's cache, -1 for
                 none.
         """
-        if self._wants[self._states]:
-            for token in tokens:
-                each = getattr(outputs, self._states)
-                states = tuple(h[row, token : token + 1].clone() for h in each)
-                self._observed[self._states][row].append(states)
-        if self._wants[self._weights]:
+        for name in (name for name, wanted in self._observes.items() if wanted):
+            layers = getattr(outputs, name)
             for token, shown in zip(tokens, slots, strict=True):
-                weights = _weights(getattr(outputs, self._weights), row, token, shown)
-                self._observed[self._weights][row].append(weights)
-        if self._wants.get("cross_attentions"):
-            for token in tokens:
-                weights = _over_encoder(outputs.cross_attentions, row, token)
-                self._observed["cross_attentions"][row].append(weights)
+                self._observed[name][row].append(self._entry(name, layers, row, token, shown))
+
+    def _entry(
+        self, name: str, layers: Any, row: int, token: int, slots: list[torch.Tensor]
+    ) -> Any:
+        """One token's entry of one output, layer by layer; SDPA returns attentions as ()."""
+        if not layers:
+            return layers
+        at = slice(token, token + 1)
+        if name == self._states:
+            return tuple(states[row, at].clone() for states in layers)
+        each: list[Any] = [None if shown is None else shown[row, :, at] for shown in layers]
+        if name == self._weights:
+            return tuple(map(_by_column, each, slots))
+        return tuple(None if shown is None else shown.clone() for shown in each)
 
     def fields(self, num_columns: int) -> dict[str, Any]:
         """Return the output's fields, one entry per generated column; None if not requested."""
         out: dict[str, Any] = {}
-        for name in ("scores", "logits"):
-            out[name] = self._columns(name)[:num_columns] if self._wants[name] else None
+        for name, wanted in self._chooses.items():
+            out[name] = self._columns(name)[:num_columns] if wanted else None
         for name, wanted in self._observes.items():
             out[name] = self._steps(name, num_columns) if wanted else None
         return out | self._encoder
@@ -143,35 +146,16 @@ class RequestedOutputs:
 
 def _by_layer(rows: tuple[Layers | None, ...]) -> Layers | None:
     """A column's entry, put together from its rows' entries."""
-    layers = [row for row in rows if row is not None]
-    return tuple(map(_stacked, zip(*layers, strict=True))) if layers else None
+    given = [row for row in rows if row is not None]
+    layers = zip(*given, strict=True)
+    stacked = (None if layer[0] is None else torch.stack(layer) for layer in layers)
+    return tuple(stacked) if given else None  # type: ignore[arg-type]
 
 
-def _weights(attentions: Any, row: int, token: int, slots: list[torch.Tensor]) -> Layers | None:
-    """One token's attention weights layer by layer; SDPA returns none, as (), for any of them."""
-    if not attentions:
-        return attentions
-    layers = zip(attentions, slots, strict=True)
-    return tuple(_by_column(weights, row, token, held) for weights, held in layers)
-
-
-def _over_encoder(attentions: Any, row: int, token: int) -> Any:
-    """One token's weights over the encoder's columns, [heads, 1, columns], layer by layer."""
-    if not attentions:
-        return attentions
-    at = row, slice(None), slice(token, token + 1)
-    return tuple(None if weights is None else weights[at].clone() for weights in attentions)
-
-
-def _by_column(weights: Any, row: int, token: int, slots: torch.Tensor) -> Any:
-    """Attention weights over slots, [rows, heads, width, slots], as [heads, 1, columns]."""
+def _by_column(weights: Any, slots: torch.Tensor) -> Any:
+    """Attention weights over slots, [heads, 1, slots], as [heads, 1, columns]."""
     if weights is None:
         return None
-    over_slots = weights[row, :, token : token + 1]
-    slots = slots.to(over_slots.device)
-    picked = over_slots.index_select(-1, slots.clamp(min=0))
+    slots = slots.to(weights.device)
+    picked = weights.index_select(-1, slots.clamp(min=0))
     return picked.masked_fill(slots < 0, 0.0)
-
-
-def _stacked(rows: tuple[Any, ...]) -> Any:
-    return None if rows[0] is None else torch.stack(rows)

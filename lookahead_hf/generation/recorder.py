@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -16,36 +17,7 @@ from lookahead_hf.stats import PHASES, RowStats, SourceStats, SpeculativeStats
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
 
-_PHASE_OF = {
-    "begin": "draft",
-    "propose": "draft",
-    "prepare": "draft",
-    "launch": "forward",
-    "first": "verify",
-    "read": "verify",
-    "commit": "commit",
-}
-"""The phase that a method of a call's parts belongs to."""
-
 _Part = TypeVar("_Part")
-
-
-class _Timed:
-    """Passes everything on to a part of a call, and times the methods that belong to a phase."""
-
-    def __init__(self, part: object, recorder: StatsRecorder) -> None:
-        self._part, self._recorder = part, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        found, phase = getattr(self._part, name), _PHASE_OF.get(name)
-        if phase is None:
-            return found
-
-        def timed(*args: Any) -> Any:
-            with self._recorder.phase(phase):
-                return found(*args)
-
-        return timed
 
 
 class StatsRecorder:
@@ -78,9 +50,10 @@ class StatsRecorder:
         finally:
             self._milliseconds[name] += (time.perf_counter() - start) * 1e3
 
-    def timed(self, part: _Part) -> _Part:
-        """Return a stand-in for a part of a call whose methods are timed as phases."""
-        return cast(_Part, _Timed(part, self))
+    def timed(self, part: _Part, **phases: str) -> _Part:
+        """Return a stand-in for a part of a call: the named methods, each timed as a phase."""
+        methods = {name: self.phase(phase)(getattr(part, name)) for name, phase in phases.items()}
+        return cast(_Part, SimpleNamespace(**methods))
 
     def leave_out_streaming(self, seconds: float) -> None:
         """Take off the verification what the caller's streamer spent in it."""

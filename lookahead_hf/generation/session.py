@@ -11,7 +11,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead_hf import compat, stats
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.generation import finalize
@@ -47,7 +47,7 @@ class DecodingSession:
     drafts: DraftSession
     runner: Runner
     verifier: Verifier
-    processes: Alone
+    processes: Processes
     stream: ColumnStream
     outputs: RequestedOutputs
     stats: StatsRecorder
@@ -114,11 +114,12 @@ class DecodingSession:
 
     def output(self) -> Any:
         """Hand the cache back, end the stream and return what `generate` returns."""
-        call = self.call
+        call, emitted = self.call, self.rows.num_emitted
         record = self.stats.finish(
             self.rows, self.verifier.name, self.drafts.source_stats, self.runner.execution
         )
-        columns = finalize.num_columns(self)
+        # Without a pad token only the columns that the shortest row has.
+        columns = int(emitted.min() if call.pad is None else emitted.max())
         cache = finalize.finish(self, columns)
         stats.publish(call.model, record)  # before the end, when a reader may ask for it
         self.stream.end()

@@ -109,7 +109,7 @@ def _serve(
         unserved = error.with_traceback(None)
     else:
         if strategy.decoded is not None:
-            quantization.say_once(strategy.decoded, stacklevel=4)
+            quantization.say_once(strategy.decoded)
             if strategy.decoded is not model:
                 stats.publish(model, stats.last_stats(strategy.decoded))
         elif strategy.record is None:
@@ -131,7 +131,7 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
     fallback.check_settings(arguments.setting)
     support.check_setup(model)
     arguments.check_original()
-    if _is_prepared_by_transformers(model):
+    if not compat.has_own_generate(model):
         support.check_kind(model)
         if given.get("past_key_values") is not None:
             shows = arguments.setting("return_dict_in_generate")
@@ -144,21 +144,13 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
         assistant_model=given.get("assistant_model"),
         assistant_tokenizer=given.get("assistant_tokenizer"),
         assistant_settings={name: arguments.setting(name) for name in ASSISTANT_SETTINGS},
-        synced_gpus=arguments.synced_gpus(),
+        synced_gpus=compat.synced_gpus(model, given.get("synced_gpus")),
         prediction=prediction,
     )
     if compat.encodes(model):  # wrong options are to be found before the encoder runs
-        num_rows = arguments.num_rows if _is_prepared_by_transformers(model) else None
+        num_rows = None if compat.has_own_generate(model) else arguments.num_rows
         build_drafters(model, request, num_rows, bool(arguments.setting("do_sample")))
     return request
-
-
-def _is_prepared_by_transformers(model: Any) -> bool:
-    """Whether the call reaches decoding as it was made.
-
-    A model's own `generate` may change settings, and may pass the call to a part of the model.
-    """
-    return not compat.has_own_generate(model)
 
 
 def _fall_back(
@@ -210,7 +202,7 @@ class Strategy:
         **model_kwargs: Any,
     ) -> Any:
         """Decode a call; `inputs_tensor` is what `generate` was given as inputs."""
-        is_checked = model is self._model and _is_prepared_by_transformers(model)
+        is_checked = model is self._model and not compat.has_own_generate(model)
         if not is_checked:
             fallback.check_settings(lambda name: getattr(generation_config, name, None))
         call = PreparedCall(
@@ -224,7 +216,7 @@ class Strategy:
             is_checked,
         )
         if self.held is not None:
-            self.held.take()
+            self.held.drop()
         token = _decided.set(())
         try:
             if model is not self._model:

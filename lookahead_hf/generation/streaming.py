@@ -92,10 +92,9 @@ class HeldStreamer:
         self._streamer.end()
         self._is_open = False
 
-    def take(self) -> Any:
-        """Return the streamer for our own decoding, and forget what was held."""
+    def drop(self) -> None:
+        """Forget what was held: our decoding takes over."""
         self._held.clear()
-        return self._streamer
 
     def _pass_on(self) -> None:
         self._is_open = True

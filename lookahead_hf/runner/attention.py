@@ -23,6 +23,14 @@ SERVED = ("eager", "sdpa")
 _PREFIX = "lookahead:"
 """Before the name of the implementation that ours lies under."""
 
+
+class _Name(str):
+    """The name of our attention; a pickle or deep copy of it is that of the model's own."""
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.removeprefix(_PREFIX),)
+
+
 _thread = threading.local()
 _without_cudnn_users: set[object] = set()
 _cudnn_before: list[bool] = []  # at most one
@@ -156,7 +164,7 @@ def _rename(configs: list[Any], old: str, new: str) -> None:
 
 
 def _registered(name: str) -> str:
-    ours = _PREFIX + name
+    ours = _Name(_PREFIX + name)
     if compat.attention_function(ours) is None:
         compat.register_attention(ours, _ours(name), like=name)
     return ours

@@ -55,4 +55,4 @@ class BatchedWalk(Walk):
             chosen: list[int] = scores.argmax(-1).tolist()
             return chosen
         assert isinstance(self._noise, Noise)
-        return self._noise.pick_each(scores.softmax(-1), going, rows.num_emitted[going])
+        return self._noise.pick(scores.softmax(-1), going, rows.num_emitted[going])

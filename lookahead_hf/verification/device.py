@@ -13,6 +13,7 @@ from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores, Scoring
 from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.noise import Noise
+from lookahead_hf.verification.rng import refuse_unless
 
 KNOWN = frozenset(
     {
@@ -69,14 +70,16 @@ class Device(BatchedWalk):
         live, packed = rows.live, step.walk.take()
         accepted, path = np.where(live, packed[:, 0], 0), packed[:, 2:]
         if step.is_finite is not None:
-            self._refuse_what_is_not_finite(step.is_finite.take(), path, accepted, live)
+            on_path = (np.arange(path.shape[1]) <= accepted[:, None]) & live[:, None]
+            met = np.take_along_axis(step.is_finite.take(), np.maximum(path, 0), 1)
+            refuse_unless(bool(met[on_path].all()))
         tokens = _tokens(rows.num_rows, draft, path, accepted, packed[:, 1])
         counts = np.where(live, accepted + 1, 0)
         columns = rows.prompt_columns + rows.num_emitted
         kept, ended = self.rules.stopping.cut(tokens, counts, columns)
         rows.emit_block(tokens, kept)
         self.rules.stopping.warn(int((columns + kept).max()))
-        rows.end_rows(ended)
+        rows.end(ended)
         verdict = Verdict.from_rows(
             [of_row[:count].tolist() for of_row, count in zip(tokens, kept, strict=True)],
             [(nodes[1:count] - 1).tolist() for nodes, count in zip(path, kept, strict=True)],
@@ -93,15 +96,6 @@ class Device(BatchedWalk):
             for token in tokens:
                 self.rules.stream.push(row, token)
             self.rules.stream.push(row, last, bool(verdict.finished[row]))
-
-    def _refuse_what_is_not_finite(
-        self, finite: np.ndarray, path: np.ndarray, accepted: np.ndarray, live: np.ndarray
-    ) -> None:
-        """Raise torch's error about probabilities that are not finite, where plain would."""
-        on_path = (np.arange(path.shape[1]) <= accepted[:, None]) & live[:, None]
-        met = np.take_along_axis(finite, np.maximum(path, 0), 1)
-        if not met[on_path].all():
-            torch.multinomial(torch.tensor([float("nan")]), 1)
 
 
 def _tokens(

@@ -13,28 +13,27 @@ from lookahead_hf.distributed.message import StepMessage
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.lockstep import Lockstep
+from lookahead_hf.verification.verifier import Verifier
 from lookahead_hf.verification.walk import Decide, Walk
 
 
-class FollowerWalk(Walk):
-    """Walks along the path that another process chose."""
+class _Follower(Verifier):
+    """Receives what another process decided before it goes through a step."""
 
     _message: StepMessage
+    _at = 0  # decoding steps of it that were taken
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         assert self._processes.receive is not None
-        self._message = self._processes.receive()
+        self._message, self._at = self._processes.receive(), 0
         return super().verify(rows, draft, logits)
 
-    def _decider(
-        self,
-        rows: Rows,
-        row: int,
-        draft: DraftTree,
-        logits: torch.Tensor,
-        choices: np.ndarray | None,
-    ) -> Decide:
-        own = super()._decider(rows, row, draft, logits, choices)
+
+class FollowerWalk(_Follower, Walk):
+    """Walks along the path that another process chose."""
+
+    def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
+        own = super()._decider(rows, row, draft, logits)
         tokens = iter(self._message.tokens[row])
         path = iter(self._message.paths[row])
 
@@ -51,15 +50,8 @@ class FollowerWalk(Walk):
         return bool(message.finished[row]) and is_last
 
 
-class FollowerLockstep(Lockstep):
+class FollowerLockstep(_Follower, Lockstep):
     """Takes all rows through the decoding steps whose tokens another process chose."""
-
-    _message: StepMessage
-
-    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        assert self._processes.receive is not None
-        self._message, self._at = self._processes.receive(), 0
-        return super().verify(rows, draft, logits)
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
         super()._chosen(scores)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import Rows
-from lookahead_hf.verification.verifier import HostVerifier
+from lookahead_hf.verification.verifier import Verifier
 
 
-class Lockstep(HostVerifier):
+class Lockstep(Verifier):
     """Calls processors and criteria once per decoding step, with plain's own [rows, columns].
 
     The walk goes on while every row has a child with its token. A finished row is fed pads, as in
@@ -29,7 +29,7 @@ class Lockstep(HostVerifier):
         call: PreparedCall,
         outputs: RequestedOutputs,
         stream: ColumnStream,
-        processes: Alone,
+        processes: Processes,
     ) -> None:
         super().__init__(processes)
         self._processors, self._criteria = call.processors, call.criteria
@@ -66,9 +66,6 @@ class Lockstep(HostVerifier):
         finished = rows.finished.copy()
         return Verdict.from_rows(by_row, path_of, live, finished, rows.num_text - before)
 
-    def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
-        raise AssertionError("in lockstep finished rows are fed their pads in the steps")
-
     def _step(self, rows: Rows, logits: torch.Tensor) -> list[int]:
         """Take one decoding step as plain does, and return the tokens of all rows."""
         ids = self._ids(rows)
@@ -85,8 +82,7 @@ class Lockstep(HostVerifier):
             rows.emit(row, token)
         self._ended = self._asked(rows)
         if self._pad is not None or self._ended.all():
-            for row in np.flatnonzero(self._ended & rows.live).tolist():
-                rows.end(row)
+            rows.end(self._ended & rows.live)
         for row, token in enumerate(tokens):
             self._stream.push(row, token)
         return rows.last_tokens.tolist()

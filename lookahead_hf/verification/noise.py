@@ -8,13 +8,12 @@ at its own step t that reads its row of block t picks plain's token, whatever th
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import numpy as np
 import torch
 
 from lookahead_hf.runner.cuda.transfer import pinned
-from lookahead_hf.verification.rng import Parked, Replay
+from lookahead_hf.verification.rng import Parked, Replay, refuse_unless
 
 
 class Noise:
@@ -35,10 +34,9 @@ class Noise:
         self._shape = (num_rows, vocab)
         self._device = torch.device(device)
         self._max_blocks = max(2, max_bytes // (4 * num_rows * vocab))
-        self._blocks: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._blocks: dict[int, torch.Tensor] = {}  # the newest last
         self._parked = Parked(self._device)
         self._replay = Replay(torch.Generator(self._device), self._parked.begin)
-        self._open = True
 
     def block(self, step: int) -> torch.Tensor:
         """Return the noise that plain draws at a decoding step, [rows, vocab] float32.
@@ -75,26 +73,13 @@ class Noise:
             out.index_copy_(0, to, self.block(int(wanted[order[first]])).index_select(0, of))
         return out.view(rows, depths, vocab)
 
-    def pick(self, probs: torch.Tensor, row: int, step: int) -> int:
-        """Return the token that plain picks for a row at its decoding step.
-
-        Args:
-            probs: Probabilities of the row's next token, [1, vocab].
-            row: The row.
-            step: Number of tokens that the row emitted before this one.
-
-        Raises:
-            RuntimeError: The probabilities are not finite; the message is torch's own.
-        """
-        return self.pick_each(probs, [row], np.array([step]))[0]
-
-    def pick_each(self, probs: torch.Tensor, rows: list[int], steps: np.ndarray) -> list[int]:
-        """Return the tokens that plain picks for several rows, with one copy to the host.
+    def pick(self, probs: torch.Tensor, rows: list[int], steps: np.ndarray) -> list[int]:
+        """Return the tokens that plain picks for some rows, with one copy to the host.
 
         Args:
             probs: Probabilities of each row's next token, [picked rows, vocab].
             rows: The picked rows.
-            steps: Decoding step of each of them, [picked rows].
+            steps: Tokens that each of them emitted before this one, [picked rows].
 
         Raises:
             RuntimeError: The probabilities are not finite; the message is torch's own.
@@ -102,20 +87,21 @@ class Noise:
         noise = [self.block(step)[row] for row, step in zip(rows, steps.tolist(), strict=True)]
         best = (probs / torch.stack(noise)).max(-1)
         ratios, tokens = torch.stack([best.values.double(), best.indices.double()]).tolist()
-        if not all(map(math.isfinite, ratios)):
-            torch.multinomial(torch.tensor([float("nan")]), 1)  # raises for plain
+        refuse_unless(all(map(math.isfinite, ratios)))
         return [int(token) for token in tokens]
 
     def finish(self, num_steps: int) -> None:
-        """Leave the default generator where plain leaves it after `num_steps` decoding steps."""
-        if self._open:
-            self._go_to(num_steps)
-            self._end(self._replay.generator.get_state())
+        """Leave the default generator where plain leaves it after `num_steps` decoding steps.
 
-    def _end(self, state: torch.Tensor) -> None:
-        self._parked.put_back(state)
-        self._open = False
-        self._blocks.clear()
+        Should that fail, the generator is again where the call found it.
+        """
+        state = self._parked.begin
+        try:
+            self._go_to(num_steps)
+            state = self._replay.generator.get_state()
+        finally:
+            self._parked.put_back(state)
+            self._blocks.clear()
 
     def _go_to(self, step: int) -> None:
         """Bring the private generator to the state in which plain enters `step`."""
@@ -128,12 +114,4 @@ class Noise:
         self._blocks[self._replay.at] = block.exponential_(generator=self._replay.generator)
         self._replay.drew()
         while len(self._blocks) > self._max_blocks:
-            self._blocks.popitem(last=False)
-
-    def __enter__(self) -> Noise:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Put the default generator back where the call found it, unless `finish` has moved it."""
-        if self._open:
-            self._end(self._parked.begin)
+            del self._blocks[next(iter(self._blocks))]

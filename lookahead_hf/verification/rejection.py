@@ -20,6 +20,7 @@ import torch
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
+from lookahead_hf.verification.rng import refuse_unless
 from lookahead_hf.verification.walk import Decide, Walk
 
 
@@ -54,17 +55,7 @@ class Rejection(Walk):
         walk = _reject(probs, drawn_from, *tree)
         return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
 
-    def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
-        return None
-
-    def _decider(
-        self,
-        rows: Rows,
-        row: int,
-        draft: DraftTree,
-        logits: torch.Tensor,
-        choices: np.ndarray | None,
-    ) -> Decide:
+    def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
         nodes = draft.row(row)
         parents, drafted = draft.parents[nodes], draft.token_ids[nodes]
 
@@ -88,7 +79,7 @@ def _along(walked: np.ndarray, drafted: np.ndarray, width: int) -> Decide:
     after = dict(pairwise(path))
 
     def decide(node: int) -> tuple[int, int | None]:
-        _refuse_unless(bool(is_distribution[node + 1]))
+        refuse_unless(bool(is_distribution[node + 1]))
         child = after.get(node)
         return (bonus, None) if child is None else (int(drafted[child]), child)
 
@@ -111,7 +102,7 @@ def choose(
         Which of the drafted tokens was accepted, None if none was, and the token.
     """
     siblings = len(drafted)
-    _refuse_unless(bool(_is_distribution(probs)))
+    refuse_unless(bool(_is_distribution(probs)))
     tree = np.zeros((2, 1, 1 + siblings), np.int64)
     tree[0, 0, 1:], tree[1, 0, 0] = drafted, -1
     tokens, parents = torch.from_numpy(tree).to(probs.device)
@@ -139,12 +130,6 @@ def _reject(
 def _is_distribution(probs: torch.Tensor) -> torch.Tensor:  # [..., vocab] -> [...]
     """1 where a softmax gave finite numbers; if one is not finite, none is."""
     return probs[..., 0].isfinite().long()
-
-
-def _refuse_unless(is_distribution: bool) -> None:
-    """Raise torch's error about probabilities that are not finite, where plain would."""
-    if not is_distribution:
-        torch.multinomial(torch.tensor([float("nan")]), 1)
 
 
 def _drawn_from(draft: DraftTree, nodes: np.ndarray, like: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,12 @@ def same_as_multinomial(device: torch.device) -> bool:
         return False
 
 
+def refuse_unless(is_distribution: bool) -> None:
+    """Raise torch's error about probabilities that are not finite, where plain would."""
+    if not is_distribution:
+        torch.multinomial(torch.tensor([float("nan")]), 1)
+
+
 class Parked:
     """Sets a default generator aside while a call draws from a copy of it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
@@ -21,7 +21,7 @@ from lookahead_hf.verification.walk import Rules, Walk
 
 
 def choose_verifier(
-    call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream, processes: Alone
+    call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream, processes: Processes
 ) -> Verifier:
     """Choose what verifies a call: row by row where its rules allow that, else in lockstep.
 
@@ -40,9 +40,8 @@ def choose_verifier(
     in_order = call.num_rows == 1 and not (is_known and is_replayed)
     by_row = not (processors.unserved() or stopping.unserved())
     if not by_row or not (is_replayed or call.num_rows == 1):
-        if processes.receive is None:
-            return Lockstep(call, outputs, stream, processes)
-        return FollowerLockstep(call, outputs, stream, processes)
+        kind = Lockstep if processes.receive is None else FollowerLockstep
+        return kind(call, outputs, stream, processes)
 
     draws = call.request.draws(call.do_sample)
     rules = Rules(
@@ -58,16 +57,10 @@ def choose_verifier(
     )
     if draws:
         return Rejection(rules)
-    on_device = is_replayed and not in_order and device.admits(call.processors)
-    on_device = on_device and stopping.by_token_and_length and not outputs
-    if on_device and _stays_on_device(call, processes):
+    on_device = is_replayed and not in_order and not outputs and stopping.by_token_and_length
+    on_device = on_device and processes.is_alone and device.admits(call.processors)
+    if on_device and device.serves(where) and support.on_device(call.model, call.input_ids):
         return Device(rules)
     if processes.receive is not None:
         return FollowerWalk(rules)
     return (BatchedWalk if batched_walk.pays(where, call.num_rows) else Walk)(rules)
-
-
-def _stays_on_device(call: PreparedCall, processes: Alone) -> bool:
-    """Whether steps can stay on a device that can walk by itself."""
-    served = processes.is_alone and device.serves(call.input_ids.device)
-    return served and support.on_device(call.model, call.input_ids)

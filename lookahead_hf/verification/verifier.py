@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 
-if TYPE_CHECKING:
-    from lookahead_hf.runner.outputs import Scoring
 
-
-class Verifier(Protocol):
+class Verifier:
     """Decides which draft tokens are accepted, and emits the tokens of each step.
 
     Attributes:
         name: The engine's name in statistics.
     """
 
-    name: str
+    name = ""
 
-    @property
-    def scoring(self) -> Scoring | None:
-        """What alters the logits of a step on the device; None where nothing does."""
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
         """Emit the token after the prompt.
@@ -34,9 +30,11 @@ class Verifier(Protocol):
             rows: The texts.
             logits: Logits after the prompt, [rows, 1, vocab].
         """
+        return self._decide(rows, DraftTree.empty(rows.num_rows), logits)
 
     def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
         """Return the draft with what verification needs in addition."""
+        return draft
 
     def read(self, rows: Rows, draft: DraftTree, step: Any) -> Verdict:
         """Decide a step, append its tokens to the rows and mark the rows that end.
@@ -46,39 +44,6 @@ class Verifier(Protocol):
             draft: What was fed behind the last tokens.
             step: What the runner's `launch` returned.
         """
-
-    def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
-        """Append one more pad to a finished row, as plain does until the last row ends.
-
-        Args:
-            rows: The texts.
-            row: The finished row.
-            logits: The target's logits after the row's newest token, [vocab].
-        """
-
-    def end(self, rows: Rows) -> None:
-        """Leave the default random generator where plain leaves it after the shown tokens."""
-
-
-class HostVerifier:
-    """Decides steps from logits by `verify`, and tells other processes what it decided."""
-
-    name = ""
-
-    def __init__(self, processes: Alone) -> None:
-        self._processes = processes
-
-    @property
-    def scoring(self) -> Scoring | None:
-        return None
-
-    def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
-        return self._decide(rows, DraftTree.empty(rows.num_rows), logits)
-
-    def complete(self, rows: Rows, draft: DraftTree) -> DraftTree:
-        return draft
-
-    def read(self, rows: Rows, draft: DraftTree, step: Any) -> Verdict:
         return self._decide(rows, draft, step.logits)
 
     def _decide(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -91,5 +56,15 @@ class HostVerifier:
         """Decide a step from the target's logits, [rows, 1 + most nodes, vocab]; see `read`."""
         raise NotImplementedError
 
+    def feed_pad(self, rows: Rows, row: int, logits: torch.Tensor) -> None:
+        """Append one more pad to a finished row, as plain does until the last row ends.
+
+        Args:
+            rows: The texts.
+            row: The finished row.
+            logits: The target's logits after the row's newest token, [vocab].
+        """
+        raise NotImplementedError  # in lockstep, where the steps append the pads
+
     def end(self, rows: Rows) -> None:
-        """Do nothing: the default generator itself has drawn, in plain's order."""
+        """Leave the default random generator where plain leaves it after the shown tokens."""

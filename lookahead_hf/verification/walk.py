@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lookahead_hf.distributed.coordinator import Alone
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
@@ -16,7 +16,7 @@ from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.stopping import RowStopping
-from lookahead_hf.verification.verifier import HostVerifier
+from lookahead_hf.verification.verifier import Verifier
 
 Decide = Callable[[int], tuple[int, int | None]]
 """From a node to the token after it, and to the child with that token, None if there is none."""
@@ -46,10 +46,10 @@ class Rules:
     pad: int | None = None
     do_sample: bool = False
     in_order: bool = False
-    processes: Alone = Alone()
+    processes: Processes = Processes()
 
 
-class Walk(HostVerifier):
+class Walk(Verifier):
     """Verifies node by node: processors and criteria see what plain `generate` shows them."""
 
     name = "walk"
@@ -58,6 +58,7 @@ class Walk(HostVerifier):
         super().__init__(rules.processes)
         self.rules = rules
         self._noise: Noise | None = None
+        self._likeliest: np.ndarray | None = None  # [rows, nodes] of a step
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
         if self.rules.do_sample and not self.rules.in_order:
@@ -66,9 +67,7 @@ class Walk(HostVerifier):
 
     def end(self, rows: Rows) -> None:
         stream = self.rules.stream
-        if self._noise is None:
-            return
-        with self._noise:
+        if self._noise is not None:
             # A streamer that raised did so at a column that plain had drawn, too.
             self._noise.finish(stream.num_begun if stream.is_heard else rows.num_columns)
 
@@ -81,20 +80,14 @@ class Walk(HostVerifier):
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        choices = self._choices(logits)
+        # On an accelerator this takes one launch and one copy. On a CPU it pays to look only at the
+        # nodes that the walk reaches.
+        at_once = self._choices_are_free and logits.device.type != "cpu"
+        self._likeliest = logits.argmax(-1).cpu().numpy() if at_once else None
         for row in np.flatnonzero(live).tolist():
-            decide = self._decider(rows, row, draft, logits, choices)
+            decide = self._decider(rows, row, draft, logits)
             self._walk_row(rows, row, decide, tokens[row], paths[row])
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
-
-    def _choices(self, logits: torch.Tensor) -> np.ndarray | None:
-        """Every node's likeliest token where nothing alters the logits, [rows, nodes].
-
-        On an accelerator this takes one launch and one copy. On a CPU it pays to look only at the
-        nodes that the walk reaches.
-        """
-        free = self._choices_are_free and logits.device.type != "cpu"
-        return logits.argmax(-1).cpu().numpy() if free else None
 
     @property
     def _choices_are_free(self) -> bool:
@@ -124,22 +117,13 @@ class Walk(HostVerifier):
         self.rules.stream.push(row, token, stops)
         return stops
 
-    def _decider(
-        self,
-        rows: Rows,
-        row: int,
-        draft: DraftTree,
-        logits: torch.Tensor,
-        choices: np.ndarray | None,
-    ) -> Decide:
+    def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
         """A function that chooses the token after a node of the row and finds its child."""
+        known = self._likeliest
 
         def decide(node: int) -> tuple[int, int | None]:
-            token = (
-                self._choose(rows, row, logits[row, node + 1])
-                if choices is None
-                else int(choices[row, node + 1])
-            )
+            at = row, node + 1
+            token = self._choose(rows, row, logits[at]) if known is None else int(known[at])
             return token, draft.child_of(row, node, token)
 
         return decide
@@ -155,7 +139,7 @@ class Walk(HostVerifier):
         probs = scores.softmax(-1)
         if self._noise is None:
             return int(torch.multinomial(probs, 1))
-        return self._noise.pick(probs, row, int(rows.num_emitted[row]))
+        return self._noise.pick(probs, [row], rows.num_emitted[[row]])[0]
 
     def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
         """Return the processed scores after these logits, [1, vocab] float32, and keep them."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 torch = pytest.importorskip("torch")
@@ -188,24 +186,6 @@ def test_sam_decoding_copies_from_five_tokens_on() -> None:
     assert paths_of(copied) == {tuple(range(15, 54))}
     too_short = begun(peers.SamDecoding(), text_of([*story, 1, *story[:4], 0], 54)).propose()
     assert too_short.max_nodes > len(paths_of(too_short)) > 1  # the tree of recycled logits
-
-
-@settings(max_examples=60, deadline=None)
-@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30))
-def test_the_automaton_finds_the_longest_match_and_where_it_first_ended(tokens: list[int]) -> None:
-    automaton = module("peers.suffix_automaton").SuffixAutomaton()
-    automaton.extend(tokens[:-1])
-    state, length = automaton.matched(tokens[-1])
-    before, end = tokens[:-1], len(tokens)
-
-    def ends(size: int) -> list[int]:
-        wanted = tokens[end - size :]
-        return [p for p in range(size, end) if before[p - size : p] == wanted]
-
-    sizes = [size for size in range(1, end) if ends(size)]
-    assert length == max(sizes, default=0)
-    if length:
-        assert automaton.states[state].first_end == ends(length)[0]
 
 
 def test_suffix_decoding_weighs_continuations_by_frequency() -> None:

@@ -124,10 +124,13 @@ def test_sharded_models_write_plains_text(shards: list[Found], name: str) -> Non
         assert_speculated(of_rank[name]["stats"])
 
 
-def test_costs_that_each_process_learns_itself(shards: list[Found]) -> None:
-    for of_rank in shards:
-        assert_same(of_rank["learned costs"])
-        assert of_rank["learned costs"]["stats"]["fallback_reason"] is None
+def test_each_process_of_a_sharded_model_drafts_by_its_own_costs(shards: list[Found]) -> None:
+    cheap, dear = (of_rank["own costs"] for of_rank in shards)
+    assert_same(cheap)
+    assert_speculated(cheap["stats"])
+    assert_same(dear)
+    assert dear["stats"]["fallback_reason"] is None
+    assert 2 * dear["stats"]["num_drafted"] < cheap["stats"]["num_drafted"]
 
 
 def test_plain_and_speculative_decoding_side_by_side(shards: list[Found]) -> None:

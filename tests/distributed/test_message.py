@@ -36,14 +36,7 @@ def some_verdict(chance: random.Random, rows: Rows) -> Verdict:
             rows.emit(row, token)
         if live[row] and chance.random() < 0.3:
             rows.end(row)
-    return Verdict(
-        np.cumsum([0, *map(len, emitted)]),
-        np.array(sum(emitted, []), np.int64),
-        np.cumsum([0, *map(len, paths)]),
-        np.array(sum(paths, []), np.int32),
-        live,
-        rows.finished.copy(),
-    )
+    return Verdict.from_rows(emitted, paths, live, rows.finished.copy())
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -38,7 +38,7 @@ def lies_over(monkeypatch: pytest.MonkeyPatch, *meshes: Any) -> None:
     monkeypatch.setattr(sharding, "_meshes", lambda _: list(meshes))
 
 
-def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coordinator.Alone:
+def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coordinator.Processes:
     return coordinator.of_call(
         model, torch.device("cpu"), 1, 8, synced=synced, draws=False, assistant=assistant
     )
@@ -47,13 +47,13 @@ def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coord
 def test_a_model_of_one_process() -> None:
     model = tiny("llama")
     assert not sharding.is_spread(model) and sharding.tensor_group(model) is None
-    assert type(of_call(model)) is coordinator.Alone
+    assert type(of_call(model)) is coordinator.Processes
 
 
 def test_whole_models_in_several_processes(several: None) -> None:
     model = tiny("llama")
     assert not sharding.is_spread(model) and sharding.tensor_group(model) is None
-    assert type(of_call(model)) is coordinator.Alone
+    assert type(of_call(model)) is coordinator.Processes
     assert type(of_call(model, synced=True)) is coordinator.InStep
 
 
@@ -73,7 +73,7 @@ def test_an_assistant_that_is_spread(several: None) -> None:
     assistant.lm_head.weight.ds_id = 0
     with pytest.raises(Unserved, match="give every process the whole assistant"):
         of_call(model, synced=True, assistant=assistant)
-    assert type(of_call(model, assistant=assistant)) is coordinator.Alone
+    assert type(of_call(model, assistant=assistant)) is coordinator.Processes
     with pytest.raises(ValueError, match="whole in the process"):
         AssistantDrafter(assistant)
 

@@ -159,8 +159,6 @@ class Outcome:
 
     status: str  # SPECULATES, NOT_REACHED or the reason
     is_equal: bool
-    num_calls: int
-    num_accepted: int
     plain: Any = field(repr=False)
 
 
@@ -177,7 +175,7 @@ def try_out(caller: Caller, room: Room) -> Outcome:
     reasons = {str(each.fallback_reason) for each in records if each.fallback_reason}
     accepted = sum(each.num_accepted for each in records)
     status = ", ".join(sorted(reasons)) or (SPECULATES if accepted else NOT_REACHED)
-    return Outcome(status, plain == ours, len(records), accepted, plain)
+    return Outcome(status, plain == ours, plain)
 
 
 @contextmanager

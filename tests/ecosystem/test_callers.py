@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-import lookahead_hf
 from tests.ecosystem import callers, servers
 from tests.ecosystem.room import (
     SPECULATIVE,
@@ -54,15 +53,6 @@ def test_caller(caller: Caller, room: Room) -> None:
         assert outcome.is_equal
     said = [str(each.message) for each in caught]
     assert any("quantises activations" in message for message in said) is not caller.promises
-
-
-def test_speech_is_told_what_to_do_about_its_beams(room: Room) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        callers.speech(room, SPECULATIVE)
-    (said,) = [each for each in caught if "beams" in str(each.message)]
-    assert said.category is lookahead_hf.SpeculationFallbackWarning
-    assert "num_beams=1" in str(said.message)
 
 
 def test_usage_counts_every_token(room: Room) -> None:

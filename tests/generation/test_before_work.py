@@ -78,8 +78,7 @@ def test_predictions_are_counted_before_the_encoder_runs(several: int) -> None:
             model.generate(**call, speculative=True, prediction=[[5], [6], [7]])
         assert runs == [0]
         model.generate(**call, speculative=True, prediction=[[5], [6]])
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
+    assert lookahead_hf.last_stats(model).fallback_reason is None
 
 
 class OwnCache(DynamicCache):

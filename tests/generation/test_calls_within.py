@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from transformers import (
 )
 
 import lookahead_hf
+from tests.helpers.compared import speculated
 from tests.helpers.encoder_decoder import texts, tiny_pair
 from tests.helpers.models import prompt, tiny
 from tests.helpers.random_calls import smallest
@@ -51,17 +51,6 @@ class AskingCriterion(Asks, StoppingCriteria):
         return {"stopping_criteria": StoppingCriteriaList([self])}
 
 
-@contextmanager
-def both_enabled(*models: Any) -> Iterator[None]:
-    for model in models:
-        lookahead_hf.enable(model)
-    try:
-        yield
-    finally:
-        for model in models:
-            lookahead_hf.disable(model)
-
-
 def ran(model: Any, call: dict[str, Any], **ours: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The text, and where the default generator then stands."""
     torch.manual_seed(3)
@@ -92,19 +81,15 @@ def test_a_call_in_which_others_are_made(
     def asked() -> torch.Tensor:
         config = scripted(truths, right(4))
         output = lookahead_hf.generate(other, **inner_call, speculative=config)
-        stats = lookahead_hf.last_stats(other)
-        assert stats is not None and stats.fallback_reason is None
-        accepted.append(stats.num_accepted)
+        accepted.append(lookahead_hf.last_stats(other).num_accepted)
         return output
 
     asks = kind(asked)
     attention = model.config._attn_implementation
-    with both_enabled(model, other):
+    with lookahead_hf.enabled(model), lookahead_hf.enabled(other):
         config = scripted(continuations(plain, columns), RandomTrees(1))
         got, got_state = ran(model, {**call, **asks.given()}, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
-    assert stats.rows == rows
+    assert speculated(model).rows == rows
     assert got.tolist() == plain.tolist()
     assert torch.equal(got_state, state)
     assert asks.calls == plain_asks.calls
@@ -134,7 +119,7 @@ def test_a_call_within_decides_for_itself(outer: Any) -> None:
     call = {**INNER, "do_sample": False, **asks.given()}
     if outer == "fallback":
         call |= {"num_beams": 2}
-    with both_enabled(model, other):
+    with lookahead_hf.enabled(model), lookahead_hf.enabled(other):
         lookahead_hf.set_default(other, {"budget": 8})  # whatever it costs
         config = lookahead_hf.SpeculativeConfig(on_fallback="silent")
         model.generate(prompt(), **call, speculative=config if outer else False)

@@ -15,40 +15,12 @@ from tests.helpers.models import prompt, tiny
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_embeddings_in_place_of_ids(name: str, rows: int) -> None:
-    model, inputs = tiny(name), padded("left", rows)
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
-    call = {"inputs_embeds": embeds, **inputs, **GREEDY}
-    compared(model, lambda: dict(call), 0)
-
-
 def test_embeddings_beside_ids() -> None:
     """The ids are returned, the embeddings are read."""
     model, ids = tiny("llama"), prompt()
     embeds = model.get_input_embeddings()(prompt(seed=8)).detach()
     call = {"input_ids": ids, "inputs_embeds": embeds, **GREEDY}
     compared(model, lambda: dict(call), 12)
-
-
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_a_prompt_in_chunks(name: str, rows: int, cache: str | None) -> None:
-    inputs = padded("left", rows)
-    call = {**inputs, **GREEDY, "prefill_chunk_size": 5, "cache_implementation": cache}
-    compared(tiny(name), lambda: dict(call), inputs["input_ids"].shape[1])
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_positions_of_the_callers(name: str, rows: int) -> None:
-    inputs = padded("left", rows)
-    columns = inputs["input_ids"].shape[1]
-    spaced = torch.arange(columns)[None] * 2 + torch.arange(rows)[:, None] * 5
-    call = {**inputs, **GREEDY, "position_ids": spaced}
-    compared(tiny(name), lambda: dict(call), columns)
 
 
 @pytest.mark.parametrize("types", ["same", "by row", "last differs"])
@@ -67,6 +39,18 @@ def test_token_types(types: str) -> None:
 def test_logits_of_more_than_the_last_token(kept: int) -> None:
     call = {"input_ids": prompt(2), **GREEDY, "logits_to_keep": kept}
     compared(tiny("llama"), lambda: dict(call), 12)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_guidance_by_a_negative_prompt(rows: int, do_sample: bool) -> None:
+    """Its second, unconditional run sees every token once and in order."""
+    inputs, negative = padded("left", rows), prompt(rows, 6, seed=5)
+    guided: dict[str, Any] = {"guidance_scale": 1.5, "negative_prompt_ids": negative}
+    if do_sample:
+        guided |= {"do_sample": True, "top_k": 0, "eos_token_id": [3, 4, 5]}
+    call = {**inputs, **GREEDY, **guided}
+    assert compared(tiny("llama"), lambda: dict(call), 14).stats.engine == "lockstep"
 
 
 def test_a_mask_of_four_dimensions_is_left_to_plain() -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
 import lookahead_hf
 from tests.helpers.calls import run
@@ -47,27 +45,17 @@ def segments(model: Any) -> Any:
 
 
 def test_a_generate_that_calls_generate(segments: Any, decoding: PlainDecoding) -> None:
-    expected = run(segments)
+    plain, ours = Recorder(), Recorder()
+    expected = run(segments, streamer=plain)
     lookahead_hf.enable_everywhere()
     lookahead_hf.enable(segments)
-    assert torch.equal(run(segments, speculative=True), expected)
+    assert torch.equal(run(segments, streamer=ours, speculative=True), expected)
+    assert ours.events == plain.events
     assert len(decoding.calls) == 2
     lookahead_hf.set_default(segments, True)
     assert torch.equal(run(segments, speculative=False), expected)
     assert len(decoding.calls) == 2
-    stats = lookahead_hf.last_stats(segments)
-    assert stats is None
-
-
-def test_a_streamer_through_a_generate_that_calls_generate(
-    segments: Any, decoding: PlainDecoding
-) -> None:
-    plain, ours = Recorder(), Recorder()
-    run(segments, streamer=plain)
-    lookahead_hf.enable(segments)
-    run(segments, streamer=ours, speculative=True)
-    assert ours.events == plain.events
-    assert len(decoding.calls) == 2
+    assert lookahead_hf.last_stats(segments) is None
 
 
 def test_a_generate_that_passes_to_a_part_of_the_model(model: Any, decoding: PlainDecoding) -> None:

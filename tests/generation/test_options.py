@@ -11,8 +11,6 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from lookahead_hf.generation.options import GenerateArguments, read_prediction
-from lookahead_hf.generation.streaming import HeldStreamer
-from tests.helpers.fakes import Recorder
 from tests.helpers.models import characters, prompt, tiny
 
 IDS = [5, 6, 7]
@@ -80,16 +78,7 @@ def test_a_text_needs_a_tokenizer() -> None:
 
 def arguments(*args: Any, **kwargs: Any) -> GenerateArguments:
     model = tiny("llama")
-    model.generation_config.top_k = 7
     return GenerateArguments(model, model.generate, args, kwargs)
-
-
-def test_positional_arguments_get_their_names() -> None:
-    ids, streamer = prompt(), Recorder()
-    given = arguments(ids, None, None, None, None, None, None, streamer, top_p=0.5).given
-    assert given["inputs"] is ids
-    assert given["streamer"] is streamer
-    assert given["top_p"] == 0.5
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -105,17 +94,6 @@ def test_arguments_of_a_bare_wrapper_get_transformers_names(fixed: bool) -> None
     assert found.setting("top_k") == 3
 
 
-def test_settings_are_merged_as_generate_merges_them() -> None:
-    config = GenerationConfig(top_k=3)
-    assert arguments().setting("top_k") == 7
-    assert arguments(generation_config=GenerationConfig()).setting("top_k") == 7
-    assert arguments(generation_config=config).setting("top_k") == 3
-    assert arguments(generation_config=config, top_k=2).setting("top_k") == 2
-    assert arguments(generation_config=config, top_k=None).setting("top_k") is None
-    assert arguments().setting("use_cache") is True
-    assert arguments(use_cache=False).setting("use_cache") is False
-
-
 def test_settings_equal_what_generate_prepares() -> None:
     """Every setting that decides about fallback or conflicts, against transformers' own merge."""
     model = tiny("llama")
@@ -126,30 +104,10 @@ def test_settings_equal_what_generate_prepares() -> None:
         found = GenerateArguments(model, model.generate, (), kwargs)
         for name in ("num_beams", "use_cache", "guidance_scale", "penalty_alpha", "stop_strings"):
             assert found.setting(name) == getattr(prepared, name), name
-
-
-def test_a_held_streamer_passes_on_what_nobody_takes() -> None:
-    streamer = Recorder()
-    held = HeldStreamer(streamer)
-    held.put(torch.tensor([1]))
-    assert streamer.events == []
-    held.put(torch.tensor([2]))
-    assert streamer.events == [[1], [2]]
-    held.put(torch.tensor([3]))
-    held.end()
-    assert streamer.events == [[1], [2], [3], "end"]
-
-
-def test_a_held_streamer_forgets_what_was_taken_over() -> None:
-    streamer = Recorder()
-    held = HeldStreamer(streamer)
-    for token in (1, 2):
-        held.put(torch.tensor([token]))
-        assert held.take() is streamer
-    assert streamer.events == []
-    held.put(torch.tensor([3]))
-    held.end()
-    assert streamer.events == [[3], "end"]
+    assert (
+        GenerateArguments(model, model.generate, (), {"num_beams": None}).setting("num_beams")
+        is None
+    )
 
 
 def test_stock_names_are_those_of_generate() -> None:

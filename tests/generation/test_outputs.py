@@ -9,7 +9,6 @@ import torch
 from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
 )
 
 import lookahead_hf
@@ -90,43 +89,3 @@ def test_scores_are_put_together_once_for_those_who_look(rows: int) -> None:
     assert_close(ours.scores, plain.scores)
     for column, scores in enumerate(ours.scores):
         assert all(shown[column] is scores for shown in seen.shown[column:])
-
-
-class Remembers:
-    """Depends on the scores that it saw in the step before, and on all rows."""
-
-    def __init__(self) -> None:
-        self.last: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        out = scores if self.last is None else scores - 0.1 * self.last.mean(0).clamp(-5, 5)
-        self.last = scores.clone()
-        return out
-
-
-class DrawsNoise:
-    """Consumes the default generator at every call."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + torch.rand(scores.shape)
-
-
-@pytest.mark.parametrize("eos", [None, [5, 41]])
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("processor", [Remembers, DrawsNoise])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_processors_that_remember_or_draw(
-    rows: int, processor: Any, do_sample: bool, eos: list[int] | None
-) -> None:
-    call: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": 0, "do_sample": do_sample}
-    call |= {"input_ids": prompt(rows), **({"eos_token_id": eos} if eos else {})}
-    stats = compared(tiny("llama"), lambda: {**call, "logits_processor": [processor()]}, 12).stats
-    assert stats.engine == ("walk" if rows == 1 else "lockstep")
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_synth_id(rows: int) -> None:
-    mark = SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=5)
-    call = {"max_new_tokens": 30, "pad_token_id": 0, "do_sample": True, "top_k": 0}
-    call |= {"input_ids": prompt(rows), "watermarking_config": mark}
-    compared(tiny("llama"), lambda: dict(call), 12)

@@ -1,20 +1,23 @@
-"""One call of `generate`: who decides, what reaches decoding, what stays plain's business."""
+"""One call of `generate`: who decides, what reaches decoding, and what plain `generate` does."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
     GenerationConfig,
-    LlamaForCausalLM,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 import lookahead_hf
+from lookahead_hf.fallback import FallbackReason, Unserved
 from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding, Recorder
 from tests.helpers.models import characters, prompt, tiny
@@ -95,21 +98,6 @@ def test_who_decides(
     assert bool(decoding.calls) is expected
 
 
-@pytest.mark.parametrize(
-    ("value", "drafters"),
-    [
-        ("prompt_lookup", ("ngram",)),
-        ({"drafters": ["recycling"]}, ("recycling",)),
-        (lookahead_hf.SpeculativeConfig(drafters=("ngram", "recycling")), ("ngram", "recycling")),
-    ],
-)
-def test_the_configuration_arrives(
-    model: Any, decoding: PlainDecoding, value: Any, drafters: tuple[str, ...]
-) -> None:
-    run(model, speculative=value)
-    assert decoding.calls[0].request.config.drafters == drafters
-
-
 @pytest.mark.parametrize("value", ["fast", 1, 0.5, {"drafter": "ngram"}, object()])
 def test_what_is_not_understood_raises(model: Any, value: Any) -> None:
     with pytest.raises(ValueError, match="speculative"):
@@ -166,32 +154,6 @@ def test_settings_that_are_off_do_not_conflict(model: Any, decoding: PlainDecodi
     assert len(decoding.calls) == 1
 
 
-def test_what_was_captured_arrives(model: Any, decoding: PlainDecoding, tokenizer: Any) -> None:
-    streamer = Recorder()
-    ids = prompt()
-    model.generate(
-        ids, None, None, None, None, True, None, streamer,
-        max_new_tokens=3, tokenizer=tokenizer, speculative=True, prediction=[5, 6],
-    )  # fmt: skip
-    request = decoding.calls[0].request
-    assert request.streamer is streamer
-    assert request.tokenizer is tokenizer
-    assert request.synced_gpus is True
-    assert [row.tolist() for row in request.prediction] == [[5, 6]]
-    run(model, speculative=True)
-    assert decoding.calls[1].request.synced_gpus is False
-    assert decoding.calls[1].request.streamer is None
-
-
-def test_stats_of_the_latest_call(model: Any, decoding: PlainDecoding) -> None:
-    assert lookahead_hf.last_stats(model) is None
-    run(model, speculative=True)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.rows == 1
-    run(model)
-    assert lookahead_hf.last_stats(model) is None
-
-
 def test_a_prediction_without_speculation(model: Any, decoding: PlainDecoding) -> None:
     expected = run(model)
     with pytest.raises(ValueError, match="prediction"):
@@ -202,29 +164,79 @@ def test_a_prediction_without_speculation(model: Any, decoding: PlainDecoding) -
     assert not decoding.calls
 
 
-def test_nothing_of_a_call_stays(model: Any, decoding: PlainDecoding) -> None:
-    before = dict(vars(model))
-    config = copy.deepcopy(model.generation_config)
-    run(model, speculative=True, streamer=Recorder(), prediction=[3])
-    assert vars(model) == before
-    assert model.generation_config == config
+def stop_word(model: Any) -> str:
+    """The text's fourth character, with which a stop string ends it early."""
+    return chr(33 + int(run(model, speculative=False)[0, -5]))
 
 
-def test_prepared_arguments_are_plains(
-    model: Any, decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["call", "passed config", "model config", "both configs"])
+def test_stop_strings(
+    model: Any, decoding: PlainDecoding, tokenizer: Any, place: str, caplog: Any
 ) -> None:
-    seen: list[dict[str, Any]] = []
-    stock = LlamaForCausalLM._sample
+    word = stop_word(model)
+    config = GenerationConfig(max_new_tokens=8)
+    given: dict[str, Any] = {"tokenizer": tokenizer}
+    if place == "call":
+        given["stop_strings"] = word
+    if place in ("passed config", "both configs"):
+        config.stop_strings = [word]
+    if place in ("model config", "both configs"):
+        model.generation_config.stop_strings = [word]
+    if place != "call":
+        given["generation_config"] = config
+    expected = run(model, **given)
+    assert expected.shape[1] < 12 + 8
+    got = run(model, **given, speculative=True)
+    assert torch.equal(got, expected)
+    (call,) = decoding.calls
+    assert [type(each) for each in call.criteria] == [MaxLengthCriteria, StopStringCriteria]
+    assert config.stop_strings == ([word] if place in ("passed config", "both configs") else None)
 
-    @functools.wraps(stock)
-    def sample(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        seen.append(dict(kwargs))
-        return stock(self, input_ids, **kwargs)
 
-    monkeypatch.setattr(LlamaForCausalLM, "_sample", sample, raising=False)
-    run(model)
-    run(model, speculative=True)
-    plain, ours = seen
-    assert {*ours, "synced_gpus"} == {*plain, "streamer"}
-    for name in ("position_ids", "attention_mask", "logits_to_keep", "use_cache"):
-        assert str(ours[name]) == str(plain[name])
+def test_stop_strings_beside_criteria_of_the_callers(
+    model: Any, decoding: PlainDecoding, tokenizer: Any
+) -> None:
+    class Mine(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    word = stop_word(model)
+    given = {"tokenizer": tokenizer, "stop_strings": word}
+    own = StopStringCriteria(tokenizer, [word])
+    mine = Mine()
+    criteria = StoppingCriteriaList([mine])
+    run(model, **given, stopping_criteria=criteria, speculative=True)
+    assert list(criteria) == [mine]
+    assert [type(c) for c in decoding.calls[0].criteria][1:] == [Mine, StopStringCriteria]
+    run(model, **given, stopping_criteria=[own], speculative=True)
+    found = [c for c in decoding.calls[1].criteria if isinstance(c, StopStringCriteria)]
+    assert found == [own]
+
+
+def test_stop_strings_without_tokenizer_raise_plains_error(
+    model: Any, decoding: PlainDecoding
+) -> None:
+    with pytest.raises(ValueError, match="could not locate a tokenizer"):
+        run(model, stop_strings="a", speculative=True)
+    assert not decoding.calls
+
+
+def refuse(call: Any) -> None:
+    raise Unserved(FallbackReason.ARGUMENT, "Mine")
+
+
+def test_what_decoding_refuses_runs_plainly_with_the_original_arguments(
+    model: Any, decoding: PlainDecoding, tokenizer: Any
+) -> None:
+    word = stop_word(model)
+    plain, ours = Recorder(), Recorder()
+    given = {"stop_strings": word, "tokenizer": tokenizer, "return_dict_in_generate": True}
+    expected = run(model, **given, streamer=plain)
+    decoding.before = refuse
+    with pytest.warns(Warned, match=r"\(Mine\) \[argument\]"):
+        got = run(model, **given, streamer=ours, speculative=True, prediction=[1])
+    assert torch.equal(got.sequences, expected.sequences)
+    assert ours.events == plain.events
+    assert got.speculative_stats is lookahead_hf.last_stats(model)
+    assert got.speculative_stats.fallback_reason == "argument"
+    assert len(decoding.calls) == 1

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.helpers.models import VOCAB
+from tests.helpers.models import VOCAB, enlarged
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -129,14 +129,10 @@ def build(model_type: str) -> Any:
             model = _of(config).eval().float()
     except Exception:  # a configuration may object to sizes in any way
         return None
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
     model.generation_config.update(
         eos_token_id=None, forced_eos_token_id=None, forced_bos_token_id=None
     )
-    return model
+    return enlarged(model, 3.0)
 
 
 def _of(config: Any) -> Any:

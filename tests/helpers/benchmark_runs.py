@@ -16,8 +16,23 @@ from tests.helpers import models
 ROOT = Path(__file__).parents[2]
 
 
+def run_program(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
+    """Run `benchmarks/<name>.py` with these options; return the lines of its report."""
+    report = folder / f"{name}.json"
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *options.split(), "--json", str(report)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    lines: list[dict[str, Any]] = json.loads(report.read_text())["lines"]
+    return lines
+
+
 def lines_of(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
-    """Run `benchmarks/<name>.py`, check that it draws its figure, and return its lines.
+    """Run a program on a tiny model, check that it draws its figure, and return its lines.
 
     Args:
         name: The program.
@@ -26,17 +41,8 @@ def lines_of(name: str, folder: Path, options: str) -> list[dict[str, Any]]:
     """
     pytest.importorskip("matplotlib")
     models.tiny("llama").save_pretrained(folder / "tiny")
-    report, figure = folder / f"{name}.json", folder / f"{name}.svg"
-    shared = f"--model {folder / 'tiny'} --device cpu --dtype float32 --rounds 1"
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{name}.py", *shared.split(), *options.split()]
-        + ["--json", str(report), "--plot", str(figure)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    figure = folder / f"{name}.svg"
+    shared = f"--model {folder / 'tiny'} --device cpu --dtype float32 --rounds 1 --plot {figure}"
+    lines = run_program(name, folder, f"{shared} {options}")
     assert "<svg" in figure.read_text()
-    lines: list[dict[str, Any]] = json.loads(report.read_text())["lines"]
     return lines

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.models import VOCAB, prompt
+from tests.helpers.models import VOCAB, enlarged, prompt
 
 _T5 = {
     "vocab_size": VOCAB,
@@ -82,13 +82,9 @@ def tiny_pair(name: str, attn: str = "eager", scale: float = 3.5, **own: Any) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attn).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(scale)
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
-    return model
+    return enlarged(model, scale)
 
 
 def texts(rows: int) -> dict[str, torch.Tensor]:

@@ -53,22 +53,3 @@ class Recorder(BaseStreamer):
 
     def end(self) -> None:
         self.events.append("end")
-
-
-class Cancelled(Exception):
-    """What `CancelsLate` raises."""
-
-
-class CancelsLate:
-    """A streamer that ends its call after some tokens."""
-
-    def __init__(self, most: int) -> None:
-        self.left = most
-
-    def put(self, value: torch.Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Cancelled
-
-    def end(self) -> None:
-        """Nothing to end."""

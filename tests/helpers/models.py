@@ -83,12 +83,16 @@ def tiny(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
-    factor = _SCALE.get(name, 3.0) if scale is None else scale
+    model.generation_config.eos_token_id = None
+    return enlarged(model, _SCALE.get(name, 3.0) if scale is None else scale)
+
+
+def enlarged(model: Any, factor: float) -> Any:
+    """Multiply a random model's matrices, which makes its texts varied; return the model."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(factor)
-    model.generation_config.eos_token_id = None
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -77,12 +76,3 @@ def streamed(
     assert stats.fallback_reason is None
     assert stats.engine == "device"
     return output[0].tolist(), stats
-
-
-def in_threads(run: Callable[[int], None], count: int = 3) -> None:
-    """Run a function with 0, 1, ... at the same time; wait for all of them."""
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

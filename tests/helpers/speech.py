@@ -16,6 +16,8 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.helpers.models import enlarged
+
 FRAMES = 40
 """Frames of sound that the tiny Whisper hears at once."""
 
@@ -98,12 +100,7 @@ def tiny_moonshine(vocab_size: int, scale: float = 4.0) -> Any:
 def _scaled(kind: Any, config: Any, attn: str, scale: float) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = kind._from_config(config, attn_implementation=attn).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(scale)
-    return model
+        return enlarged(kind._from_config(config, attn_implementation=attn).eval(), scale)
 
 
 def frames(rows: int = 1, columns: int = FRAMES, seed: int = 0) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers import (
 import lookahead_hf
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.screen import Screen
+from tests.helpers.models import enlarged
 
 DRAFTING = {"budget": 8}
 """On a tiny model no draft is worth its cost, and what is drafted would hang on the clock."""
@@ -41,12 +42,7 @@ def save_tiny_chat(folder: Path) -> Path:
         eos_token_id=1,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)  # otherwise it repeats one token
-    model.save_pretrained(folder)
+    enlarged(LlamaForCausalLM(config), 4.0).save_pretrained(folder)
     return folder
 
 

@@ -159,13 +159,6 @@ def test_an_unknown_class_is_served_alone_and_named_in_a_batch():
         assert same_bits(alone(0, prefixes(1), scores), scores + calls)
 
 
-def test_guidance_keeps_a_model_cache_and_is_never_asked_row_by_row():
-    guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
-    for rows in (1, 2):
-        ours = RowProcessors(hf.LogitsProcessorList([guidance]), rows)
-        assert ours.unserved() == "UnbatchedClassifierFreeGuidanceLogitsProcessor"
-
-
 def test_a_list_of_another_class_counts_as_unknown():
     class OwnList(hf.LogitsProcessorList):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -175,11 +168,3 @@ def test_a_list_of_another_class_counts_as_unknown():
     alone, scores = RowProcessors(OwnList(), 1), logits("fp32", 1)
     assert same_bits(alone(0, prefixes(1), scores), scores * 2)
     assert not alone.empty and not alone.scores_only
-
-
-def test_empty_and_scores_only_tell_the_engine_what_it_may_skip():
-    assert RowProcessors(hf.LogitsProcessorList(), 2).empty
-    warpers = RowProcessors(
-        hf.LogitsProcessorList([MAKERS[n]() for n in ("temperature", "top_p")]), 2
-    )
-    assert warpers.scores_only and warpers.all_known and not warpers.empty

@@ -81,13 +81,15 @@ def test_an_architecture_writes_plains_text(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(model_type)
-    if model_type in NOT_BUILT:
-        pytest.skip("no model of these sizes")
     ids = prompt(2, 10, seed=3)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     call = {"inputs": ids, "attention_mask": mask, "do_sample": False, "pad_token_id": 0}
     call["max_new_tokens"] = 24
+    if model_type in NOT_BUILT:
+        with pytest.raises((AttributeError, ValueError)):
+            model.generate(**call)
+        return
     plain = model.generate(**call)
     monkeypatch.setattr(graphs, "WIDTHS", (32, 1))
     for engine in ("walk", "device"):
@@ -96,7 +98,7 @@ def test_an_architecture_writes_plains_text(
         assert stats.fallback_reason == expected_fallback(model_type)
         if stats.fallback_reason is None:
             assert stats.engine == engine
-            assert stats.num_accepted > 0
+            assert min(row.num_accepted for row in stats.row_stats) > 0
             assert stats.num_moved > 0
     if model_type in NOT_CAPTURED:
         assert "waits for the device" in stats.execution

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lookahead_hf
 from tests.helpers.calls import compare, padded
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
+from tests.helpers.packing import Once
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
@@ -77,3 +81,21 @@ def test_masks_of_a_caller_are_left_to_plain(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=r"mask function.*attention"):
         got = model.generate(prompt(), **GREEDY, speculative=True)
     assert got.tolist() == expected.tolist()
+
+
+def test_a_copy_made_within_a_call_has_the_models_own_attention() -> None:
+    model = tiny("llama")
+    copies: list[Any] = []
+
+    def copy_model() -> None:
+        if model.config._attn_implementation != "sdpa":
+            copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))])
+
+    plain, *_ = compared(
+        model, lambda: {"input_ids": prompt(), **GREEDY, "logits_processor": [Once(copy_model)]}, 12
+    )
+    assert len(copies) == 2
+    for each in copies:
+        assert each.config._attn_implementation == "sdpa"
+        assert type(each.config._attn_implementation) is str
+        assert each.generate(prompt(), **GREEDY).tolist() == plain.tolist()

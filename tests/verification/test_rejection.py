@@ -34,6 +34,7 @@ from lookahead_hf.verification import rejection
 from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules
+from tests.helpers.compared import speculated
 from tests.helpers.models import prompt, tiny
 
 VOCAB, TEXTS, LENGTH = 4, 1500, 3
@@ -54,12 +55,9 @@ def engine(
     criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
     if eos is not None:
         criteria.append(EosTokenCriteria(eos))
+    names = "scores", "logits", "hidden_states", "attentions"
     silent = SimpleNamespace(
-        return_dict_in_generate=False,
-        output_scores=False,
-        output_logits=False,
-        output_hidden_states=False,
-        output_attentions=False,
+        return_dict_in_generate=False, **{f"output_{name}": False for name in names}
     )
     return Rejection(
         Rules(
@@ -231,24 +229,6 @@ def test_the_statistic_finds_a_drafters_own_distribution(monkeypatch: pytest.Mon
     assert chi_square(texts, expected_counts()) > 10 * CRITICAL
 
 
-def test_verdicts_are_the_kernels(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
-    """Whether it is asked node by node or for whole trees, as where Triton runs."""
-    asked: list[tuple[int, int]] = []
-    original = kernels.reject_tree
-
-    def asking(probs: torch.Tensor, *given: torch.Tensor) -> kernels.TreeWalk:
-        asked.append((len(probs), probs.shape[1]))
-        return original(probs, *given)
-
-    monkeypatch.setattr(kernels, "reject_tree", asking)
-    rows = Rows(np.zeros((2, 1), np.int64))
-    draft = DraftTree.from_rows([([1, 2, 3], [-1, -1, 1]), ([], [])])
-    verdict = engine(2, 9).verify(rows, draft, logits_of(rows, draft))
-    assert asked[0] == ((2, 4) if at_once else (1, 3))
-    assert (len(asked) == 1) == at_once
-    assert (verdict.num_emitted > 0).all()
-
-
 def test_a_step_emits_the_path_and_stops_in_it() -> None:
     rows = Rows(np.zeros((2, 1), np.int64))
     certain = torch.full((2, 4, VOCAB), -torch.inf)
@@ -319,8 +299,7 @@ def test_generate_with_an_assistant_samples_as_plain_does(options: dict[str, Any
         with lookahead_hf.enabled(model):
             outputs.append(model.generate(ids, **call, speculative=config)[:, ids.shape[1] :])
     assert torch.equal(*outputs)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
+    stats = speculated(model)
     assert stats.engine == "rejection" and stats.num_accepted > 0.3 * texts
     seen = Counter(map(tuple, outputs[0].tolist()))
     assert set(seen) <= set(expected)

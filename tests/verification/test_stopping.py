@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.generation import stopping_criteria
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -148,21 +148,12 @@ def test_a_batch_names_the_class_that_cannot_be_asked_row_by_row(
     assert named(length, strings, rows=1) is None
 
 
-def test_the_warning_about_the_models_length_is_kept():
+def test_the_warning_about_the_models_length_is_kept(monkeypatch: pytest.MonkeyPatch):
     criteria = StoppingCriteriaList([MaxLengthCriteria(60, max_position_embeddings=7)])
     ours = RowStopping(criteria, 1)
     heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers.generation.stopping_criteria")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)  # a command line that ran before may have silenced the library
-    try:
-        for columns in range(5, 12):
-            assert not asked(ours, torch.zeros(1, columns, dtype=torch.long))
-            assert len(heard) == (columns > 7)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", heard.append)
+    for columns in range(5, 12):
+        assert not asked(ours, torch.zeros(1, columns, dtype=torch.long))
+        assert bool(heard) == (columns > 7)
     assert "(7)" in heard[0]

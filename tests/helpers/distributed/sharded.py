@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.drafting.session import memory_of
 from lookahead_hf.runner import self_test
 from tests.helpers.distributed.ranks import (
     BUDGET,
@@ -21,7 +22,7 @@ from tests.helpers.distributed.ranks import (
     one_row,
     two_rows,
 )
-from tests.helpers.distributed.tensor_parallel import Fails
+from tests.helpers.distributed.tensor_parallel import Fails, KnownCosts
 from tests.helpers.models import tiny
 
 NEW = (16, 28)
@@ -39,8 +40,9 @@ def calls(rank: int, folder: Path) -> Found:
         "greedy, two rows": compared(model, **two_rows(), **synced),
         "sampled": compared(model, **one_row(rank), **sampled),
         "sampled, two rows": compared(model, **two_rows(), **sampled),
-        "learned costs": compared(model, **one_row(rank), **synced, speculative=True),
     }
+    vars(memory_of(model))["costs"] = KnownCosts(float(rank))
+    found["own costs"] = compared(model, **one_row(), **synced, speculative=True)
     eos = found["greedy, two rows"]["plain"][1][12]
     outputs = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": eos}
     fails = SpeculativeConfig(drafters=("ngram", *[Fails()] * (rank == 0)), budget=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import speculated
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt
+from tests.helpers.packing import in_threads
 from tests.helpers.replayed import (
     WIDTHS,
     Switch,
     compare,
-    in_threads,
     sets_of,
     small,
     streamed,
@@ -156,5 +157,5 @@ def test_one_capture_at_a_time(made: list[TapeRecorder], monkeypatch: pytest.Mon
         for rows in (1, 2, 3):
             models[index].generate(prompt(rows), **GREEDY, speculative=config)
 
-    in_threads(run)
+    in_threads(*(partial(run, index) for index in range(3)))
     assert [speculated(model).execution for model in models] == ["replayed"] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from tests.helpers.calls import GREEDY, padded
 from tests.helpers.device import TapeRecorder
 from tests.helpers.fakes import Cancelled, CancelsLate
 from tests.helpers.models import NAMES, prompt, tiny
-from tests.helpers.replayed import WIDTHS, compare, in_threads, sets_of
+from tests.helpers.packing import in_threads
+from tests.helpers.replayed import WIDTHS, compare, sets_of
 
 SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
@@ -82,7 +84,7 @@ def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
         ours[index] = model.generate(**inputs[index], **GREEDY, speculative=config).tolist()
 
     with lookahead_hf.enabled(model):
-        in_threads(run)
+        in_threads(*(partial(run, index) for index in range(3)))
     assert [ours[index] for index in range(3)] == plain
 
 
