@@ -17,13 +17,13 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
-    {"config", "draft", "model_state", "quantization", "rows", "generation.outputs"},
+    {"config", "draft", "model_state", "quantization", "rows", "trace", "generation.outputs"},
     {"compat", "fallback", "kernels", "ngram_pool", "stats", "generation.streaming"},
     {"cache", "distributed", "logits", "generation.call"},
     {"runner"},
     {"drafting", "verification"},
     {"generation.finalize", "generation.options"},
-    {"generation.recorder"},
+    {"generation.recorder", "generation.tracer"},
     {"generation.session"},
     {"generation.assembly"},
     {"generation.decode"},
@@ -82,7 +82,7 @@ LAYERS = {
 """Modules of the larger packages, lowest first; those of a layer see no other."""
 
 NARROW = {
-    "stats": {"draft", "model_state"},
+    "stats": {"draft", "model_state", "trace"},
     "fallback": {"model_state"},
     "compat": {"model_state"},
     "generation.streaming": set(),
@@ -104,6 +104,7 @@ PACKAGES = {
     "model_state": set(),
     "quantization": set(),
     "stats": {"numpy"},
+    "trace": set(),
 }
 """Rooms that import nothing else from outside but the standard library and these packages."""
 
