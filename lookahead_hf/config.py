@@ -66,6 +66,8 @@ class SpeculativeConfig:
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the
             speed of one user's text reveals nothing about another's.
+        trace: Whether the statistics hold a `Trace` of the call: every draft, what was accepted,
+            who foresaw each token, and the times of every step. It takes memory for every draft.
         on_fallback: What happens if a call cannot be speculated: "warn" (once per model and
             reason), "error" or "silent".
         options: Options of drafters given by name, `{drafter name: {option: value}}`.
@@ -81,6 +83,7 @@ class SpeculativeConfig:
     packed_weights: str | bool = "auto"
     pool: Any = None
     learn: bool = False
+    trace: bool = False
     on_fallback: str = "warn"
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -110,6 +113,7 @@ class SpeculativeConfig:
             warn_caller(message, DeprecationWarning)
         _check_pool(self.pool)
         _check_flag("learn", self.learn)
+        _check_flag("trace", self.trace)
         _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)
         named = self._names()
         if self.learn and "pool" not in named:

@@ -10,8 +10,11 @@ from itertools import zip_longest
 from typing import Any
 
 from lookahead_hf.model_state import state_of
+from lookahead_hf.trace import Trace
+from lookahead_hf.trace.page import notebook
+from lookahead_hf.trace.steps import PARTS
 
-PHASES = ("prefill", "draft", "forward", "verify", "commit")
+PHASES = PARTS
 """Parts of a call that are timed."""
 
 
@@ -69,6 +72,7 @@ class SpeculativeStats:
             with packed linear layers under it, "replayed" as CUDA graphs; on a device else why not.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: Counts of each row.
+        trace: Every step of the call, if the configuration asked for it by `trace=True`.
     """
 
     rows: int = 0
@@ -91,6 +95,7 @@ class SpeculativeStats:
     execution: str | None = None
     fallback_reason: str | None = None
     row_stats: tuple[RowStats, ...] = ()
+    trace: Trace | None = field(default=None, repr=False)
 
     @property
     def tokens_per_step(self) -> float:
@@ -121,6 +126,14 @@ class SpeculativeStats:
             rate = getattr(self, name)
             values[name] = None if math.isnan(rate) else rate
         return values
+
+    def with_text(self, tokenizer: Any) -> SpeculativeStats:
+        """Return the same statistics with the text of the traced tokens; see `Trace.with_text`."""
+        return dataclasses.replace(self, trace=self.trace and self.trace.with_text(tokenizer))
+
+    def _repr_html_(self) -> str:
+        """Return a table of the main numbers, and the text of a trace by who foresaw it."""
+        return notebook(str(self), self.trace)
 
     def __str__(self) -> str:
         if self.fallback_reason is not None:
@@ -167,6 +180,10 @@ def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, An
     return {**first, **second, **shared}
 
 
+def _traced(first: Trace | None, second: Trace | None) -> Trace | None:
+    return first + second if first and second else first or second
+
+
 def _listed(first: str | None, second: str | None) -> str | None:
     return ", ".join(dict.fromkeys(each for each in (first, second) if each)) or None
 
@@ -179,6 +196,7 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "engine": _listed,
     "execution": _listed,
     "fallback_reason": _listed,
+    "trace": _traced,
 }
 """How fields are joined that are not added up."""
 

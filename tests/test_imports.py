@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 
 ROOMS = (
     {"warn"},
-    {"config", "draft", "model_state", "rows", "generation.outputs", "generation.streaming"},
+    {"config", "draft", "model_state", "rows", "trace", "generation.outputs"},
     {
         "compat",
         "fallback",
@@ -32,7 +32,7 @@ ROOMS = (
     {"runner"},
     {"drafting", "verification"},
     {"generation.finalize", "generation.options"},
-    {"generation.recorder"},
+    {"generation.recorder", "generation.tracer"},
     {"generation.session"},
     {"generation.assembly"},
     {"generation.decode"},
@@ -91,7 +91,7 @@ LAYERS = {
 """Modules of the larger packages, lowest first; those of a layer see no other."""
 
 NARROW = {
-    "stats": {"draft", "model_state"},
+    "stats": {"draft", "model_state", "trace"},
     "fallback": {"model_state", "warn"},
     "quantization": {"model_state", "warn"},
     "compat": {"model_state"},
@@ -114,6 +114,7 @@ PACKAGES = {
     "model_state": set(),
     "quantization": set(),
     "stats": {"numpy"},
+    "trace": set(),
     "warn": set(),
 }
 """Rooms that import nothing else from outside but the standard library and these packages."""

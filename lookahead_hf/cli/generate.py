@@ -32,11 +32,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """
     import torch
 
-    prompt = _read_stdin() if arguments.prompt is None else arguments.prompt
-    # Bytes that the terminal's encoding lacks arrive as surrogates, which no tokenizer takes.
-    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    if not prompt.strip():
-        raise CommandError("The prompt is empty: give it as an argument or on stdin.")
+    prompt = read_prompt(arguments.prompt)
     stage = open_stage(arguments, screen)
     inputs = encode_chat(stage.model, stage.tokenizer, [{"role": "user", "content": prompt}])
     torch.manual_seed(arguments.seed)
@@ -45,6 +41,20 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     screen.line(f"\n{len(timed.ids)} tokens, {timed.tokens_per_second:.1f} tokens/s", "dim")
     if arguments.stats and timed.stats is not None:
         screen.line(str(timed.stats))
+
+
+def read_prompt(given: str | None) -> str:
+    """Return the prompt of a command, from stdin if none is given.
+
+    Raises:
+        CommandError: The prompt is empty.
+    """
+    prompt = _read_stdin() if given is None else given
+    # Bytes that the terminal's encoding lacks arrive as surrogates, which no tokenizer takes.
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if not prompt.strip():
+        raise CommandError("The prompt is empty: give it as an argument or on stdin.")
+    return prompt
 
 
 def open_stage(arguments: Arguments, screen: Screen) -> Stage:

@@ -18,6 +18,7 @@ from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import DecodingSession
 from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.rows import rows_of
 from lookahead_hf.runner import positions, self_test, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
@@ -87,6 +88,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
         stream=stream,
         outputs=outputs,
         stats=stats,
+        tracer=Tracer(stats.milliseconds) if request.config.trace else None,
         by_kernel=by_kernel,
     )
 

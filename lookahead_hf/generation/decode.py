@@ -31,6 +31,7 @@ def decode(call: PreparedCall) -> Any:
         stack.enter_context(session)
         verifier.first(rows, session.prefill(stack))
         drafts.begin(rows)
+        session.observe_prefill()
         while rows.live.any():
             draft = drafts.propose(rows)
             step = runner.launch(rows, draft)

@@ -16,6 +16,7 @@ from lookahead_hf.stats import PHASES, RowStats, SourceStats, SpeculativeStats
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
+    from lookahead_hf.trace import Trace
 
 _Part = TypeVar("_Part")
 
@@ -25,6 +26,7 @@ class StatsRecorder:
 
     Attributes:
         step_seconds: Time of the latest step without the drafting.
+        milliseconds: Time of each phase so far.
     """
 
     step_seconds = 0.0
@@ -33,7 +35,7 @@ class StatsRecorder:
         self._steps = 0
         self._moved = 0
         self._max_width = 0
-        self._milliseconds = dict.fromkeys(PHASES, 0.0)
+        self.milliseconds = dict.fromkeys(PHASES, 0.0)
         self._before = 0.0
         self._row_steps = np.zeros(num_rows, np.int64)
         self._drafted = np.zeros(num_rows, np.int64)
@@ -48,7 +50,7 @@ class StatsRecorder:
         try:
             yield
         finally:
-            self._milliseconds[name] += (time.perf_counter() - start) * 1e3
+            self.milliseconds[name] += (time.perf_counter() - start) * 1e3
 
     def timed(self, part: _Part, **phases: str) -> _Part:
         """Return a stand-in for a part of a call: the named methods, each timed as a phase."""
@@ -57,7 +59,7 @@ class StatsRecorder:
 
     def leave_out_streaming(self, seconds: float) -> None:
         """Take off the verification what the caller's streamer spent in it."""
-        self._milliseconds["verify"] -= seconds * 1e3
+        self.milliseconds["verify"] -= seconds * 1e3
 
     def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
         """Count a step.
@@ -69,7 +71,7 @@ class StatsRecorder:
         """
         drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
         self._steps += 1
-        total = sum(self._milliseconds[name] for name in ("forward", "verify", "commit"))
+        total = sum(self.milliseconds[name] for name in ("forward", "verify", "commit"))
         self.step_seconds = (total - self._before) / 1e3
         self._before = total
         self._moved += num_moved
@@ -86,6 +88,7 @@ class StatsRecorder:
         engine: str,
         per_source: dict[str, SourceStats],
         execution: str | None = None,
+        trace: Trace | None = None,
     ) -> SpeculativeStats:
         """Return the record of the call.
 
@@ -94,11 +97,12 @@ class StatsRecorder:
             engine: How the call was verified.
             per_source: What each source contributed, by name.
             execution: How the steps were run.
+            trace: What every step did.
         """
         per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
         row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
         deepest = max(self._accepted_histogram, default=-1)
-        spent = self._milliseconds
+        spent = self.milliseconds
         return SpeculativeStats(
             rows=len(row_stats),
             num_steps=self._steps,
@@ -114,6 +118,7 @@ class StatsRecorder:
             engine=engine,
             execution=execution,
             row_stats=tuple(row_stats),
+            trace=trace,
             prefill_ms=spent["prefill"],
             draft_ms=spent["draft"],
             forward_ms=spent["forward"],

@@ -19,6 +19,7 @@ from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.host import Runner
@@ -39,6 +40,7 @@ class DecodingSession:
         stream: Feeds the caller's streamer.
         outputs: Scores, states and attentions that the caller asked for.
         stats: Counts and times the steps.
+        tracer: Keeps every step if the configuration asks for a trace, else None.
         by_kernel: Whether our kernel does all attention, whatever else would be faster.
     """
 
@@ -51,6 +53,7 @@ class DecodingSession:
     stream: ColumnStream
     outputs: RequestedOutputs
     stats: StatsRecorder
+    tracer: Tracer | None
     by_kernel: bool
 
     def prefill(self, stack: ExitStack) -> torch.Tensor:
@@ -77,6 +80,11 @@ class DecodingSession:
         logits: torch.Tensor = outputs.logits[:, -1:]
         return logits
 
+    def observe_prefill(self) -> None:
+        """Take the first token of every row into the trace."""
+        if self.tracer is not None:
+            self.tracer.observe_prefill(self.rows)
+
     def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
         """Run a step again without its draft if the draft made NaN of a row's logits."""
         with self.stats.phase("forward"):
@@ -100,6 +108,8 @@ class DecodingSession:
                 step.logits,
                 self.stats.step_seconds if self.runner.step_is_typical else None,
             )
+        if self.tracer is not None:
+            self.tracer.observe(draft, verdict)
 
     def __enter__(self) -> DecodingSession:
         return self
@@ -115,8 +125,13 @@ class DecodingSession:
     def output(self) -> Any:
         """Hand the cache back, end the stream and return what `generate` returns."""
         call, emitted = self.call, self.rows.num_emitted
+        per_source = self.drafts.source_stats
         record = self.stats.finish(
-            self.rows, self.verifier.name, self.drafts.source_stats, self.runner.execution
+            self.rows,
+            self.verifier.name,
+            per_source,
+            self.runner.execution,
+            None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
         )
         # Without a pad token only the columns that the shortest row has.
         columns = int(emitted.min() if call.pad is None else emitted.max())

@@ -20,6 +20,7 @@ from lookahead_hf.generation.options import OURS, GenerateArguments, Request
 from lookahead_hf.generation.streaming import HeldStreamer
 from lookahead_hf.runner import support
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.trace import Trace
 
 ASSISTANT_SETTINGS = (
     "num_assistant_tokens",
@@ -157,11 +158,17 @@ def _fall_back(
     model: Any, config: SpeculativeConfig, unserved: Unserved, plain: Callable[[], Any]
 ) -> Any:
     fallback.report(model, unserved, config.on_fallback)
-    record = SpeculativeStats(fallback_reason=unserved.reason)
+    record = _plain_record(config, unserved)
     stats.publish(model, record)  # before the text, at whose end a reader may ask for it
     output = plain()
     stats.publish(model, record)  # again: a processor may have called the model meanwhile
     return _signed(output, record)
+
+
+def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeStats:
+    """The record of a call that is not speculated."""
+    trace = Trace(fallback_reason=str(unserved.reason)) if config.trace else None
+    return SpeculativeStats(fallback_reason=unserved.reason, trace=trace)
 
 
 def _signed(output: Any, record: SpeculativeStats | None) -> Any:
@@ -238,7 +245,7 @@ class Strategy:
         """Report the fallback when a token comes that our decoding has not written."""
         if self.decoded is None:
             fallback.report(self._model, self.if_left_out, self._request.config.on_fallback)
-            record = SpeculativeStats(fallback_reason=self.if_left_out.reason)
+            record = _plain_record(self._request.config, self.if_left_out)
             stats.publish(self._model, record)
 
     def _decode_plainly(self, call: PreparedCall, unserved: Unserved) -> Any:
@@ -246,7 +253,7 @@ class Strategy:
         model, request = call.model, call.request
         fallback.report(model, unserved, request.config.on_fallback)
         if self.decoded is None:
-            self.record = SpeculativeStats(fallback_reason=unserved.reason)
+            self.record = _plain_record(request.config, unserved)
             for each in {id(each): each for each in (model, self._model)}.values():
                 stats.publish(each, self.record)  # before the text, as in any fallback
         if request.streamer is not None:

@@ -17,7 +17,7 @@ from lookahead_hf.cli import loading, main
 from lookahead_hf.fallback import FallbackReason
 from tests.helpers.tiny_chat import save_tiny_chat
 
-COMMANDS = ("demo", "generate", "chat", "bench", "pool", "env")
+COMMANDS = ("demo", "generate", "trace", "chat", "bench", "pool", "env")
 ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
 
 
@@ -30,7 +30,7 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("sing", "demo|generate|chat|bench|pool|env"),
+        ("sing", "demo|generate|trace|chat|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
         ("generate --sample 0,0.9 Hello", "must be above 0"),

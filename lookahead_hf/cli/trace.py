@@ -1,0 +1,102 @@
+"""`lookahead-hf trace`: who foresaw each token of a text."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import Any
+
+import click
+
+from lookahead_hf.cli.comparison import Stage
+from lookahead_hf.cli.generate import open_stage, read_prompt
+from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.parsing import Arguments, command, generation_options
+from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.fallback import SpeculationFallbackError
+from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.trace import MODEL, Trace
+from lookahead_hf.trace.page import colours, runs
+
+_EXAMPLES = """\
+examples:
+  lookahead-hf trace "Name three uses of a paper clip"
+  lookahead-hf trace --html trace.html --perfetto trace.json < prompt.txt
+  lookahead-hf trace --json "What is 12 times 12?" > trace.json
+"""
+
+_FILE = click.File("w", encoding="utf-8", lazy=False)
+"""Opened at once, so that a wrong path is reported before the text is generated."""
+
+
+@command("trace", _EXAMPLES, indent=None)
+@click.argument("prompt", required=False)
+@generation_options()
+@click.option("--html", type=_FILE, help="write a page that shows every step")
+@click.option("--perfetto", type=_FILE, help="write a time line for https://ui.perfetto.dev")
+def COMMAND(arguments: Arguments, screen: Screen) -> None:
+    """Generate one text and show which source foresaw each token.
+
+    Without PROMPT, stdin is the prompt.
+    """
+    prompt = read_prompt(arguments.prompt)
+    stage = open_stage(arguments, screen)
+    messages = [{"role": "user", "content": prompt}]
+    stats = traced(stage, encode_chat(stage.model, stage.tokenizer, messages), arguments.seed)
+    stats = stats.with_text(stage.tokenizer)
+    trace = stats.trace
+    assert trace is not None
+    if arguments.html is not None:
+        arguments.html.write(trace.to_html())
+    if arguments.perfetto is not None:
+        json.dump(trace.to_perfetto(), arguments.perfetto)
+    screen.result({"prompt": prompt, "stats": stats.to_dict()})
+    show(trace, screen)
+    screen.line(f"\n{stats}", "dim")
+
+
+def traced(stage: Stage, inputs: dict[str, Any], seed: int) -> SpeculativeStats:
+    """Generate one text and return the statistics, which hold the trace.
+
+    Args:
+        stage: The model, its tokenizer and the settings.
+        inputs: Arguments of `generate` for this text.
+        seed: For sampling.
+
+    Raises:
+        CommandError: The call cannot be speculated.
+    """
+    import torch
+
+    import lookahead_hf
+
+    torch.manual_seed(seed)
+    config = SpeculativeConfig(trace=True, on_fallback="error")
+    try:
+        stage.model.generate(**inputs, **stage.generation, speculative=config)
+    except SpeculationFallbackError as error:
+        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
+    stats = lookahead_hf.last_stats(stage.model)
+    assert stats is not None
+    return stats
+
+
+def show(trace: Trace, screen: Screen) -> None:
+    """Write the text coloured by who foresaw it, and a legend.
+
+    Without colours, foreseen text is put in single angle quotes.
+    """
+    styles, counts = colours(trace), trace.num_by_origin
+    if screen.has_colour:
+        for origin, text in runs(trace, 0):
+            screen.write(text, styles.get(origin, ""))
+    else:
+        for is_foreseen, run in groupby(runs(trace, 0), key=lambda run: run[0] != MODEL):
+            text = "".join(text for _, text in run)
+            screen.write(f"\u2039{text}\u203a" if is_foreseen else text)
+    screen.line("\n")
+    for origin, count in counts.items():
+        name = "the model itself" if origin == MODEL else origin
+        share = count / max(1, sum(counts.values()))
+        screen.line(f"\u25a0 {name}: {count} tokens, {share:.0%}", styles.get(origin, ""))
