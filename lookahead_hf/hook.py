@@ -12,7 +12,7 @@ from weakref import WeakSet
 from torch import nn
 from transformers import GenerationMixin
 
-from lookahead_hf import stats
+from lookahead_hf import ngram_pool, stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.session import memory_of
@@ -23,6 +23,11 @@ _Model = TypeVar("_Model")
 
 MOST_WRAPPERS = 16
 """Most nested wrappers that are unwrapped; a mock would contain wrappers without end."""
+
+
+LOADING_SECONDS = 2.0
+"""Longest time that `enable` waits for numba's functions. Compiled earlier, they are loaded in one
+second; beside a call, loading would make each of its operations wait for the interpreter."""
 
 
 class SpeculativeMixin(GenerationMixin):
@@ -84,6 +89,9 @@ def enable(model: _Model) -> _Model:
     Copies made by `copy.deepcopy` and by pickle are enabled too, independently. A copy made by
     `copy.copy` shares the hook, so its `generate` runs the model that was enabled.
 
+    The first call in a process loads the functions that numba compiled earlier, which takes a
+    second. Where there are none yet, it waits two seconds and leaves the rest to the background.
+
     Args:
         model: A transformers model that can generate, also inside `torch.compile`,
             DistributedDataParallel, PEFT or a quantiser's wrapper.
@@ -97,6 +105,7 @@ def enable(model: _Model) -> _Model:
     target = unwrap(model)
     if not isinstance(vars(target).get("generate"), Hook):
         _put(target, Hook(target))
+    ngram_pool.wait_until_compiled(LOADING_SECONDS)
     return model
 
 

@@ -55,7 +55,7 @@ LAYERS = {
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
         """_numba budget sources._recycling_numba sources.assistant.growth sources.lookahead
         sources.ngram sources.prediction user_drafter""",
-        "sources.assistant.drafter sources.pool sources.recycling",
+        "prompt_lookup sources.assistant.drafter sources.pool sources.recycling",
         "calibration",
         "tree",
         "ensemble",

@@ -127,6 +127,11 @@ class Ensemble(Drafter):
         for index, _ in self._seeing():
             self._guarded(index, "observe", rows, draft, verdict, logits)
 
+    def count_alone(self, source: int, draft: DraftTree, verdict: Verdict) -> None:
+        """Count a draft of which one source proposed every node."""
+        num_accepted = len(verdict.of_text.path)
+        self._counts[:, source] += (draft.num_nodes, num_accepted, num_accepted)
+
     def end(self, rows: Rows) -> None:
         for index in range(len(self._sources)):
             self._guarded(index, "end", rows, always=True)

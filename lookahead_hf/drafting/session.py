@@ -19,6 +19,7 @@ from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.cost_model import CostModel
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.prompt_lookup import PromptLookup
 from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.scheduler import Scheduler
 from lookahead_hf.drafting.tree import head, likeliest_chain
@@ -180,6 +181,7 @@ class DraftSession:
             placement(model) + (" one shape" if config.draft_invariant else ""),
             lambda: runner.mode,
         )
+        self._lookup = PromptLookup(sources, vocab_size, max_new_tokens)
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
         self._processes, self._complete = processes or Processes(), complete
@@ -193,7 +195,7 @@ class DraftSession:
         return self._ensemble.source_stats
 
     def begin(self, rows: Rows) -> None:
-        """Show the texts to the sources; until numba has compiled, the call decodes plainly."""
+        """Show the texts to the sources, as soon as numba's functions are compiled or loaded."""
         if not self._processes.decides or self._begun:
             return
         if ngram_pool.ready():
@@ -209,7 +211,7 @@ class DraftSession:
 
     def _propose(self, rows: Rows) -> DraftTree:
         self.begin(rows)
-        draft = self._guarded(lambda: self._sized(rows)) if self._begun else None
+        draft = self._guarded(lambda: self._sized(rows))
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
     def _sized(self, rows: Rows) -> DraftTree | None:
@@ -218,6 +220,11 @@ class DraftSession:
         if not most or self._resting:
             self._ensemble.asked = self._ensemble.next_asked = [False] * len(self._sources)
             return None
+        if not self._begun:
+            if not ngram_pool.available():
+                return None
+            tree = self._lookup.propose(rows, most)
+            return self._lookup.propose(rows, self._budget.choose(tree))
         self._scheduler.begin_step()
         self._ensemble.asked = self._scheduler.asked
         self._ensemble.next_asked = self._scheduler.next_asked
@@ -263,6 +270,9 @@ class DraftSession:
         if self._begun:
             self._guarded(lambda: self._ensemble.observe(rows, draft, verdict, logits))
             self._guarded(lambda: self._account(draft, verdict, step_seconds))
+        elif self._lookup.source is not None and self._processes.decides:
+            # What the step cost tells nothing: it ran beside the compilation.
+            self._ensemble.count_alone(self._lookup.source, draft, verdict)
 
     def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float | None) -> None:
         """Learn what the step cost and brought."""

@@ -96,6 +96,13 @@ def compile_now() -> None:
             raise
 
 
+def wait_until_compiled(timeout: float) -> None:
+    """Start to compile and wait for it, at most so many seconds."""
+    compile_in_background()
+    if _background is not None:
+        _background.join(timeout)
+
+
 def compile_in_background() -> None:
     """Start `compile_now` in a thread, unless it is running, has run, or has failed."""
     global _background, _failure

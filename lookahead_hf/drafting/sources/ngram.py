@@ -36,6 +36,9 @@ class NgramDrafter(BuiltInDrafter):
     With `keep` the index of a text outlives the call, for texts that several calls write one after
     the other, such as a conversation. A call of one row then adds to the index what its prompt adds
     to the text before. If the prompt differs from some token on, the earlier text stays known.
+
+    Attributes:
+        limits: The shortest and the longest match length that are told apart.
     """
 
     name: ClassVar[str] = "ngram"
@@ -57,7 +60,7 @@ class NgramDrafter(BuiltInDrafter):
         check_limits(min_ngram, max_ngram)
         if not isinstance(keep, bool):
             raise ValueError(f"ngram: keep must be True or False, not {keep!r}")
-        self._limits, self._keep = (min_ngram, max_ngram), keep
+        self.limits, self._keep = (min_ngram, max_ngram), keep
         self._indexes: list[SuffixIndex] = []
         self._known = np.empty(0, np.int64)  # with `keep`, the index's text after its last border
         self._num_known = 0
@@ -70,7 +73,7 @@ class NgramDrafter(BuiltInDrafter):
         if rows.num_rows == 1 and self._indexes:
             self._go_on(rows.context(0))
         else:
-            self._indexes = [SuffixIndex(*self._limits) for _ in range(rows.num_rows)]
+            self._indexes = [SuffixIndex(*self.limits) for _ in range(rows.num_rows)]
             for row, index in enumerate(self._indexes):
                 if rows.encoder_ids is not None:
                     index.add_reference(rows.encoder_ids[row])

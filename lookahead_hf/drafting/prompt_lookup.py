@@ -1,0 +1,88 @@
+"""Drafts for the first steps of a process, while numba's functions are compiled or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lookahead_hf.draft import DraftTree, Evidence
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.sources.ngram import ONLY_CONTINUATION, NgramDrafter
+from lookahead_hf.ngram_pool.matches import level_of
+
+if TYPE_CHECKING:
+    from lookahead_hf.rows import Rows
+
+
+class PromptLookup:
+    """Drafts what followed the longest match of a text's end in the text, one chain per row.
+
+    It stands in for the n-gram source, if the call has one. The idea is prompt lookup decoding
+    (Saxena, 2023), which transformers offers as `prompt_lookup_num_tokens`.
+
+    Attributes:
+        source: Index of the n-gram source among the sources of the call; None if there is none.
+    """
+
+    def __init__(self, sources: Sequence[Drafter], vocab_size: int, max_new_tokens: int) -> None:
+        """Draft for one call; tokens from `vocab_size` on are never drafted."""
+        self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
+        self.source: int | None = None
+        self._limits = (1, 1)
+        for index, source in enumerate(sources):
+            if isinstance(source, NgramDrafter):
+                self.source, self._limits = index, source.limits
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        """Return a chain of at most `max_nodes` nodes for each row that has a match."""
+        chains: list[list[int]] = []
+        rates: list[float] = []
+        for row, finished in enumerate(rows.finished.tolist()):
+            most = min(max_nodes, self._max_new_tokens - 1 - int(rows.num_emitted[row]))
+            is_asked = self.source is not None and most > 0 and not finished
+            chain, rate = self._chain(rows.context(row), most) if is_asked else ([], 0.0)
+            chains.append(chain)
+            rates += [rate] * len(chain)
+        tree = DraftTree.from_chains([[chain] for chain in chains])
+        num_nodes = len(rates)
+        evidence = Evidence(
+            np.arange(num_nodes + 1),
+            np.full(num_nodes, self.source or 0, np.int32),
+            np.zeros(num_nodes, np.int32),
+        )
+        score = (np.array(rates) ** tree.depth).astype(np.float32)
+        return replace(tree, score=score, evidence=evidence)
+
+    def _chain(self, context: np.ndarray, max_nodes: int) -> tuple[list[int], float]:
+        """Return what followed the longest match of a context, [tokens], and its usual rate."""
+        start, length = longest_match(context, self._limits[1])
+        if length < self._limits[0]:
+            return [], 0.0
+        # A text that is shorter from there on repeats itself.
+        chain = np.resize(context[start : start + max_nodes], max_nodes)
+        beyond = np.flatnonzero(chain >= self._vocab_size)
+        chain = chain[: beyond[0]] if len(beyond) else chain
+        return chain.tolist(), ONLY_CONTINUATION[level_of(length)]
+
+
+def longest_match(context: np.ndarray, max_ngram: int) -> tuple[int, int]:
+    """Find the longest n-gram at the end of a context, [tokens], that it also has before.
+
+    Returns:
+        The index of the token behind the latest such match, and the number of tokens that match, 0
+        without a match.
+    """
+    ends = np.flatnonzero(context[:-1] == context[-1]) + 1
+    if not len(ends):
+        return 0, 0
+    length = 1
+    while length < max_ngram:
+        longer = ends[ends > length]
+        longer = longer[context[longer - 1 - length] == context[len(context) - 1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return int(ends[-1]), length
