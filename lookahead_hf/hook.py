@@ -9,20 +9,16 @@ from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from torch import nn
 from transformers import GenerationMixin
 
-from lookahead_hf import stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.session import memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model_state import state_of
+from lookahead_hf.wrappers import unwrap
 
 _Model = TypeVar("_Model")
-
-MOST_WRAPPERS = 16
-"""Most nested wrappers that are unwrapped; a mock would contain wrappers without end."""
 
 
 class SpeculativeMixin(GenerationMixin):
@@ -253,20 +249,6 @@ def set_default(model: Any, value: Any) -> None:
     config._from_model_config = False
 
 
-def last_stats(model: Any) -> stats.SpeculativeStats | None:
-    """Return the statistics of the latest call on a model.
-
-    Args:
-        model: As for `enable`.
-
-    Returns:
-        The statistics of this thread's latest call if it made one, else of any thread's; None
-        before the first call and after a plain one. They are available when a streamer gets the
-        end. A call that raises earlier leaves those of the call before it.
-    """
-    return stats.last_stats(unwrap(model))
-
-
 def learned_rates(model: Any) -> list[LearnedRate]:
     """Return how often what each source proposes is accepted, as far as calls have learned it.
 
@@ -279,49 +261,3 @@ def learned_rates(model: Any) -> list[LearnedRate]:
         has ended.
     """
     return memory_of(unwrap(model)).rates.table()
-
-
-def unwrap(model: Any) -> Any:
-    """Return the transformers model inside wrappers.
-
-    Raises:
-        ValueError: There is no such model.
-    """
-    inner = model
-    for _ in range(MOST_WRAPPERS):
-        if inner is None or isinstance(inner, GenerationMixin):
-            break
-        inner = _inside(inner)
-    if not isinstance(inner, GenerationMixin):
-        raise _not_a_model(model)
-    return inner
-
-
-def _inside(wrapper: Any) -> Any:
-    """The next object inside a wrapper, None where none is known."""
-    if isinstance(wrapper, type):
-        return None
-    if callable(base := getattr(wrapper, "get_base_model", None)):
-        return base()  # PEFT
-    # torch.compile; DistributedDataParallel and FSDP; quantisers' wrappers and pipelines.
-    for name in ("_orig_mod", "module", "model"):
-        inner = getattr(wrapper, name, None)
-        if isinstance(inner, nn.Module) and inner is not wrapper:
-            return inner
-    return None
-
-
-def _not_a_model(model: Any) -> ValueError:
-    if model is None:
-        return ValueError(
-            "expected a model, got None; enable_everywhere() enables every model of the process"
-        )
-    if isinstance(model, type):
-        return ValueError(
-            f"{model.__name__} is a class: pass a model object, derive a class of your own from "
-            "SpeculativeMixin and it, or use enable_everywhere()"
-        )
-    return ValueError(
-        f"{type(model).__name__} is not a transformers model that can generate (no "
-        "GenerationMixin), and does not contain one"
-    )

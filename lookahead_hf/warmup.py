@@ -14,7 +14,6 @@ from lookahead_hf.drafting.compiled import compile_or_say
 from lookahead_hf.drafting.cost_model import SIZES
 from lookahead_hf.drafting.session import cost_setting, memory_of
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.hook import unwrap
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, positions, support
 from lookahead_hf.runner.compiled import CompiledRunner
@@ -23,6 +22,7 @@ from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.runner.torch_compile import is_compiled
 from lookahead_hf.verification import device
+from lookahead_hf.wrappers import unwrap
 
 REPEATS = 5
 

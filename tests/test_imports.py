@@ -17,7 +17,7 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
-    {"config", "draft", "model_state", "quantization", "rows", "generation.outputs"},
+    {"config", "draft", "model_state", "quantization", "rows", "wrappers", "generation.outputs"},
     {"compat", "fallback", "kernels", "ngram_pool", "stats", "generation.streaming"},
     {"cache", "distributed", "logits", "generation.call"},
     {"runner"},
@@ -82,7 +82,7 @@ LAYERS = {
 """Modules of the larger packages, lowest first; those of a layer see no other."""
 
 NARROW = {
-    "stats": {"draft", "model_state"},
+    "stats": {"model_state", "wrappers"},
     "fallback": {"model_state"},
     "compat": {"model_state"},
     "generation.streaming": set(),

@@ -111,12 +111,12 @@ def _serve(
         if strategy.decoded is not None:
             quantization.say_once(strategy.decoded, stacklevel=4)
             if strategy.decoded is not model:
-                stats.publish(model, stats.last_stats(strategy.decoded))
+                stats.publish(model, strategy.record)
         elif strategy.record is None:
             return _fall_back(model, config, strategy.if_left_out, lambda: output)
         else:
             stats.publish(model, strategy.record)  # again: see `_fall_back`
-        return _signed(output, strategy.record)
+        return _signed(model, output, strategy.record)
     return _fall_back(model, config, unserved, plain)
 
 
@@ -169,11 +169,13 @@ def _fall_back(
     stats.publish(model, record)  # before the text, at whose end a reader may ask for it
     output = plain()
     stats.publish(model, record)  # again: a processor may have called the model meanwhile
-    return _signed(output, record)
+    return _signed(model, output, record)
 
 
-def _signed(output: Any, record: SpeculativeStats | None) -> Any:
-    """The output with a record, which may sum up several decodings."""
+def _signed(model: Any, output: Any, record: SpeculativeStats | None) -> Any:
+    """The output with a record, which may sum up several decodings; listeners hear the record."""
+    if record is not None:
+        stats.tell(model, record)
     if isinstance(output, ModelOutput):
         output.speculative_stats = record
     return output
@@ -271,7 +273,7 @@ class Strategy:
 
     def _add(self, model: Any) -> None:
         """Publish one record of everything that the call has decoded with the model so far."""
-        latest = stats.last_stats(model)
+        latest = stats.of_this_thread(model)
         if self.record is not None and self.record.fallback_reason:
             self.record = None
         if self.record is not None and latest is not None:
