@@ -29,7 +29,8 @@ ROOMS = (
     {"generation.decode"},
     {"generation.strategy"},
     {"hook"},
-    {"auto", "cli", "pipelines", "warmup"},
+    {"auto", "pipelines", "serving", "warmup"},
+    {"cli"},
     {"__main__"},
 )
 """Rooms, lowest first. A room is a module or a whole package; those of a level see no other."""
@@ -70,6 +71,7 @@ LAYERS = {
         "compiled cuda.graphs self_test",
         "cuda.runner support",
     ),
+    "serving": ("fields metrics", "middleware", "server"),
     "verification": (
         "rng stopping verifier",
         "lockstep noise",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from lookahead_hf.cli import bench, chat, demo, env, generate, pool
+from lookahead_hf.cli import bench, chat, demo, env, generate, pool, serve
 from lookahead_hf.cli.loading import is_out_of_memory
 from lookahead_hf.cli.parsing import as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
@@ -27,8 +27,8 @@ exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 
 COMMANDS = click.Group(
     "lookahead-hf",
-    commands=[module.COMMAND for module in (demo, generate, chat, bench, pool, env)],
-    subcommand_metavar="demo|generate|chat|bench|pool|env [ARGUMENTS]...",
+    commands=[module.COMMAND for module in (demo, generate, chat, serve, bench, pool, env)],
+    subcommand_metavar="demo|generate|chat|serve|bench|pool|env [ARGUMENTS]...",
     params=[click.Option(["--no-colour"], is_flag=True, help="plain text on a terminal too")],
     help="Speculative decoding for transformers: the same text, faster.",
     epilog=as_written(_EPILOG),
