@@ -74,14 +74,14 @@ def read_config(text: str | None, pool: str | None) -> SpeculativeConfig:
         CommandError: The file or the pool cannot be read, or a value is not allowed.
     """
     from lookahead_hf.config import SpeculativeConfig
-    from lookahead_hf.ngram_pool import NgramPool
+    from lookahead_hf.drafting.sources.pool import open_pool
 
     try:
         fields = {} if text is None else json.loads(text if "{" in text else Path(text).read_text())
         config = SpeculativeConfig.from_dict(fields if pool is None else {**fields, "pool": pool})
         if config.pool is None:
             return config
-        return dataclasses.replace(config, pool=NgramPool.load(config.pool))
+        return dataclasses.replace(config, pool=open_pool(config.pool))
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise CommandError(f"--config or --pool cannot be used: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,22 +61,36 @@ class Served:
 @contextmanager
 def serving(folder: str, config: SpeculativeConfig) -> Iterator[Served]:
     """Run a server of a model in a folder."""
+    import uvicorn
     from openai import OpenAI
     from transformers.cli.serve import Serve
 
     from lookahead_hf.serving.server import speculating
 
     port = free_port()
-    with speculating(config):
-        server = Serve(force_model=folder, port=port, device="cpu", non_blocking=True)
+    # transformers' own way to run a server in the background leaves the event loop open.
+    with speculating(config), mock.patch.object(uvicorn.Server, "run"):
+        server = Serve(force_model=folder, port=port, device="cpu")
     address = f"http://localhost:{port}/v1"
-    with OpenAI(base_url=address, api_key="-", max_retries=0, timeout=120) as client:
+    with (
+        running(server.server),
+        OpenAI(base_url=address, api_key="-", max_retries=0, timeout=120) as client,
+    ):
         served = Served(folder, port, server, client)
-        try:
-            wait_for(served)
-            yield served
-        finally:
-            server.kill_server()
+        wait_for(served)
+        yield served
+
+
+@contextmanager
+def running(server: Any) -> Iterator[None]:
+    """Run uvicorn's server in a thread."""
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def wait_for(served: Served) -> None:

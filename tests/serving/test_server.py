@@ -155,8 +155,9 @@ def test_a_wrong_value_is_a_bad_request(
 def test_what_transformers_refuses_it_still_refuses(served: Served) -> None:
     from openai import UnprocessableEntityError
 
-    with pytest.raises(UnprocessableEntityError, match="no_such_field"):
+    with pytest.raises(UnprocessableEntityError) as error:
         served.ask(extra_body={"no_such_field": 1})
+    assert "no_such_field" in error.value.response.text
     connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
     connection.request("POST", CHAT, b"{", {"Content-Type": "application/json"})
     assert connection.getresponse().status == 422
@@ -246,9 +247,8 @@ def leave_early(served: Served, reached: threading.Event, **fields: Any) -> None
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_the_server_starts(folder: str) -> None:
-    pool = NgramPool(64, vocab_size=10)
-    config = SpeculativeConfig(pool=pool)
-    with pytest.raises(ValueError, match="pool"), serving(folder, config):
+    config = SpeculativeConfig(pool=NgramPool(64, vocab_size=1000))
+    with pytest.raises(ValueError, match="the pool has token ids"), serving(folder, config):
         pass
 
 

@@ -1,0 +1,95 @@
+"""`lookahead-hf serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookahead_hf.cli import main
+from lookahead_hf.cli.screen import CommandError
+from lookahead_hf.cli.serve import read_config
+from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers.served import free_port, running
+
+
+def test_the_command_serves_a_model_with_its_options(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("openai")
+    pool = NgramPool(1000)
+    pool.add(list(range(2, 40)))
+    pool.save(tmp_path / "pool.safetensors")
+    port, run = free_port(), uvicorn.Server.run
+    answers: list[Any] = []
+
+    def ask(server: Any) -> None:
+        """In place of waiting for requests: make one."""
+        monkeypatch.setattr(uvicorn.Server, "run", run)
+        body = {"model": folder, "prompt": "abc", "max_tokens": 30, "temperature": 0}
+        with running(server):
+            while not server.started:
+                pass
+            call = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(call, timeout=60) as answer:
+                answers.append(json.load(answer))
+
+    monkeypatch.setattr(uvicorn.Server, "run", ask)
+    monkeypatch.setattr("lookahead_hf.warm_up", lambda model: None)
+    ours = ["--pool", str(tmp_path / "pool.safetensors"), "--config", '{"budget": 6}']
+    theirs = ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
+    assert main(["serve", *ours, *theirs, folder]) == 0
+    counts = answers[0]["metrics"]["speculative_decoding"]
+    assert counts["num_accepted_draft_tokens"] > 0
+    assert len(counts["acceptance_histogram"]) <= 7
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--config", '{"budget": -1}'], 1, "from 0 to max_draft_nodes"),
+        (["--config", "[]"], 1, "No such file"),
+        (["--pool", "missing.safetensors"], 1, "missing.safetensors"),
+        (["--continuous-batching"], 2, "does not run `generate`"),
+        (["--dtype", "float99"], 1, "float99"),
+        (["--no-such-option"], 2, "no-such-option"),
+        (["/no/such/model"], 1, "did not start"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_server_starts(
+    words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("uvicorn", "fastapi", "prometheus_client", "openai"):
+        pytest.importorskip(name)
+    assert main(["serve", *words]) == code
+    assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
+
+
+def test_without_the_packages_the_command_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lookahead_hf.cli.serve.NEEDS", ("json", "no_such_package"))
+    assert main(["serve", "m"]) == 1
+    error = capsys.readouterr().err
+    assert "no_such_package" in error and 'pip install "lookahead-hf[serve]"' in error
+
+
+def test_a_configuration_is_read_from_a_file_and_its_pool_is_opened(tmp_path: Path) -> None:
+    pool, file = tmp_path / "pool.safetensors", tmp_path / "config.json"
+    NgramPool(64).save(pool)
+    file.write_text('{"budget": 3, "learn": true}')
+    config = read_config(str(file), str(pool))
+    assert config.budget == 3 and config.learn and isinstance(config.pool, NgramPool)
+    with pytest.raises(CommandError, match="learn"):
+        read_config(str(file), None)
