@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from lookahead_hf.config import PRESETS, SpeculativeConfig
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.stats import SourceStats, SpeculativeStats
 
 OF_THE_SERVER = {
@@ -63,20 +63,15 @@ def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedReque
 
 
 def _speculative(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
-    if asked is None or isinstance(asked, bool):
-        return config if asked is True else asked
-    if isinstance(asked, str) and asked in PRESETS:
-        asked = PRESETS[asked]
-    if not isinstance(asked, Mapping):
-        names = ", ".join(field.name for field in dataclasses.fields(SpeculativeConfig))
-        raise ValueError(
-            f"speculative={asked!r} is not understood: give true, false, one of the presets "
-            f"{', '.join(PRESETS)}, or an object with fields of these: {names}"
-        )
+    if asked is None or asked is False:
+        return asked
+    if asked is True:
+        return config
     for name, remedy in OF_THE_SERVER.items():
-        if asked.get(name):
+        if isinstance(asked, Mapping) and asked.get(name):
             raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
-    of_request = SpeculativeConfig.from_dict(asked)
+    of_request = SpeculativeConfig.resolve(asked)
+    assert of_request is not None
     if of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=config.pool)
     return of_request

@@ -12,18 +12,20 @@ import pytest
 
 from lookahead_hf.cli import main
 from lookahead_hf.cli.screen import CommandError
-from lookahead_hf.cli.serve import read_config
+from lookahead_hf.cli.serve import NEEDS, read_config
 from lookahead_hf.ngram_pool import NgramPool
-from tests.helpers.served import free_port, running
+from tests.helpers.served import free_port, running, wait_for
+
+
+def _server_packages() -> Any:
+    """uvicorn; skips the test if a package of the extra is missing."""
+    return [pytest.importorskip(name) for name in (*NEEDS, "uvicorn")][-1]
 
 
 def test_the_command_serves_a_model_with_its_options(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uvicorn = pytest.importorskip("uvicorn")
-    pytest.importorskip("fastapi")
-    pytest.importorskip("prometheus_client")
-    pytest.importorskip("openai")
+    uvicorn = _server_packages()
     pool = NgramPool(1000)
     pool.add(list(range(2, 40)))
     pool.save(tmp_path / "pool.safetensors")
@@ -35,10 +37,9 @@ def test_the_command_serves_a_model_with_its_options(
         monkeypatch.setattr(uvicorn.Server, "run", run)
         body = {"model": folder, "prompt": "abc", "max_tokens": 30, "temperature": 0}
         with running(server):
-            while not server.started:
-                pass
+            wait_for(port)
             call = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions",
+                f"http://localhost:{port}/v1/completions",
                 json.dumps(body).encode(),
                 {"Content-Type": "application/json"},
             )
@@ -48,7 +49,7 @@ def test_the_command_serves_a_model_with_its_options(
     monkeypatch.setattr(uvicorn.Server, "run", ask)
     monkeypatch.setattr("lookahead_hf.warm_up", lambda model: None)
     ours = ["--pool", str(tmp_path / "pool.safetensors"), "--config", '{"budget": 6}']
-    theirs = ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
+    theirs = ["--port", str(port), "--host", "localhost", "--device", "cpu"]
     assert main(["serve", *ours, *theirs, folder]) == 0
     counts = answers[0]["metrics"]["speculative_decoding"]
     assert counts["num_accepted_draft_tokens"] > 0
@@ -70,8 +71,7 @@ def test_the_command_serves_a_model_with_its_options(
 def test_what_is_wrong_is_said_before_the_server_starts(
     words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("uvicorn", "fastapi", "prometheus_client", "openai"):
-        pytest.importorskip(name)
+    _server_packages()
     assert main(["serve", *words]) == code
     assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
 

@@ -93,15 +93,6 @@ def test_a_stream_has_the_text_and_at_its_end_the_statistics(served: Served) -> 
     assert speculated(last)["num_spec_steps"] < 12
 
 
-def test_a_seed_draws_plains_sample(served: Served) -> None:
-    sampling = {"generation_config": '{"do_sample": true}'}
-    fields = {"temperature": 1.0, "seed": 5}
-    answer = served.ask(extra_body=sampling, **fields)
-    plain = served.text(extra_body={**sampling, "speculative": False}, **fields)
-    assert answer.choices[0].message.content == plain != served.plain()
-    assert answer.metrics["speculative_decoding"]["num_draft_tokens"] > 0
-
-
 def test_a_prediction_saves_forwards(served: Served) -> None:
     plain = served.plain("class A:", max_tokens=120)
     edited = plain[:50] + "an edit" + plain[54:]
@@ -136,8 +127,7 @@ def test_a_call_that_cannot_be_speculated_says_why(served: Served) -> None:
 @pytest.mark.parametrize(
     ("speculative", "allowed"),
     [
-        ("fast", "presets default"),
-        ({"budget": "much"}, 'must be "auto" or an int'),
+        ("fast", "known: default"),
         # Only building the drafters shows that these are wrong.
         ({"drafters": ["assistant"]}, "needs a model to draft with"),
         ({"options": {"ngram": {"max_ngram": 0}}}, "max_ngram"),
@@ -153,15 +143,11 @@ def test_a_wrong_value_is_a_bad_request(
 
 
 def test_what_transformers_refuses_it_still_refuses(served: Served) -> None:
-    from openai import UnprocessableEntityError
-
-    with pytest.raises(UnprocessableEntityError) as error:
-        served.ask(extra_body={"no_such_field": 1})
-    assert "no_such_field" in error.value.response.text
-    connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
-    connection.request("POST", CHAT, b"{", {"Content-Type": "application/json"})
-    assert connection.getresponse().status == 422
-    connection.close()
+    for body in (b"{", b"[]", b'{"no_such_field": 1}'):
+        connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
+        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 422
+        connection.close()
 
 
 def test_the_other_endpoints_speculate_too(served: Served) -> None:
