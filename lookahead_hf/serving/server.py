@@ -52,15 +52,15 @@ def speculating(
 ) -> Iterator[None]:
     """Let servers that transformers builds inside the `with` block generate speculatively.
 
+    Building a server raises ValueError if `config` does not suit its model, such as a pool of
+    another tokenizer.
+
     Args:
         config: How to speculate where a request does not say.
-        prepare: Called with each model before its first request.
+        prepare: Called with each model before its first request, such as `warm_up`.
 
     Raises:
         UnknownServerError: The server of the installed transformers is not known.
-
-    A server is refused with ValueError if `config` does not suit its model, such as a pool of
-    another tokenizer.
     """
     server = _known_server()
     original = server.build_server
