@@ -120,7 +120,8 @@ passes no arguments on, with `lookahead_hf.set_default(model, True)`. The defaul
 
 One switch does both: `lookahead_hf.enable(model, default=True)`, LOOKAHEAD_HF=1 in the environment
 of a process that imports `lookahead_hf.auto`, or
-`python -m lookahead_hf.auto --speculative PROGRAM ...`. `speculative=False` in a call turns it off."""
+`python -m lookahead_hf.auto --speculative PROGRAM ...`. `speculative=False` in a call turns it
+off."""
 
 
 def main(words: list[str]) -> None:
