@@ -95,13 +95,16 @@ def _show_prompts(stage: Stage, title: str, prompts: tuple[str, ...]) -> Outcome
     screen.line(f"\n=== {stage.dtype}, {title} ({length} prompt tokens) ===", "bold")
     screen.line("\n--- plain generate", "bold")
     plain = run_plain(stage, inputs)
-    screen.line("\n--- speculative (accepted draft tokens are marked)", "bold")
+    is_marked = screen.has_colour and len(prompts) == 1
+    marked = " (accepted draft tokens are green)" if is_marked else ""
+    screen.line(f"\n--- speculative{marked}", "bold")
     speculative = run_speculative(stage, inputs)
     assert speculative.stats is not None
     screen.line(f"\n{speculative.stats}", "dim")
     call = {**inputs, **stage.generation}
     (partings,) = find_partings(stage.model, call, plain.rows, [speculative.rows], stage.seed or 0)
-    parting = next((each for each in partings if each is not None), None)
+    found = [each for each in partings if each is not None]
+    parting = min(found, key=lambda each: each.is_near_tie, default=None)  # the worst of the batch
     if parting is None:
         screen.line(f"\nidentical: all {plain.num_tokens} tokens", "bold green")
     else:
