@@ -38,6 +38,7 @@ class Hook:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._found = vars(model).get("generate")  # None: the class's method
+        self.default: Any = None  # decides where neither a call nor a generation config does
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -54,15 +55,16 @@ class Hook:
         original = self.__wrapped__
         if _speculates(original):
             return original(*args, **kwargs)
-        return run(self._model, original, args, kwargs)
+        return run(self._model, original, args, kwargs, self.default)
 
-    def __getstate__(self) -> tuple[Any, Any, bool]:
+    def __getstate__(self) -> tuple[Any, ...]:
         # A method is pickled by its name, which would find this hook or the class's method again.
         is_method = isinstance(self._found, MethodType) and self._found.__self__ is self._model
-        return self._model, self._found.__func__ if is_method else self._found, is_method
+        found = self._found.__func__ if is_method else self._found
+        return self._model, found, is_method, self.default
 
-    def __setstate__(self, state: tuple[Any, Any, bool]) -> None:
-        self._model, found, is_method = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._model, found, is_method, self.default = state
         self._found = MethodType(found, self._model) if is_method else found
 
 
@@ -74,8 +76,8 @@ def _put(model: Any, generate: Any) -> None:
         vars(model)["generate"] = generate
 
 
-def enable(model: _Model) -> _Model:
-    """Let `model.generate` take `speculative=`; calls without it do what they did.
+def enable(model: _Model, default: Any = None) -> _Model:
+    """Let `model.generate` take `speculative=`, or speculate without it (`default=True`).
 
     Copies made by `copy.deepcopy` and by pickle are enabled too, independently. A copy made by
     `copy.copy` shares the hook, so its `generate` runs the model that was enabled.
@@ -83,17 +85,26 @@ def enable(model: _Model) -> _Model:
     Args:
         model: A transformers model that can generate, also inside `torch.compile`,
             DistributedDataParallel, PEFT or a quantiser's wrapper.
+        default: What calls without `speculative=` do where no generation config sets it: any value
+            that `speculative=` takes. None leaves the default as it is, at first plain `generate`.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: `model` is not such a model and contains none.
+        ValueError: `model` is not such a model and contains none, or the default is unknown.
     """
-    target = unwrap(model)
+    default, target = _resolved(default), unwrap(model)
     if not isinstance(vars(target).get("generate"), Hook):
         _put(target, Hook(target))
+    if default is not None:
+        vars(target)["generate"].default = default
     return model
+
+
+def _resolved(default: Any) -> Any:
+    """Turn a default into a configuration, False for plain `generate`; None stays None."""
+    return None if default is None else SpeculativeConfig.resolve(default) or False
 
 
 def disable(model: _Model) -> _Model:
@@ -138,13 +149,22 @@ def enabled(model: _Model) -> Iterator[_Model]:
 _everywhere: Callable[..., Any] | None = None
 """The function that `enable_everywhere` put into `GenerationMixin`, None while it is off."""
 
+_default: Any = None
+"""The default of models that are reached through it."""
+
 _reached: WeakSet[Any] = WeakSet()
 """Models that were called through it."""
 
 
-def enable_everywhere() -> None:
-    """Let every model of the process take `speculative=` in `generate`, also future ones."""
-    global _everywhere
+def enable_everywhere(default: Any = None) -> None:
+    """Let every model of the process take `speculative=` in `generate`, also future ones.
+
+    Args:
+        default: As for `enable`.
+    """
+    global _everywhere, _default
+    resolved = _resolved(default)
+    _default = _default if resolved is None else resolved
     if _everywhere is None:
         _everywhere = _class_hook(GenerationMixin.generate)
         GenerationMixin.generate = _everywhere
@@ -155,8 +175,8 @@ def disable_everywhere() -> None:
 
     This frees what was kept of all other models for later calls, as `disable` does.
     """
-    global _everywhere
-    hook, _everywhere = _everywhere, None
+    global _everywhere, _default
+    hook, _everywhere, _default = _everywhere, None, None
     # If another library has wrapped our function since, it stays in place and passes calls on.
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
@@ -172,7 +192,7 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         if _everywhere is not generate:
             return original(self, *args, **kwargs)
         _reached.add(self)
-        return run(self, MethodType(original, self), args, kwargs)
+        return run(self, MethodType(original, self), args, kwargs, _default)
 
     return generate
 

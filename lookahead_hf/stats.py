@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import add
 from typing import Any
 
 from lookahead_hf.model_state import state_of
@@ -36,11 +37,7 @@ class SourceStats:
     exclusive: int
 
     def __add__(self, other: SourceStats) -> SourceStats:
-        return SourceStats(
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.exclusive + other.exclusive,
-        )
+        return SourceStats(*map(add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +119,16 @@ class SpeculativeStats:
         Raises:
             ValueError: The style is unknown.
         """
-        if style == "vllm":
-            return self._as_vllm()
+        if style == "vllm":  # which knows no nan
+            accepted, drafted, steps = self.num_accepted, self.num_drafted, self.row_steps
+            return {
+                "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+                "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+                "acceptance_histogram": list(self.accepted_histogram),
+                "num_spec_steps": steps,
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": drafted,
+            }
         if style != "full":
             raise ValueError(f"style={style!r} is not known; known: full, vllm")
         values = dataclasses.asdict(self)
@@ -136,18 +141,6 @@ class SpeculativeStats:
             rate = getattr(self, name)
             values[name] = None if math.isnan(rate) else rate
         return values
-
-    def _as_vllm(self) -> dict[str, Any]:
-        """As `RequestSpecDecodeMetrics` of vLLM, which knows no nan."""
-        accepted, steps = self.num_accepted, self.row_steps
-        return {
-            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-            "draft_acceptance_rate": accepted / self.num_drafted if self.num_drafted else 0.0,
-            "acceptance_histogram": list(self.accepted_histogram),
-            "num_spec_steps": steps,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": self.num_drafted,
-        }
 
     def __str__(self) -> str:
         if self.fallback_reason is not None:
@@ -199,17 +192,11 @@ class Totals:
 
 def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:
     """Return the sum of two decodings of one call of `generate`."""
-    both = {
-        each.name: (getattr(first, each.name), getattr(second, each.name))
-        for each in dataclasses.fields(first)
-    }
+    names = [each.name for each in dataclasses.fields(first)]
+    both = {name: (getattr(first, name), getattr(second, name)) for name in names}
     return SpeculativeStats(
-        **{name: _JOINED.get(name, _sum)(*values) for name, values in both.items()}
+        **{name: _JOINED.get(name, add)(*values) for name, values in both.items()}
     )
-
-
-def _sum(first: Any, second: Any) -> Any:
-    return first + second
 
 
 def _by_place(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:

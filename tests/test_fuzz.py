@@ -19,11 +19,10 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.config import (
     BUILT_IN_DRAFTERS,
+    CHOICES,
     DEFAULT_DRAFTERS,
     MOST_DRAFT_NODES,
-    ON_FALLBACK,
     PRESETS,
-    VERIFICATIONS,
 )
 from lookahead_hf.drafting.sources.recycling import MAX_TOP_K
 from lookahead_hf.ngram_pool import NgramPool
@@ -96,12 +95,12 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "drafters": are_drafters,
     "max_draft_nodes": lambda value: is_int(value, 1, MOST_DRAFT_NODES),
     "budget": lambda value: is_text(value, ("auto",)) or is_int(value, 0, 64),
-    "verification": lambda value: is_text(value, VERIFICATIONS),
+    "verification": lambda value: is_text(value, CHOICES["verification"]),
     "draft_invariant": lambda value: type(value) is bool,
     **dict.fromkeys(("cuda_graphs", "recorded_steps", "packed_weights"), is_auto_or_bool),
     "pool": lambda value: value is None or isinstance(value, (str, os.PathLike)),
     "learn": lambda value: value is False,  # without a pool there is nothing to learn
-    "on_fallback": lambda value: is_text(value, ON_FALLBACK),
+    "on_fallback": lambda value: is_text(value, CHOICES["on_fallback"]),
     "options": are_options,
 }
 """What each field allows of `VALUES`."""

@@ -17,6 +17,7 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
+    {"vllm_config"},
     {"config", "draft", "model_state", "quantization", "rows", "wrappers", "generation.outputs"},
     {"compat", "fallback", "kernels", "ngram_pool", "stats", "generation.streaming"},
     {"cache", "distributed", "logits", "generation.call"},
@@ -102,6 +103,7 @@ PACKAGES = {
     "draft": {"numpy"},
     "rows": {"numpy"},
     "config": set(),
+    "vllm_config": set(),
     "fallback": set(),
     "model_state": set(),
     "quantization": set(),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from lookahead_hf.cli.parsing import as_written
+from lookahead_hf.cli.parsing import CONFIG, POOL, VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, Screen, open_screen
-
-if TYPE_CHECKING:
-    from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.config import SpeculativeConfig
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
 """Packages of the extra `[serve]`, as they are imported."""
@@ -36,12 +33,13 @@ whose --help explains them.
     context_settings={"ignore_unknown_options": True},
     options_metavar="[MODEL] [OPTIONS]",
 )
-@click.option("--pool", metavar="FILE", help="draft from this pool too, see `lookahead-hf pool`")
-@click.option("--config", metavar="JSON|FILE", help="fields of a SpeculativeConfig, as JSON")
+@VERSION
+@CONFIG
+@POOL
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.pass_context
 def COMMAND(
-    context: click.Context, pool: str | None, config: str | None, words: tuple[str, ...]
+    context: click.Context, config: SpeculativeConfig, pool: Path | None, words: tuple[str, ...]
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API below /v1 and counters at /metrics.
 
@@ -60,30 +58,18 @@ def COMMAND(
             "out, or run `transformers serve`"
         )
     is_plain = context.find_root().params.get("no_colour", False)
-    _serve(list(words), read_config(config, pool), open_screen(is_plain))
+    _serve(list(words), _with_pool(config, pool), open_screen(is_plain))
 
 
-def read_config(text: str | None, pool: str | None) -> SpeculativeConfig:
-    """Build the server's configuration from its options.
-
-    Args:
-        text: Fields in JSON, or the name of a file that holds them; None takes the defaults.
-        pool: The file of a pool, which is opened; None takes the one of the fields, if any.
-
-    Raises:
-        CommandError: The file or the pool cannot be read, or a value is not allowed.
-    """
-    from lookahead_hf.config import SpeculativeConfig
+def _with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig:
+    """The configuration with its pool opened, which is in `file` or where it says."""
     from lookahead_hf.drafting.sources.pool import open_pool
 
+    named = file or config.pool
     try:
-        fields = {} if text is None else json.loads(text if "{" in text else Path(text).read_text())
-        config = SpeculativeConfig.from_dict(fields if pool is None else {**fields, "pool": pool})
-        if config.pool is None:
-            return config
-        return dataclasses.replace(config, pool=open_pool(config.pool))
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        raise CommandError(f"--config or --pool cannot be used: {error}") from error
+        return config if named is None else dataclasses.replace(config, pool=open_pool(named))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:

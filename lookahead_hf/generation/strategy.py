@@ -69,7 +69,11 @@ def run(
     try:
         if config is None:
             return _plainly(model, original, args, plain)
-        arguments.check_conflicts(value)
+        is_default = not by_name and arguments.wanted()[0] is None
+        try:
+            arguments.check_conflicts(value, is_default)
+        except Unserved as error:
+            return _fall_back(model, config, error, lambda: original(*args, **plain))
         return _serve(model, original, arguments, config, lambda: original(*args, **plain))
     finally:
         _decided.reset(token)

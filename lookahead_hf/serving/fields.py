@@ -14,7 +14,7 @@ from lookahead_hf.stats import SourceStats, SpeculativeStats
 
 OF_THE_SERVER = {
     "pool": "start the server with --pool FILE",
-    "learn": "start the server with --pool FILE and --config '{\"learn\": true}'",
+    "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
 }
 """Fields of a configuration that requests cannot set, as they open files or share texts."""
 

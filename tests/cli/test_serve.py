@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf.cli import main
-from lookahead_hf.cli.screen import CommandError
-from lookahead_hf.cli.serve import NEEDS, read_config
+from lookahead_hf.cli.serve import NEEDS
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.served import free_port, running, wait_for
 
@@ -59,9 +58,12 @@ def test_the_command_serves_a_model_with_its_options(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--config", '{"budget": -1}'], 1, "from 0 to max_draft_nodes"),
-        (["--config", "[]"], 1, "No such file"),
-        (["--pool", "missing.safetensors"], 1, "missing.safetensors"),
+        (["--config", '{"budget": -1}'], 2, "an int in 0..64"),
+        (
+            ["--config", '{"pool": "missing.safetensors"}'],
+            1,
+            "'missing.safetensors' cannot be read",
+        ),
         (["--continuous-batching"], 2, "does not run `generate`"),
         (["--dtype", "float99"], 1, "float99"),
         (["--no-such-option"], 2, "no-such-option"),
@@ -83,13 +85,3 @@ def test_without_the_packages_the_command_names_them(
     assert main(["serve", "m"]) == 1
     error = capsys.readouterr().err
     assert "no_such_package" in error and 'pip install "lookahead-hf[serve]"' in error
-
-
-def test_a_configuration_is_read_from_a_file_and_its_pool_is_opened(tmp_path: Path) -> None:
-    pool, file = tmp_path / "pool.safetensors", tmp_path / "config.json"
-    NgramPool(64).save(pool)
-    file.write_text('{"budget": 3, "learn": true}')
-    config = read_config(str(file), str(pool))
-    assert config.budget == 3 and config.learn and isinstance(config.pool, NgramPool)
-    with pytest.raises(CommandError, match="learn"):
-        read_config(str(file), None)

@@ -46,10 +46,10 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
     [
         ("speculative", "fast", "known: default, prompt_lookup"),
         ("speculative", 1, "give True, False, one of the presets"),
-        ("speculative", {"budget": -1}, "from 0 to max_draft_nodes"),
+        ("speculative", {"budget": -1}, r"an int in 0\.\.64"),
         ("speculative", {"speed": 2}, "it has drafters, max_draft_nodes"),
         ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
-        ("speculative", {"learn": True}, "--pool FILE"),
+        ("speculative", {"learn": True}, '"learn": true'),
         ("prediction", "text", '"content": TEXT'),
         ("prediction", {"type": "content"}, '"content": TEXT'),
         ("prediction", {"type": "content", "content": [{"type": "image"}]}, '"type": "text"'),
