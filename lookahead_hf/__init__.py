@@ -24,12 +24,18 @@ if TYPE_CHECKING:
         enable_everywhere,
         enabled,
         generate,
-        last_stats,
         learned_rates,
         set_default,
     )
     from lookahead_hf.pipelines import pipeline
-    from lookahead_hf.stats import SpeculativeStats
+    from lookahead_hf.stats import (
+        SpeculativeStats,
+        Totals,
+        last_stats,
+        on_stats,
+        reset_totals,
+        totals,
+    )
     from lookahead_hf.warmup import warm_up
 
 __version__ = "0.1.0"
@@ -43,6 +49,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeMixin",
     "SpeculativeStats",
+    "Totals",
     "disable",
     "disable_everywhere",
     "enable",
@@ -51,8 +58,11 @@ __all__ = [
     "generate",
     "last_stats",
     "learned_rates",
+    "on_stats",
     "pipeline",
+    "reset_totals",
     "set_default",
+    "totals",
     "warm_up",
 ]
 
@@ -64,6 +74,11 @@ _HOME = {
     "SpeculationFallbackWarning": "fallback",
     "SpeculativeConfig": "config",
     "SpeculativeStats": "stats",
+    "Totals": "stats",
+    "last_stats": "stats",
+    "on_stats": "stats",
+    "reset_totals": "stats",
+    "totals": "stats",
     "pipeline": "pipelines",
     "warm_up": "warmup",
 }

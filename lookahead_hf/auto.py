@@ -1,11 +1,19 @@
 """Importing this module enables speculation for every model of the process.
 
-For a program that does not import it, run `python -m lookahead_hf.auto PROGRAM [argument ...]`.
-PROGRAM is a command that a package installs, a module, or a file that ends in .py.
+Calls then take `speculative=`. With LOOKAHEAD_HF=1 in the environment they speculate without it;
+`speculative=False` in a call still turns it off. The name of a preset chooses other drafters.
+
+For a program that does not import it, run
+
+    python -m lookahead_hf.auto [--speculative] PROGRAM [argument ...]
+
+PROGRAM is a command that a package installs, a module, or a file that ends in .py. `--speculative`
+does what LOOKAHEAD_HF=1 does.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -14,17 +22,25 @@ from pathlib import Path
 
 from lookahead_hf.hook import enable_everywhere
 
-enable_everywhere()
+_SWITCHES = {"": None, "0": False, "1": True}
+_value = os.environ.get("LOOKAHEAD_HF", "")
+
+enable_everywhere(default=_SWITCHES.get(_value, _value))
 
 
 def run_program(words: Sequence[str]) -> None:
     """Run a program in this process, where every model takes `speculative=`.
 
     Args:
-        words: The program's name and its arguments.
+        words: The program's name and its arguments, after `--speculative` if that is wanted.
     """
+    if words[:1] == ["--speculative"]:
+        enable_everywhere(default=True)
+        words = words[1:]
     if not words:
-        raise SystemExit("usage: python -m lookahead_hf.auto PROGRAM [argument ...]")
+        raise SystemExit(
+            "usage: python -m lookahead_hf.auto [--speculative] PROGRAM [argument ...]"
+        )
     name = words[0]
     sys.argv = list(words)
     if name.endswith(".py"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from lookahead_hf import vllm_config
 from lookahead_hf.warn import warn_caller
 
 BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "lookahead")
@@ -31,8 +32,19 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 MOST_DRAFT_NODES = 4096
 """The upper limit of `max_draft_nodes`: drafts grow in arrays of that many nodes."""
 
-VERIFICATIONS = ("exact", "rejection")
-ON_FALLBACK = ("warn", "error", "silent")
+CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "verification": ("exact", "rejection"),
+        "draft_invariant": (True, False),
+        "cuda_graphs": ("auto", True, False),
+        "recorded_steps": ("auto", True, False),
+        "packed_weights": ("auto", True, False),
+        "learn": (True, False),
+        "trace": (True, False),
+        "on_fallback": ("warn", "error", "silent"),
+    }
+)
+"""The fields that take one of a few values."""
 
 
 @dataclass(frozen=True)
@@ -95,26 +107,21 @@ class SpeculativeConfig:
         """
         if self.drafters is not None:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
-        _check_nodes(self.max_draft_nodes, self.budget)
-        _check_choice("verification", self.verification, VERIFICATIONS)
-        _check_flag("draft_invariant", self.draft_invariant)
+        check_int("max_draft_nodes", self.max_draft_nodes, 1, MOST_DRAFT_NODES)
+        if not _is_one_of(self.budget, ("auto",)):
+            check_int('budget, unless it is "auto",', self.budget, 0, self.max_draft_nodes)
+        for name, allowed in CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
         if self.draft_invariant and self.verification == "rejection":
             raise ValueError(
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
                 "decide which sample is drawn"
             )
-        for name in ("cuda_graphs", "recorded_steps", "packed_weights"):
-            value = getattr(self, name)
-            if not (_is_auto(value) or isinstance(value, bool)):
-                raise ValueError(f'{name} must be "auto", True or False, not {value!r}')
         if self.recorded_steps != "auto":  # which stored configurations of earlier versions hold
             object.__setattr__(self, "recorded_steps", "auto")  # copies do not warn again
             message = "steps are no longer recorded: recorded_steps has no effect, leave it out"
             warn_caller(message, DeprecationWarning)
         _check_pool(self.pool)
-        _check_flag("learn", self.learn)
-        _check_flag("trace", self.trace)
-        _check_choice("on_fallback", self.on_fallback, ON_FALLBACK)
         named = self._names()
         if self.learn and "pool" not in named:
             raise ValueError(
@@ -141,7 +148,10 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Build a configuration from the dict that `to_dict` returned.
+        """Build a configuration from the dict that `to_dict` returned, or from one of vLLM's.
+
+        vLLM's `speculative_config` has a `method` ("ngram", "suffix", "draft_model" or "mtp") and
+        usually `num_speculative_tokens`. A log message says how it is read.
 
         Raises:
             ValueError: A field is unknown, holds an object instead of a JSON value, or has a value
@@ -149,6 +159,8 @@ class SpeculativeConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
+        if vllm_config.is_vllm(values):
+            values = vllm_config.fields_of(values)
         allowed = [f.name for f in dataclasses.fields(cls)]
         for name, value in values.items():
             if name not in allowed:
@@ -214,7 +226,8 @@ def drafter_name(drafter: Any) -> str:
 
 def check_int(name: str, value: Any, least: int, most: int) -> None:
     """Raise ValueError if an option is not an int from `least` to `most`."""
-    if not _is_int(value) or not least <= value <= most:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}, but must be an int in {least}..{most}")
 
 
@@ -247,32 +260,20 @@ def _check_drafter(drafter: Any) -> None:
         )
 
 
-def _check_nodes(max_draft_nodes: Any, budget: Any) -> None:
-    if not _is_int(max_draft_nodes) or not 1 <= max_draft_nodes <= MOST_DRAFT_NODES:
-        raise ValueError(
-            f"max_draft_nodes must be an int from 1 to {MOST_DRAFT_NODES}, not {max_draft_nodes!r}"
-        )
-    if not _is_auto(budget) and not (_is_int(budget) and 0 <= budget <= max_draft_nodes):
-        raise ValueError(
-            f'budget must be "auto" or an int from 0 to max_draft_nodes={max_draft_nodes}, '
-            f"not {budget!r}"
-        )
-
-
 def _check_pool(pool: Any) -> None:
     is_pool = hasattr(pool, "grow") and not isinstance(pool, type)
     if not (pool is None or is_pool or isinstance(pool, (str, os.PathLike))):
         raise ValueError(f"pool must be an NgramPool or the path of one, not {pool!r}")
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, not {value!r}")
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not _is_one_of(value, allowed):
+        raise ValueError(f"{name}={value!r} is not known; known: {', '.join(map(str, allowed))}")
 
 
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known; known: {', '.join(allowed)}")
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is allowed; 1 is not True."""
+    return any(isinstance(value, type(each)) and value == each for each in allowed)
 
 
 def _checked_options(options: Any, named: set[str]) -> dict[str, dict[str, Any]]:
@@ -308,11 +309,3 @@ def _as_json(value: Any, where: str) -> Any:
         f"{where} holds an object ({type(value).__name__}), which cannot be stored; pass the "
         "configuration in the call instead, as in `generate(..., speculative=config)`"
     )
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

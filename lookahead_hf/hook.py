@@ -9,20 +9,17 @@ from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from torch import nn
 from transformers import GenerationMixin
 
-from lookahead_hf import ngram_pool, stats
+from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.session import memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model_state import state_of
+from lookahead_hf.wrappers import unwrap
 
 _Model = TypeVar("_Model")
-
-MOST_WRAPPERS = 16
-"""Most nested wrappers that are unwrapped; a mock would contain wrappers without end."""
 
 
 LOADING_SECONDS = 2.0
@@ -47,6 +44,7 @@ class Hook:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._found = vars(model).get("generate")  # None: the class's method
+        self.default: Any = None  # decides where neither a call nor a generation config does
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -63,15 +61,16 @@ class Hook:
         original = self.__wrapped__
         if _speculates(original):
             return original(*args, **kwargs)
-        return run(self._model, original, args, kwargs)
+        return run(self._model, original, args, kwargs, self.default)
 
-    def __getstate__(self) -> tuple[Any, Any, bool]:
+    def __getstate__(self) -> tuple[Any, ...]:
         # A method is pickled by its name, which would find this hook or the class's method again.
         is_method = isinstance(self._found, MethodType) and self._found.__self__ is self._model
-        return self._model, self._found.__func__ if is_method else self._found, is_method
+        found = self._found.__func__ if is_method else self._found
+        return self._model, found, is_method, self.default
 
-    def __setstate__(self, state: tuple[Any, Any, bool]) -> None:
-        self._model, found, is_method = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._model, found, is_method, self.default = state
         self._found = MethodType(found, self._model) if is_method else found
 
 
@@ -83,8 +82,8 @@ def _put(model: Any, generate: Any) -> None:
         vars(model)["generate"] = generate
 
 
-def enable(model: _Model) -> _Model:
-    """Let `model.generate` take `speculative=`; calls without it do what they did.
+def enable(model: _Model, default: Any = None) -> _Model:
+    """Let `model.generate` take `speculative=`, or speculate without it (`default=True`).
 
     Copies made by `copy.deepcopy` and by pickle are enabled too, independently. A copy made by
     `copy.copy` shares the hook, so its `generate` runs the model that was enabled.
@@ -95,18 +94,27 @@ def enable(model: _Model) -> _Model:
     Args:
         model: A transformers model that can generate, also inside `torch.compile`,
             DistributedDataParallel, PEFT or a quantiser's wrapper.
+        default: What calls without `speculative=` do where no generation config sets it: any value
+            that `speculative=` takes. None leaves the default as it is, at first plain `generate`.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: `model` is not such a model and contains none.
+        ValueError: `model` is not such a model and contains none, or the default is unknown.
     """
-    target = unwrap(model)
+    default, target = _resolved(default), unwrap(model)
     if not isinstance(vars(target).get("generate"), Hook):
         _put(target, Hook(target))
+    if default is not None:
+        vars(target)["generate"].default = default
     ngram_pool.wait_until_compiled(LOADING_SECONDS)
     return model
+
+
+def _resolved(default: Any) -> Any:
+    """Turn a default into a configuration, False for plain `generate`; None stays None."""
+    return None if default is None else SpeculativeConfig.resolve(default) or False
 
 
 def disable(model: _Model) -> _Model:
@@ -151,13 +159,22 @@ def enabled(model: _Model) -> Iterator[_Model]:
 _everywhere: Callable[..., Any] | None = None
 """The function that `enable_everywhere` put into `GenerationMixin`, None while it is off."""
 
+_default: Any = None
+"""The default of models that are reached through it."""
+
 _reached: WeakSet[Any] = WeakSet()
 """Models that were called through it."""
 
 
-def enable_everywhere() -> None:
-    """Let every model of the process take `speculative=` in `generate`, also future ones."""
-    global _everywhere
+def enable_everywhere(default: Any = None) -> None:
+    """Let every model of the process take `speculative=` in `generate`, also future ones.
+
+    Args:
+        default: As for `enable`.
+    """
+    global _everywhere, _default
+    resolved = _resolved(default)
+    _default = _default if resolved is None else resolved
     if _everywhere is None:
         _everywhere = _class_hook(GenerationMixin.generate)
         GenerationMixin.generate = _everywhere
@@ -168,8 +185,8 @@ def disable_everywhere() -> None:
 
     This frees what was kept of all other models for later calls, as `disable` does.
     """
-    global _everywhere
-    hook, _everywhere = _everywhere, None
+    global _everywhere, _default
+    hook, _everywhere, _default = _everywhere, None, None
     # If another library has wrapped our function since, it stays in place and passes calls on.
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
@@ -185,7 +202,7 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         if _everywhere is not generate:
             return original(self, *args, **kwargs)
         _reached.add(self)
-        return run(self, MethodType(original, self), args, kwargs)
+        return run(self, MethodType(original, self), args, kwargs, _default)
 
     return generate
 
@@ -262,20 +279,6 @@ def set_default(model: Any, value: Any) -> None:
     config._from_model_config = False
 
 
-def last_stats(model: Any) -> stats.SpeculativeStats | None:
-    """Return the statistics of the latest call on a model.
-
-    Args:
-        model: As for `enable`.
-
-    Returns:
-        The statistics of this thread's latest call if it made one, else of any thread's; None
-        before the first call and after a plain one. They are available when a streamer gets the
-        end. A call that raises earlier leaves those of the call before it.
-    """
-    return stats.last_stats(unwrap(model))
-
-
 def learned_rates(model: Any) -> list[LearnedRate]:
     """Return how often what each source proposes is accepted, as far as calls have learned it.
 
@@ -288,49 +291,3 @@ def learned_rates(model: Any) -> list[LearnedRate]:
         has ended.
     """
     return memory_of(unwrap(model)).rates.table()
-
-
-def unwrap(model: Any) -> Any:
-    """Return the transformers model inside wrappers.
-
-    Raises:
-        ValueError: There is no such model.
-    """
-    inner = model
-    for _ in range(MOST_WRAPPERS):
-        if inner is None or isinstance(inner, GenerationMixin):
-            break
-        inner = _inside(inner)
-    if not isinstance(inner, GenerationMixin):
-        raise _not_a_model(model)
-    return inner
-
-
-def _inside(wrapper: Any) -> Any:
-    """The next object inside a wrapper, None where none is known."""
-    if isinstance(wrapper, type):
-        return None
-    if callable(base := getattr(wrapper, "get_base_model", None)):
-        return base()  # PEFT
-    # torch.compile; DistributedDataParallel and FSDP; quantisers' wrappers and pipelines.
-    for name in ("_orig_mod", "module", "model"):
-        inner = getattr(wrapper, name, None)
-        if isinstance(inner, nn.Module) and inner is not wrapper:
-            return inner
-    return None
-
-
-def _not_a_model(model: Any) -> ValueError:
-    if model is None:
-        return ValueError(
-            "expected a model, got None; enable_everywhere() enables every model of the process"
-        )
-    if isinstance(model, type):
-        return ValueError(
-            f"{model.__name__} is a class: pass a model object, derive a class of your own from "
-            "SpeculativeMixin and it, or use enable_everywhere()"
-        )
-    return ValueError(
-        f"{type(model).__name__} is not a transformers model that can generate (no "
-        "GenerationMixin), and does not contain one"
-    )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lookahead_hf.drafting.session import ModelMemory
     from lookahead_hf.runner.cuda.graphs import ModelGraphs
     from lookahead_hf.runner.packed_linear import PackedLinears
-    from lookahead_hf.stats import SpeculativeStats
+    from lookahead_hf.stats import SpeculativeStats, Totals
 
 
 @dataclass(eq=False)
@@ -29,6 +29,8 @@ class ModelState:
         graphs: Captured steps with their K and V, on a GPU.
         stats: What the latest call did, None after a plain one.
         stats_of_thread: The same of a thread's own latest call, as the attribute `stats`.
+        totals: Sums over the calls so far, None before the first.
+        stats_listeners: Callbacks that hear the statistics of every call.
         warned: What was warned of: reasons for a fallback, and quantised activations.
         trial: What the model's self test found, empty for no fault; None before the test.
         kernel_trial: Attention implementations, and whether our kernel does all attention there.
@@ -45,6 +47,8 @@ class ModelState:
     graphs: ModelGraphs | None = None
     stats: SpeculativeStats | None = None
     stats_of_thread: threading.local = field(default_factory=threading.local)
+    totals: Totals | None = None
+    stats_listeners: dict[object, Callable[[SpeculativeStats], None]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     trial: str | None = None
     kernel_trial: tuple[tuple[str | None, ...], bool] | None = None

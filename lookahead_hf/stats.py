@@ -1,18 +1,21 @@
-"""What a call did: `SpeculativeStats`, and where the latest ones of a model are kept."""
+"""What calls did: `SpeculativeStats` of one call, `Totals` of several, and who hears of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import add
 from typing import Any
 
 from lookahead_hf.model_state import state_of
 from lookahead_hf.trace import Trace
 from lookahead_hf.trace.page import notebook
 from lookahead_hf.trace.steps import PARTS
+from lookahead_hf.wrappers import unwrap
 
 PHASES = PARTS
 """Parts of a call that are timed."""
@@ -37,11 +40,7 @@ class SourceStats:
     exclusive: int
 
     def __add__(self, other: SourceStats) -> SourceStats:
-        return SourceStats(
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.exclusive + other.exclusive,
-        )
+        return SourceStats(*map(add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,29 @@ class SpeculativeStats:
         """The same as `execution`, under its earlier name."""
         return self.execution
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values, both rates included; None where a rate is nan."""
+    def to_dict(self, style: str = "full") -> dict[str, Any]:
+        """Return the statistics as JSON values.
+
+        Args:
+            style: "full" returns every field and both rates; a rate that is nan becomes None.
+                "vllm" returns the fields of vLLM's statistics of a request, for its readers. A call
+                with several rows counts as one request with the steps of all its rows.
+
+        Raises:
+            ValueError: The style is unknown.
+        """
+        if style == "vllm":  # which knows no nan
+            accepted, drafted, steps = self.num_accepted, self.num_drafted, self.row_steps
+            return {
+                "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+                "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+                "acceptance_histogram": list(self.accepted_histogram),
+                "num_spec_steps": steps,
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": drafted,
+            }
+        if style != "full":
+            raise ValueError(f"style={style!r} is not known; known: full, vllm")
         values = dataclasses.asdict(self)
         for name in ("accepted_histogram", "row_stats"):
             values[name] = list(values[name])
@@ -156,19 +176,40 @@ class SpeculativeStats:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over calls that asked for speculation.
+
+    Attributes:
+        num_calls: How many calls there were.
+        fallbacks: How many of them ran plain `generate`, by reason.
+        stats: The statistics of the others, added up, without `row_stats`.
+    """
+
+    num_calls: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
+
+    def plus(self, record: SpeculativeStats) -> Totals:
+        """Return the sums with one more call."""
+        if record.fallback_reason is not None:
+            fallbacks = _by_key(self.fallbacks, {str(record.fallback_reason): 1})
+            return dataclasses.replace(self, num_calls=self.num_calls + 1, fallbacks=fallbacks)
+        added = joined(self.stats, dataclasses.replace(record, row_stats=(), trace=None))
+        return dataclasses.replace(self, num_calls=self.num_calls + 1, stats=added)
+
+    def __str__(self) -> str:
+        plain = "".join(f", {count} plain ({name})" for name, count in self.fallbacks.items())
+        return f"{_counted(self.num_calls, 'call')}{plain}\n{self.stats}"
+
+
 def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:
     """Return the sum of two decodings of one call of `generate`."""
-    both = {
-        each.name: (getattr(first, each.name), getattr(second, each.name))
-        for each in dataclasses.fields(first)
-    }
+    names = [each.name for each in dataclasses.fields(first)]
+    both = {name: (getattr(first, name), getattr(second, name)) for name in names}
     return SpeculativeStats(
-        **{name: _JOINED.get(name, _sum)(*values) for name, values in both.items()}
+        **{name: _JOINED.get(name, add)(*values) for name, values in both.items()}
     )
-
-
-def _sum(first: Any, second: Any) -> Any:
-    return first + second
 
 
 def _by_place(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
@@ -211,8 +252,76 @@ def publish(model: Any, stats: SpeculativeStats | None) -> None:
     state.stats_of_thread.stats = state.stats = stats
 
 
-def last_stats(model: Any) -> SpeculativeStats | None:
-    """Return the statistics of this thread's latest call on a model, or else of any thread's."""
-    state = state_of(model)
-    latest: SpeculativeStats | None = getattr(state.stats_of_thread, "stats", state.stats)
+def of_this_thread(model: Any) -> SpeculativeStats | None:
+    """Return what this thread published last, whatever other threads did since."""
+    latest: SpeculativeStats | None = getattr(state_of(model).stats_of_thread, "stats", None)
     return latest
+
+
+def tell(model: Any, record: SpeculativeStats) -> None:
+    """Add a call that has ended to the totals, and tell the listeners of it."""
+    state = state_of(model)
+    with state.lock:
+        state.totals = (state.totals or Totals()).plus(record)
+        listeners = list(state.stats_listeners.values())
+    for listener in listeners:
+        try:
+            listener(record)
+        except Exception as error:  # the text is there, and must not be lost
+            message = f"a callback of on_stats raised {type(error).__name__}: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def last_stats(model: Any) -> SpeculativeStats | None:
+    """Return the statistics of the latest call on a model, whichever thread made it.
+
+    Where several threads call one model, `output.speculative_stats` (of
+    `return_dict_in_generate=True`) and `on_stats` give each call its own.
+
+    Args:
+        model: As for `enable`.
+
+    Returns:
+        The statistics; None before the first call and after a plain one. They are available when a
+        streamer gets the end. A call that raises earlier leaves those of the call before it.
+    """
+    return state_of(unwrap(model)).stats
+
+
+def totals(model: Any) -> Totals:
+    """Return the sums over all calls on a model, as of a pipeline's list or an evaluation.
+
+    Args:
+        model: As for `enable`.
+
+    Returns:
+        The sums since the first call or since `reset_totals`. A call counts once it has returned.
+    """
+    return state_of(unwrap(model)).totals or Totals()
+
+
+def reset_totals(model: Any) -> None:
+    """Let `totals` begin at zero again."""
+    state_of(unwrap(model)).totals = None
+
+
+def on_stats(model: Any, callback: Callable[[SpeculativeStats], None]) -> Callable[[], None]:
+    """Call a function with the statistics of every call that asks for speculation.
+
+    Args:
+        model: As for `enable`.
+        callback: Called when the text is complete, in the thread of the call. An exception that it
+            raises becomes a warning. If it refers to the model, it keeps the model alive.
+
+    Returns:
+        A function that stops the calls.
+    """
+    state, key = state_of(unwrap(model)), object()
+    with state.lock:
+        state.stats_listeners[key] = callback
+
+    def stop() -> None:
+        with state.lock:
+            state.stats_listeners.pop(key, None)
+
+    return stop

@@ -13,7 +13,6 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.cost_model import SIZES
 from lookahead_hf.drafting.session import compile_or_warn, memory_of, placement
 from lookahead_hf.fallback import Unserved
-from lookahead_hf.hook import unwrap
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, positions, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
@@ -21,6 +20,7 @@ from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.verification import device
+from lookahead_hf.wrappers import unwrap
 
 REPEATS = 5
 

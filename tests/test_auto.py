@@ -17,6 +17,17 @@ print("lookahead_hf.hook" in sys.modules and GenerationMixin.generate is
       sys.modules["lookahead_hf.hook"]._everywhere)
 """
 
+SPECULATING = """
+import lookahead_hf.auto
+from tests.helpers.calls import run
+from tests.helpers.models import tiny
+model = tiny("llama")
+for settings in ({}, {"speculative": False}, {"speculative": True}):
+    run(model, **settings)
+    stats = lookahead_hf.last_stats(model)
+    print(stats is not None and stats.fallback_reason is None)
+"""
+
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lookahead_hf.auto", *words]
@@ -46,6 +57,25 @@ def test_a_command(folder: Path) -> None:
     assert done.stdout.startswith("pytest ")
 
 
-def test_no_program(folder: Path) -> None:
-    done = run(folder)
+@pytest.mark.parametrize(
+    ("variable", "words", "speculates"),
+    [("", (), False), ("1", (), True), ("recycling", (), True), ("", ("--speculative",), True)],
+)
+def test_one_switch_makes_every_model_speculate(
+    variable: str,
+    words: tuple[str, ...],
+    speculates: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOOKAHEAD_HF", variable)
+    (folder / "generates.py").write_text(SPECULATING)
+    done = run(folder, *words, "generates.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(speculates), "False", "True"]
+
+
+@pytest.mark.parametrize("words", [(), ("--speculative",)])
+def test_no_program(folder: Path, words: tuple[str, ...]) -> None:
+    done = run(folder, *words)
     assert done.returncode == 1 and "usage" in done.stderr

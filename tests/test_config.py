@@ -29,11 +29,12 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
         ({"drafters": ("ngram", "ngram")}, "duplicate: 'ngram'"),
         ({"drafters": (object(),)}, "method `propose`"),
         ({"drafters": (type("Mine", (), {"propose": print}),)}, "neither"),
-        ({"max_draft_nodes": 0}, "from 1 to 4096"),
-        ({"budget": "much"}, '"auto" or an int'),
-        ({"budget": 65}, "from 0 to max_draft_nodes=64"),
+        ({"max_draft_nodes": 0}, "int in 1..4096"),
+        ({"budget": "much"}, 'unless it is "auto", is'),
+        ({"budget": 65}, "int in 0..64"),
         ({"verification": "sure"}, "known: exact, rejection"),
-        ({"draft_invariant": 1}, "True or False"),
+        ({"draft_invariant": 1}, "known: True, False"),
+        ({"packed_weights": "yes"}, "known: auto, True, False"),
         ({"draft_invariant": True, "verification": "rejection"}, 'needs verification="exact"'),
         ({"on_fallback": "raise"}, "known: warn, error, silent"),
         ({"learn": True}, "pass pool= too"),
@@ -121,6 +122,60 @@ def test_resolve() -> None:
     assert found[3] is config
     with pytest.raises(ValueError, match="no field 'drafter'; it has drafters, max_draft_nodes"):
         SpeculativeConfig.resolve({"drafter": "ngram"})
+
+
+@pytest.mark.parametrize(
+    ("given", "fields", "said"),
+    [
+        (
+            {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+            {"drafters": ("ngram",), "options": {"ngram": {"max_ngram": 4, "min_ngram": 2}}},
+            "max_ngram",
+        ),
+        ({"method": "suffix"}, {"drafters": ("ngram", "pool"), "learn": True}, "'learn': True"),
+        (
+            {
+                "method": "suffix",
+                "suffix_decoding_max_cached_requests": 0,
+                "suffix_decoding_min_token_prob": 0.1,
+            },
+            {"drafters": ("ngram",)},
+            "suffix_decoding_min_token_prob has no effect",
+        ),
+        (
+            {"method": "draft_model", "model": "small/one"},
+            {"drafters": ("assistant",)},
+            "pass the model 'small/one' to each call, as assistant_model=",
+        ),
+    ],
+)
+def test_what_vllm_calls_speculative_config(
+    given: dict[str, Any],
+    fields: dict[str, Any],
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    found = SpeculativeConfig.resolve({**given, "num_speculative_tokens": 5})
+    assert found == SpeculativeConfig(**fields, max_draft_nodes=5)
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "eagle3"}, "'eagle3' is not known; known: ngram, suffix, draft_model, mtp"),
+        ({"num_speculative_tokens": 5}, "method=None is not known"),
+        (
+            {"method": "ngram", "quantization": "fp8", "x": 1},
+            "'ngram' does not take quantization, x here",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "int in 1..4096"),
+    ],
+)
+def test_what_vllm_knows_and_this_library_does_not(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.from_dict(given)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -83,6 +83,41 @@ def test_enabled_restores_what_it_found(model: Any) -> None:
     assert "generate" not in vars(model)
 
 
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one", "everywhere"])
+def test_a_default_speculates_without_an_argument(
+    model: Any, decoding: PlainDecoding, everywhere: bool, request: pytest.FixtureRequest
+) -> None:
+    def enable(default: Any = None) -> None:
+        if everywhere:
+            lookahead_hf.enable_everywhere(default)
+        else:
+            lookahead_hf.enable(model, default)
+
+    request.addfinalizer(lookahead_hf.disable_everywhere)
+    expected = run(model)
+    enable(True)
+    enable()  # as a library does later, which leaves the default alone
+    assert torch.equal(run(model), expected)
+    assert len(decoding.calls) == 1
+    if not everywhere:
+        run(copy.deepcopy(model))
+        assert decoding.calls.pop().model is not model
+    run(model, speculative=False)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="prompt_lookup_num_tokens=3"):
+        assert torch.equal(run(model, prompt_lookup_num_tokens=3), expected)
+    with pytest.raises(ValueError, match="both choose how to decode"):
+        run(model, prompt_lookup_num_tokens=3, speculative=True)
+    assert len(decoding.calls) == 1
+    enable({"max_draft_nodes": 5})
+    run(model)
+    assert decoding.calls[1].request.config.max_draft_nodes == 5
+    with pytest.raises(ValueError, match="known: default, prompt_lookup"):
+        enable("fast")
+    enable(False)
+    run(model)
+    assert len(decoding.calls) == 2
+
+
 def test_signature_and_name_pass_through(model: Any, everywhere: None) -> None:
     assert inspect.signature(GenerationMixin.generate) == inspect.signature(STOCK)
     expected = inspect.signature(MethodType(STOCK, model))

@@ -17,8 +17,8 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
-    {"warn"},
-    {"config", "draft", "model_state", "rows", "trace", "generation.outputs"},
+    {"vllm_config", "warn"},
+    {"config", "draft", "model_state", "rows", "trace", "wrappers", "generation.outputs"},
     {
         "compat",
         "fallback",
@@ -38,7 +38,8 @@ ROOMS = (
     {"generation.decode"},
     {"generation.strategy"},
     {"hook"},
-    {"auto", "cli", "pipelines", "warmup"},
+    {"auto", "pipelines", "serving", "warmup"},
+    {"cli"},
     {"__main__"},
 )
 """Rooms, lowest first. A room is a module or a whole package; those of a level see no other."""
@@ -79,6 +80,7 @@ LAYERS = {
         "cuda.graphs self_test",
         "cuda.runner support",
     ),
+    "serving": ("fields metrics", "middleware", "server"),
     "verification": (
         "rng stopping verifier",
         "lockstep noise",
@@ -91,7 +93,7 @@ LAYERS = {
 """Modules of the larger packages, lowest first; those of a layer see no other."""
 
 NARROW = {
-    "stats": {"draft", "model_state", "trace"},
+    "stats": {"draft", "model_state", "trace", "wrappers"},
     "fallback": {"model_state", "warn"},
     "quantization": {"model_state", "warn"},
     "compat": {"model_state"},
@@ -110,6 +112,7 @@ PACKAGES = {
     "draft": {"numpy"},
     "rows": {"numpy"},
     "config": set(),
+    "vllm_config": set(),
     "fallback": set(),
     "model_state": set(),
     "quantization": set(),

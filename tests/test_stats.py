@@ -1,4 +1,4 @@
-"""The statistics of a call, and which call `last_stats` returns."""
+"""The statistics of a call, which call `last_stats` returns, totals, and who hears of calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
+from transformers import GenerationMixin
 
+import lookahead_hf
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason, Unserved, report
 from lookahead_hf.generation.recorder import StatsRecorder
@@ -21,13 +24,19 @@ from lookahead_hf.stats import (
     RowStats,
     SourceStats,
     SpeculativeStats,
+    Totals,
     last_stats,
+    of_this_thread,
     publish,
 )
+from tests.helpers.calls import run
+from tests.helpers.models import tiny
+
+DRAFTS = {"budget": 8, "drafters": ["ngram", "recycling"]}
 
 
-class Model:
-    """Anything that a weak reference can be held to."""
+class Model(GenerationMixin):
+    """What statistics are kept of."""
 
 
 def verdict(paths: list[list[int] | None]) -> Verdict:
@@ -96,6 +105,22 @@ def test_to_dict_is_json() -> None:
     assert type(fallen["fallback_reason"]) is str
 
 
+def test_the_fields_of_vllm() -> None:
+    values = recorded().to_dict("vllm")
+    assert json.loads(json.dumps(values)) == values == {
+        "mean_acceptance_length": 1.75,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [2, 1, 1],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 3,
+        "num_draft_tokens": 6,
+    }  # fmt: skip
+    idle = SpeculativeStats(rows=1, num_emitted=1).to_dict("vllm")
+    assert (idle["mean_acceptance_length"], idle["draft_acceptance_rate"]) == (1.0, 0.0)
+    with pytest.raises(ValueError, match="known: full, vllm"):
+        recorded().to_dict("sglang")
+
+
 def test_text() -> None:
     text = str(recorded())
     assert "1.75 tokens per step: 9 tokens in 3 steps, 2 rows, engine walk" in text
@@ -111,28 +136,70 @@ def in_thread(work: Callable[[], None]) -> None:
     thread.join()
 
 
-def test_the_latest_call_of_this_thread_comes_first() -> None:
+def test_the_latest_call_of_any_thread() -> None:
     model, ours, theirs = Model(), SpeculativeStats(rows=1), SpeculativeStats(rows=2)
-    found: dict[str, Any] = {}
-
-    def work() -> None:
-        found["before"] = last_stats(model)
-        publish(model, theirs)
-        found["after"] = last_stats(model)
-
     assert last_stats(model) is None
     publish(model, ours)
-    in_thread(work)
-    assert found == {"before": ours, "after": theirs}
-    assert last_stats(model) is ours
-    publish(model, None)
-    assert last_stats(model) is None
-
-
-def test_any_threads_call_where_this_one_made_none() -> None:
-    model, theirs = Model(), SpeculativeStats(rows=2)
     in_thread(lambda: publish(model, theirs))
-    assert last_stats(model) is theirs
+    assert last_stats(model) is theirs and of_this_thread(model) is ours
+    publish(model, ours)
+    assert last_stats(model) is ours
+    in_thread(lambda: publish(model, None))
+    assert last_stats(model) is None and of_this_thread(model) is ours
+
+
+@pytest.fixture
+def model() -> Any:
+    return lookahead_hf.enable(tiny("llama"))
+
+
+class Wrapper(nn.Module):
+    """As DistributedDataParallel wraps a model."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.filterwarnings("ignore::lookahead_hf.SpeculationFallbackWarning")
+def test_totals_add_calls_up_until_they_are_reset(model: Any) -> None:
+    assert lookahead_hf.totals(model) == Totals()
+    seen = []
+    for rows in (1, 2):
+        run(model, rows, speculative=DRAFTS, max_new_tokens=24)
+        seen.append(last_stats(model))
+        run(model)  # does not ask for speculation
+    run(model, speculative=True, num_beams=2)
+    found = lookahead_hf.totals(Wrapper(model))
+    assert (found.num_calls, found.fallbacks) == (3, {"beams": 1})
+    assert found.stats.fallback_reason is None and found.stats.rows == 3
+    assert found.stats.num_accepted == sum(stats.num_accepted for stats in seen) > 0
+    histogram = found.stats.to_dict("vllm")["acceptance_histogram"]
+    assert sum(histogram) == found.stats.row_steps == sum(stats.row_steps for stats in seen)
+    assert str(found).startswith("3 calls, 1 plain (beams)\n")
+    lookahead_hf.reset_totals(model)
+    assert lookahead_hf.totals(model) == Totals()
+
+
+def test_listeners_hear_each_call_and_cannot_cost_the_text(model: Any) -> None:
+    heard: list[SpeculativeStats] = []
+    stop = lookahead_hf.on_stats(Wrapper(model), heard.append)
+    expected = run(model).tolist()
+
+    def fails(stats: SpeculativeStats) -> None:
+        raise OSError("no space left")
+
+    stop_failing = lookahead_hf.on_stats(model, fails)
+    with pytest.warns(RuntimeWarning, match="callback of on_stats raised OSError: no space left"):
+        assert run(model, speculative=DRAFTS).tolist() == expected
+    assert heard == [last_stats(model)] and heard[0].fallback_reason is None
+    stop_failing()
+    output = run(model, speculative=DRAFTS, return_dict_in_generate=True)
+    assert heard[1] is output.speculative_stats is last_stats(model)
+    stop()
+    stop()
+    run(model, speculative=DRAFTS)
+    assert len(heard) == 2
 
 
 @pytest.mark.filterwarnings("ignore::lookahead_hf.SpeculationFallbackWarning")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from lookahead_hf.cli.comparison import Stage, Timed, run_plain, run_speculative
+from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
 from lookahead_hf.cli.generate import as_data, open_stage
 from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.measuring import Call
 from lookahead_hf.cli.near_ties import first_difference
 from lookahead_hf.cli.parsing import Arguments, command, generation_options
 from lookahead_hf.cli.screen import Screen
@@ -36,12 +38,14 @@ class Conversation:
 
     def __init__(self, stage: Stage, is_plain: bool = False) -> None:
         self._stage = stage
-        self._drafters = None if is_plain else _lasting_drafters()
+        config = stage.config
+        lasts = not (is_plain or config.drafters or config.options)
+        self._is_plain, self._drafters = is_plain, _lasting_drafters() if lasts else None
         self._messages: list[dict[str, str]] = []
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
 
-    def answer(self, said: str) -> tuple[Timed, int]:
+    def answer(self, said: str) -> tuple[Call, int]:
         """Generate the answer to a message; return it and how many prompt tokens were cached."""
         stage = self._stage
         self._messages.append({"role": "user", "content": said})
@@ -49,14 +53,14 @@ class Conversation:
         prompt = inputs["input_ids"][0].tolist()
         known = self._keep_prefix(prompt)
         inputs["past_key_values"] = self._cache
-        if self._drafters is None:
-            timed = run_plain(stage, inputs)
+        if self._is_plain:
+            call = run_plain(stage, inputs)
         else:
-            timed = run_speculative(stage, inputs, self._drafters)
-        self._cached = [*prompt, *timed.ids][: self._cache.get_seq_length()]
-        text = stage.tokenizer.decode(timed.ids, skip_special_tokens=True)
+            call = run_speculative(stage, inputs, self._drafters)
+        self._cached = [*prompt, *call.rows[0]][: self._cache.get_seq_length()]
+        text = stage.tokenizer.decode(call.rows[0], skip_special_tokens=True)
         self._messages.append({"role": "assistant", "content": text})
-        return timed, known
+        return call, known
 
     def _keep_prefix(self, prompt: list[int]) -> int:
         """Shorten the cache to the tokens that `prompt` begins with; return their number.
@@ -93,28 +97,30 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """Talk to a model; an empty line or Ctrl-D ends.
 
     Each answer is generated speculatively and shown live. The model's cache and the drafters are
-    kept from turn to turn. Where stdin is a file, each of its lines is a turn.
+    kept from turn to turn, except drafters of --config. Where stdin is a file, each of its lines
+    is a turn.
     """
     import torch
 
-    stage = open_stage(arguments, screen)
+    stage = replace(open_stage(arguments, screen), seed=None)
     conversation = Conversation(stage, arguments.plain)
     torch.manual_seed(arguments.seed)
     for said in _messages(screen):
-        timed, known = conversation.answer(said)
-        screen.result({"prompt": said, "cached_tokens": known, **as_data(timed, stage.tokenizer)})
-        screen.line(_summary(timed, known), "dim")
+        call, known = conversation.answer(said)
+        screen.result({"prompt": said, "cached_tokens": known, **as_data(call, stage.tokenizer)})
+        screen.note(_summary(call, known), "dim")
 
 
-def _summary(timed: Timed, known: int) -> str:
-    per_step = "" if timed.stats is None else f"{timed.stats.tokens_per_step:.2f} tokens per step, "
-    return f"{timed.tokens_per_second:.1f} tokens/s, {per_step}{known} tokens from the cache"
+def _summary(call: Call, known: int) -> str:
+    per_step = "" if call.stats is None else f"{call.stats.tokens_per_step:.2f} tokens per step, "
+    return f"{call.speed:.1f} tokens/s, {per_step}{known} tokens from the cache"
 
 
 def _messages(screen: Screen) -> Iterator[str]:
     """The user's messages; an empty line ends them on a terminal, and is skipped in a file."""
     while True:
-        screen.write("\n> ", "bold")
+        if sys.stdin.isatty():
+            screen.note("\n> ", "bold", end="")
         try:
             line = input().strip()
         except EOFError:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import click
 
-from lookahead_hf.cli import bench, chat, demo, env, generate, pool, trace
+from lookahead_hf.cli import bench, chat, demo, env, generate, pool, serve, trace
 from lookahead_hf.cli.loading import is_out_of_memory
-from lookahead_hf.cli.parsing import as_written
+from lookahead_hf.cli.parsing import VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
 
 _EPILOG = """\
@@ -20,21 +20,25 @@ examples:
   lookahead-hf bench --model Qwen/Qwen3-0.6B --prompts mine.txt
   lookahead-hf env > environment.txt
 
-With --json, stdout holds the result as JSON (chat: one line per turn) and nothing else.
+In a pipe or a file, stdout holds the text alone; everything else is on stderr. With --json, stdout
+holds the result as JSON (chat: one line per turn).
 
 exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 """
 
+_COMMANDS = [module.COMMAND for module in (demo, generate, trace, chat, serve, bench, pool, env)]
+
 COMMANDS = click.Group(
     "lookahead-hf",
-    commands=[module.COMMAND for module in (demo, generate, trace, chat, bench, pool, env)],
-    subcommand_metavar="demo|generate|trace|chat|bench|pool|env [ARGUMENTS]...",
+    commands=_COMMANDS,
+    subcommand_metavar="|".join(str(each.name) for each in _COMMANDS) + " [ARGUMENTS]...",
     params=[click.Option(["--no-colour"], is_flag=True, help="plain text on a terminal too")],
     help="Speculative decoding for transformers: the same text, faster.",
     epilog=as_written(_EPILOG),
     no_args_is_help=False,
 )
 """`lookahead-hf` with all its commands."""
+VERSION(COMMANDS)
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -61,8 +65,10 @@ def run(argv: Sequence[str] | None) -> int:
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0] or "no memory is left"
-        remedy = "Take a smaller model, --dtype bfloat16, or fewer --new-tokens."
-        return _failed(f"out of memory ({reason}). {remedy}")
+        remedy = "take a smaller model, --dtype bfloat16, or fewer --max-new-tokens"
+        return _failed(f"out of memory, {remedy} ({reason})")
+    except (ImportError, OSError, ValueError) as error:  # files and options that do not fit
+        return _failed(str(error))
 
 
 def _failed(message: str) -> int:

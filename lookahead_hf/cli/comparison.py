@@ -1,17 +1,16 @@
-"""Generate from a prompt plainly or speculatively, and show the text live."""
+"""Generate from prompts plainly or speculatively, and show the text live."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lookahead_hf.cli.live_text import LiveText, StepRecorder
-from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.cli.measuring import Call, end_tokens, until_end
+from lookahead_hf.cli.screen import Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
-from lookahead_hf.fallback import SpeculationFallbackError
-from lookahead_hf.stats import SpeculativeStats
 
 
 @dataclass(frozen=True)
@@ -22,63 +21,63 @@ class Stage:
     tokenizer: Any
     generation: dict[str, Any]  # arguments of `generate`
     screen: Screen
+    drafting: dict[str, Any] = field(default_factory=dict)  # further ones of speculative calls
+    seed: int | None = None  # of every call; None goes on with the generator as it is
 
     @property
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
 
-
-@dataclass(frozen=True)
-class Timed:
-    """The text of one call and its speed, prefill included."""
-
-    ids: tuple[int, ...]
-    seconds: float
-    stats: SpeculativeStats | None = None  # None for a plain call
-
     @property
-    def tokens_per_second(self) -> float:
-        return len(self.ids) / self.seconds
+    def config(self) -> SpeculativeConfig:
+        """How to speculate."""
+        return self.drafting.get("speculative") or SpeculativeConfig()
 
 
-def run_plain(stage: Stage, inputs: dict[str, Any]) -> Timed:
-    """Generate one text without speculation and show it live."""
-    return _run(stage, inputs, LiveText(stage.tokenizer, stage.screen), speculative=False)
+def run_plain(stage: Stage, inputs: dict[str, Any]) -> Call:
+    """Generate without speculation and show the text live, or several of them at the end."""
+    return _run(stage, inputs, LiveText(stage.tokenizer, stage.screen), {"speculative": False})
 
 
 def run_speculative(
-    stage: Stage, inputs: dict[str, Any], drafters: Sequence[Any] = DEFAULT_DRAFTERS
-) -> Timed:
-    """Generate one text speculatively and show it live, accepted tokens marked.
+    stage: Stage, inputs: dict[str, Any], drafters: Sequence[Any] | None = None
+) -> Call:
+    """Generate speculatively and show the text live, accepted tokens marked.
 
     Args:
         stage: The model, its tokenizer and the settings.
         inputs: Arguments of `generate` for this text.
-        drafters: As in a `SpeculativeConfig`.
+        drafters: As in a `SpeculativeConfig`; None takes those of the stage.
 
     Raises:
-        CommandError: The call cannot be speculated.
+        ValueError: The call cannot be speculated.
     """
-    recorder = StepRecorder()
-    config = SpeculativeConfig(drafters=(*drafters, recorder), on_fallback="error")
+    recorder, config = StepRecorder(), stage.config
+    chosen = drafters or config.drafters or DEFAULT_DRAFTERS
+    config = replace(config, drafters=(*chosen, recorder), on_fallback="error")
     text = LiveText(stage.tokenizer, stage.screen, recorder)
-    try:
-        timed = _run(stage, inputs, text, config)
-    except SpeculationFallbackError as error:
-        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
-    assert timed.stats is not None
-    sources = {name: s for name, s in timed.stats.per_source.items() if name != recorder.name}
-    return replace(timed, stats=replace(timed.stats, per_source=sources))
+    call = _run(stage, inputs, text, {**stage.drafting, "speculative": config})
+    assert call.stats is not None
+    sources = {name: s for name, s in call.stats.per_source.items() if name != recorder.name}
+    return replace(call, stats=replace(call.stats, per_source=sources))
 
 
-def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, speculative: Any) -> Timed:
+def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, extra: dict[str, Any]) -> Call:
+    import torch
+
     import lookahead_hf
 
-    columns = inputs["input_ids"].shape[1]
+    rows, columns = inputs["input_ids"].shape
+    if stage.seed is not None:
+        torch.manual_seed(stage.seed)
     start = time.perf_counter()
     output = stage.model.generate(
-        **inputs, **stage.generation, streamer=text, speculative=speculative
+        **inputs, **stage.generation, **extra, streamer=text if rows == 1 else None
     )
     seconds = time.perf_counter() - start
-    ids = output[0, columns:].tolist()
-    return Timed(tuple(ids), seconds, lookahead_hf.last_stats(stage.model))
+    ends = end_tokens(stage.model)
+    texts = tuple(until_end(row, ends) for row in output[:, columns:].tolist())
+    if rows > 1:
+        for each in stage.tokenizer.batch_decode(texts, skip_special_tokens=True):
+            stage.screen.line(each)
+    return Call(seconds, texts, stats=lookahead_hf.last_stats(stage.model))

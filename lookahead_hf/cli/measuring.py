@@ -12,6 +12,8 @@ from lookahead_hf.cli.screen import CommandError
 if TYPE_CHECKING:
     import torch
 
+    from lookahead_hf.stats import SpeculativeStats
+
 PLAIN, LOOKUP, OURS = "plain", "HF prompt lookup", "speculative"
 
 
@@ -39,7 +41,8 @@ class Call:
 
     seconds: float
     rows: tuple[tuple[int, ...], ...]  # new tokens of each row, up to and with its end token
-    forwards: int  # forwards of the model, the prefill's included
+    forwards: int = 0  # forwards of the model, the prefill's included, where they are counted
+    stats: SpeculativeStats | None = None  # of a speculative call whose text was shown
 
     @property
     def num_tokens(self) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 
+import lookahead_hf
 from lookahead_hf.cli.screen import JsonScreen, Screen, open_screen
+from lookahead_hf.config import PRESETS, SpeculativeConfig
 
 Arguments = SimpleNamespace
 """The values of a command's arguments and options, by name."""
@@ -19,10 +24,13 @@ Run = Callable[[Arguments, Screen], None]
 
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 POSITIVE = click.IntRange(min=1)
+TOP_P = click.FloatRange(min=0, min_open=True, max=1)
+
+VERSION = click.version_option(lookahead_hf.__version__, prog_name="lookahead-hf")
 
 
 def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run], click.Command]:
-    """Turn a function into a command with `--json`; its docstring is the command's help.
+    """Turn a function into a command with `--json` and `--version`; its docstring is the help.
 
     Args:
         name: The command's name.
@@ -31,6 +39,7 @@ def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run],
     """
 
     def decorate(run: Run) -> click.Command:
+        @VERSION
         @click.option("--json", "as_json", is_flag=True, help="the result as JSON on stdout")
         @click.pass_context
         def call(context: click.Context, /, as_json: bool, **values: Any) -> None:
@@ -52,24 +61,51 @@ def model_options(new_tokens: int) -> Callable[[Run], Run]:
     """Options of every command that generates."""
     return _all_of(
         click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
-        click.option("--new-tokens", type=POSITIVE, default=new_tokens, show_default=True),
+        click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
+        click.option(
+            "--max-new-tokens",
+            "--new-tokens",
+            "new_tokens",
+            type=POSITIVE,
+            default=new_tokens,
+            show_default=True,
+        ),
         click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
     )
 
 
-def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
-    """Options of the commands that generate in one dtype, greedily or sampled."""
+DTYPE = click.option("--dtype", type=DTYPES, default="float32", show_default=True)
+
+BATCH_SIZE = click.option(
+    "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
+)
+
+
+def drafting_options() -> Callable[[Run], Run]:
+    """Options of how to speculate; `drafting_arguments` reads them."""
     return _all_of(
-        model_options(new_tokens),
-        click.option("--dtype", type=DTYPES, default="float32", show_default=True),
-        click.option(
-            "--sample",
-            metavar="T,TOP_P",
-            callback=_sampling,
-            help="sample with this temperature and top-p (default: greedy decoding)",
-        ),
-        click.option("--seed", type=int, default=0, show_default=True, help="for --sample"),
+        CONFIG,
+        POOL,
+        click.option("--prediction", type=_FILE, help="a text like the expected answer"),
+        click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
     )
+
+
+def sampling_options() -> Callable[[Run], Run]:
+    """Options of how to sample; `generation_arguments` reads them."""
+    return _all_of(
+        click.option(
+            "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
+        ),
+        click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this sum"),
+        click.option("--sample", metavar="T,TOP_P", callback=_sampling, hidden=True),
+        click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
+    )
+
+
+def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
+    """Options of the commands that generate in one dtype, speculatively, greedily or sampled."""
+    return _all_of(model_options(new_tokens), DTYPE, drafting_options(), sampling_options())
 
 
 def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
@@ -90,10 +126,57 @@ def _sampling(context: Any, option: Any, value: str | None) -> tuple[float, floa
     return temperature, top_p
 
 
+def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
+    """How to speculate: from JSON, from a file with JSON, or by a preset's name."""
+    if value is None or value in PRESETS:
+        return SpeculativeConfig(**PRESETS[value or "default"])
+    try:
+        is_json = value.lstrip().startswith("{")
+        text = value if is_json else Path(value).read_text(encoding="utf-8")
+        return SpeculativeConfig.from_dict(json.loads(text))
+    except FileNotFoundError:
+        known = ", ".join(PRESETS)
+        raise click.BadParameter(f"{value} is no file, no JSON and no preset ({known})") from None
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(str(error)) from error
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+CONFIG = click.option(
+    "--config",
+    callback=_config,
+    metavar="JSON|FILE",
+    help="a preset, or fields of a SpeculativeConfig or of vLLM's speculative_config",
+)
+
+POOL = click.option("--pool", type=_FILE, help="draft from this pool too; see `pool build`")
+
+
 def generation_arguments(arguments: Arguments) -> dict[str, Any]:
     """The arguments of `generate` that the options ask for."""
+    temperature, top_p = arguments.sample or (arguments.temperature, arguments.top_p)
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
-    if arguments.sample:
-        temperature, top_p = arguments.sample
-        chosen |= {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    if temperature == 0 or temperature is top_p is None:
+        return chosen
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    return chosen | {name: value for name, value in sampling.items() if value is not None}
+
+
+def drafting_arguments(arguments: Arguments, tokenizer: Any, assistant: Any) -> dict[str, Any]:
+    """The arguments of a speculative `generate` that the options ask for.
+
+    Args:
+        arguments: The options.
+        tokenizer: The target's tokenizer.
+        assistant: The assistant's model and tokenizer, None without one.
+    """
+    config = arguments.config
+    if arguments.pool:
+        config = replace(config, pool=arguments.pool)
+    chosen: dict[str, Any] = {"speculative": config, "speculative_tokenizer": tokenizer}
+    if arguments.prediction:
+        chosen["prediction"] = arguments.prediction.read_text(encoding="utf-8")
+    if assistant:
+        chosen |= {"assistant_model": assistant[0], "assistant_tokenizer": assistant[1]}
     return chosen

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from lookahead_hf.cli.loading import NAMES, text_of
+from lookahead_hf.cli.loading import load_tokenizer, text_of
 from lookahead_hf.cli.parsing import Arguments, as_written, command
-from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.cli.screen import Screen
 
 if TYPE_CHECKING:
     from lookahead_hf.ngram_pool import NgramPool
@@ -37,19 +37,6 @@ Drafting from it:
   model.generate(..., speculative=SpeculativeConfig(drafters=("ngram", "recycling", "pool"),
                                                     pool="code.safetensors"))
 """
-
-
-class _Actions(click.Group):
-    """The actions on pools; a file that is missing, damaged or unsuitable is one message."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """As click does."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
-        except (ImportError, OSError, ValueError) as error:
-            raise CommandError(str(error)) from error
 
 
 _FILE = click.Path(path_type=Path)
@@ -81,7 +68,7 @@ def _build(arguments: Arguments, screen: Screen) -> None:
     files = arguments.files
     total = sum(file.stat().st_size for file in files)
     with screen.task(f"loading the tokenizer {arguments.tokenizer}"):
-        tokenizer = _load_tokenizer(arguments.tokenizer)
+        tokenizer = load_tokenizer(arguments.tokenizer, "--tokenizer")
     pool = NgramPool(
         arguments.max_tokens,
         vocab_size=len(tokenizer),
@@ -95,17 +82,6 @@ def _build(arguments: Arguments, screen: Screen) -> None:
             done += num_bytes
             report(done)
     _save(pool, arguments.output, screen)
-
-
-def _load_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise CommandError(
-            f"The tokenizer {name!r} could not be loaded: {error}\n--tokenizer {NAMES}"
-        ) from error
 
 
 def _texts(file: Path, field: str) -> Iterator[tuple[list[str], int]]:
@@ -192,7 +168,7 @@ def _show(pool: NgramPool, file: Path, screen: Screen) -> None:
     screen.line(f"  tokenizer: {info.tokenizer_fingerprint or 'unknown'}")
 
 
-COMMAND = _Actions(
+COMMAND = click.Group(
     "pool",
     commands=[_build, _info, _merge, _check],
     help="Build, show, merge and check files of n-grams to draft from.",

@@ -1,4 +1,4 @@
-"""What a command shows: coloured text, tables and progress on a terminal, plain text elsewhere."""
+"""What a command shows: its result on stdout, notes and progress beside it, by rich."""
 
 from __future__ import annotations
 
@@ -12,81 +12,84 @@ from typing import Any
 Report = Callable[[int], None]
 """Takes how much of a task is done, in the unit of its total."""
 
+PIPE_WIDTH = 200
+"""Columns of a table in a pipe or a file, where no terminal limits them."""
+
 
 class CommandError(Exception):
     """Ends a command with one message for the user and exit code 1."""
 
 
 class Screen:
-    """Where a command writes; this one writes plain text, for pipes and files."""
+    """Where a command writes.
 
-    has_colour = False
+    A terminal shows everything, in colours. A pipe or a file gets the result as plain text and
+    nothing else; notes and progress then go to stderr.
 
-    def line(self, text: str = "", style: str = "") -> None:
-        """Write one line."""
-        self.write(f"{text}\n", style)
+    Args:
+        is_plain: Whether a terminal is to be written to like a pipe.
 
-    def write(self, text: str, style: str = "") -> None:
-        """Write text without a line end, and show it at once."""
-        print(text, end="", flush=True)
+    Attributes:
+        has_colour: Whether styles are visible.
+    """
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Write a table: the first column is aligned left, the others right."""
-        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-        for first, *others in [headers, *rows]:
-            aligned = map(str.rjust, others, widths[1:])
-            self.line("  ".join([first.ljust(widths[0]), *aligned]))
-
-    def result(self, data: Any) -> None:
-        """Write what a program reads instead of lines and tables; people see nothing of it."""
-
-    @contextmanager
-    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
-        """Show that a task is under way and, with a `total` of a `unit`, how much of it is done."""
-        print(f"{label} ...", file=sys.stderr, flush=True)
-        yield lambda done: None
-
-
-class RichScreen(Screen):
-    """Colours, tables and progress bars of rich."""
-
-    has_colour = True
-
-    def __init__(self) -> None:
+    def __init__(self, is_plain: bool = False) -> None:
         from rich.console import Console
 
         # The texts of models contain square brackets and colons, which are not markup here.
-        self._out = Console(highlight=False, markup=False, emoji=False)
+        settings: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+        settings |= {"soft_wrap": True, "force_terminal": False if is_plain else None}
+        self._out, self._err = Console(**settings), Console(stderr=True, **settings)
+        self.has_colour = self._out.is_terminal
+        if not self.has_colour:
+            self._out.width = PIPE_WIDTH
 
     def line(self, text: str = "", style: str = "") -> None:
-        self._out.print(text, style=style or None)
+        """Write one line of the result."""
+        self.write(f"{text}\n", style)
 
     def write(self, text: str, style: str = "") -> None:
-        self._out.print(text, style=style or None, end="", soft_wrap=True)
+        """Write text of the result without a line end, and show it at once."""
+        if self.has_colour:
+            self._out.print(text, style=style or None, end="")
+        else:  # rich would turn tabs into spaces
+            print(text, end="", flush=True)
+
+    def note(self, text: str, style: str = "", end: str = "\n") -> None:
+        """Write what accompanies the result."""
+        (self._out if self.has_colour else self._err).print(text, style=style or None, end=end)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Write a table of the result: the first column is aligned left, the others right."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=SIMPLE_HEAD)
+        table = Table(box=SIMPLE_HEAD if self.has_colour else None, pad_edge=False)
         for column, header in enumerate(headers):
             table.add_column(header, justify="right" if column else "left")
         for row in rows:
             table.add_row(*map(Text, row))
         self._out.print(table)
 
+    def result(self, data: Any) -> None:
+        """Write what a program reads instead of text; people see nothing of it."""
+
     @contextmanager
     def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
+        """Show that a task is under way and, with a `total` of a `unit`, how much of it is done."""
         from rich import progress
-        from rich.console import Console
 
+        if not self._err.is_terminal:
+            self._err.print(f"{label} ...")
+            yield lambda done: None
+            return
         columns: list[Any] = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
         if total is not None:
             is_size = unit == "bytes"
             columns.append(progress.BarColumn())
             columns.append(progress.DownloadColumn() if is_size else progress.MofNCompleteColumn())
-        with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with progress.Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=done)
 
@@ -99,20 +102,17 @@ class JsonScreen(Screen):
     """
 
     def __init__(self, indent: int | None = 2) -> None:
+        super().__init__()
         self._indent = indent
-        if sys.stderr.isatty():
-            self.task = RichScreen().task  # type: ignore[method-assign]
-
-    def write(self, text: str, style: str = "") -> None:
-        """Write nothing, neither text nor lines and tables, which are written by this method."""
+        self._out.quiet = self.has_colour = True  # text and notes go to a console that is quiet
 
     def result(self, data: Any) -> None:
         print(json.dumps(data, indent=self._indent), flush=True)
 
 
 def open_screen(is_plain: bool = False) -> Screen:
-    """Return a screen with colours where stdout is a terminal, unless plain text is asked for."""
-    return RichScreen() if sys.stdout.isatty() and not is_plain else Screen()
+    """Return the screen of a command; `is_plain` asks for plain text on a terminal too."""
+    return Screen(is_plain)
 
 
 def write_any_character() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -10,10 +11,9 @@ import click
 
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.generate import open_stage, read_prompt
-from lookahead_hf.cli.loading import encode_chat
+from lookahead_hf.cli.loading import encode_chat, user
 from lookahead_hf.cli.parsing import Arguments, command, generation_options
 from lookahead_hf.cli.screen import CommandError, Screen
-from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import SpeculationFallbackError
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.trace import MODEL, Trace
@@ -42,8 +42,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """
     prompt = read_prompt(arguments.prompt)
     stage = open_stage(arguments, screen)
-    messages = [{"role": "user", "content": prompt}]
-    stats = traced(stage, encode_chat(stage.model, stage.tokenizer, messages), arguments.seed)
+    stats = traced(stage, encode_chat(stage.model, stage.tokenizer, user(prompt)))
     stats = stats.with_text(stage.tokenizer)
     trace = stats.trace
     assert trace is not None
@@ -53,16 +52,15 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
         json.dump(trace.to_perfetto(), arguments.perfetto)
     screen.result({"prompt": prompt, "stats": stats.to_dict()})
     show(trace, screen)
-    screen.line(f"\n{stats}", "dim")
+    screen.note(f"\n{stats}", "dim")
 
 
-def traced(stage: Stage, inputs: dict[str, Any], seed: int) -> SpeculativeStats:
+def traced(stage: Stage, inputs: dict[str, Any]) -> SpeculativeStats:
     """Generate one text and return the statistics, which hold the trace.
 
     Args:
         stage: The model, its tokenizer and the settings.
         inputs: Arguments of `generate` for this text.
-        seed: For sampling.
 
     Raises:
         CommandError: The call cannot be speculated.
@@ -71,10 +69,12 @@ def traced(stage: Stage, inputs: dict[str, Any], seed: int) -> SpeculativeStats:
 
     import lookahead_hf
 
-    torch.manual_seed(seed)
-    config = SpeculativeConfig(trace=True, on_fallback="error")
+    if stage.seed is not None:
+        torch.manual_seed(stage.seed)
+    config = replace(stage.config, trace=True, on_fallback="error")
+    arguments = {**stage.generation, **stage.drafting, "speculative": config}
     try:
-        stage.model.generate(**inputs, **stage.generation, speculative=config)
+        stage.model.generate(**inputs, **arguments)
     except SpeculationFallbackError as error:
         raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
     stats = lookahead_hf.last_stats(stage.model)

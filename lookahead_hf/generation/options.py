@@ -105,15 +105,23 @@ class GenerateArguments:
         passed = self.given.get("generation_config")
         return passed, getattr(self._model, "generation_config", None)
 
-    def check_conflicts(self, speculative: Any) -> None:
-        """Raise ValueError where the call asks for another decoding strategy too."""
+    def check_conflicts(self, speculative: Any, is_default: bool) -> None:
+        """Raise an error where the call asks for another decoding strategy too.
+
+        Raises:
+            ValueError: The caller asks for both.
+            Unserved: Only a default of the process or of `enable` asks for speculation.
+        """
         for name in CONFLICTS:
             value = self.setting(name)
-            if value is not None and value is not False:
-                raise ValueError(
-                    f"speculative={speculative!r} and {name}={value!r} both choose how to decode: "
-                    f"leave one of them out (speculative=False switches speculation off for a call)"
-                )
+            if value is None or value is False:
+                continue
+            if is_default:
+                raise Unserved(FallbackReason.DECODING_METHOD, f"{name}={value!r}")
+            raise ValueError(
+                f"speculative={speculative!r} and {name}={value!r} both choose how to decode: "
+                f"leave one of them out (speculative=False switches speculation off for a call)"
+            )
 
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""

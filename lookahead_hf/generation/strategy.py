@@ -70,7 +70,11 @@ def run(
     try:
         if config is None:
             return _plainly(model, original, args, plain)
-        arguments.check_conflicts(value)
+        is_default = not by_name and arguments.wanted()[0] is None
+        try:
+            arguments.check_conflicts(value, is_default)
+        except Unserved as error:
+            return _fall_back(model, config, error, lambda: original(*args, **plain))
         return _serve(model, original, arguments, config, lambda: original(*args, **plain))
     finally:
         _decided.reset(token)
@@ -112,12 +116,12 @@ def _serve(
         if strategy.decoded is not None:
             quantization.say_once(strategy.decoded)
             if strategy.decoded is not model:
-                stats.publish(model, stats.last_stats(strategy.decoded))
+                stats.publish(model, strategy.record)
         elif strategy.record is None:
             return _fall_back(model, config, strategy.if_left_out, lambda: output)
         else:
             stats.publish(model, strategy.record)  # again: see `_fall_back`
-        return _signed(output, strategy.record)
+        return _signed(model, output, strategy.record)
     return _fall_back(model, config, unserved, plain)
 
 
@@ -162,7 +166,7 @@ def _fall_back(
     stats.publish(model, record)  # before the text, at whose end a reader may ask for it
     output = plain()
     stats.publish(model, record)  # again: a processor may have called the model meanwhile
-    return _signed(output, record)
+    return _signed(model, output, record)
 
 
 def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeStats:
@@ -171,8 +175,10 @@ def _plain_record(config: SpeculativeConfig, unserved: Unserved) -> SpeculativeS
     return SpeculativeStats(fallback_reason=unserved.reason, trace=trace)
 
 
-def _signed(output: Any, record: SpeculativeStats | None) -> Any:
-    """The output with a record, which may sum up several decodings."""
+def _signed(model: Any, output: Any, record: SpeculativeStats | None) -> Any:
+    """The output with a record, which may sum up several decodings; listeners hear the record."""
+    if record is not None:
+        stats.tell(model, record)
     if isinstance(output, ModelOutput):
         output.speculative_stats = record
     return output
@@ -270,7 +276,7 @@ class Strategy:
 
     def _add(self, model: Any) -> None:
         """Publish one record of everything that the call has decoded with the model so far."""
-        latest = stats.last_stats(model)
+        latest = stats.of_this_thread(model)
         if self.record is not None and self.record.fallback_reason:
             self.record = None
         if self.record is not None and latest is not None:

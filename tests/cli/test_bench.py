@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lookahead_hf.cli import bench, main, measuring
+from lookahead_hf.cli import main, measuring
 from tests.helpers.tiny_chat import DRAFTING
 
 SYSTEMS = ["plain", "HF prompt lookup", "speculative"]
@@ -17,21 +17,18 @@ def words(folder: str, *more: str) -> list[str]:
     return ["bench", "--model", folder, "--rounds", "1", "--new-tokens", "32", *more]
 
 
+@pytest.mark.parametrize("size", [1, 2])
 def test_lines_of_a_file_are_prompts(
-    folder: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    size: int, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ways = {**measuring.systems(), measuring.OURS: {"speculative": DRAFTING}}
-    monkeypatch.setattr(bench, "systems", lambda: ways)
     (tmp_path / "mine.txt").write_text("abc abc abc\n\nabcd\nleft out\n")
     more = ["--prompts", str(tmp_path / "mine.txt"), "--limit", "2", "--json"]
+    more += ["--config", json.dumps(DRAFTING), "--batch-size", str(size)]
     assert main(words(folder, *more)) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["about"]["dtype"] == "float32"
-    assert [line["system"] for line in found["lines"]] == SYSTEMS
-    plain, _, ours = found["lines"]
+    assert [line["system"] for line in found["lines"]] == (SYSTEMS if size == 1 else SYSTEMS[::2])
+    plain, *_, ours = found["lines"]
     assert {line["family"] for line in found["lines"]} == {"mine.txt"}
     assert (plain["texts"], plain["ratio"], plain["tokens_per_step"]) == (2, 1.0, 1.0)
     assert ours["identical"] == 1.0 and ours["tokens_per_step"] > 1.0
@@ -97,5 +94,5 @@ def test_an_interrupted_run_shows_what_there_is(
 
     monkeypatch.setattr(measuring, "timed_call", interrupted)
     assert main(words(folder, "--prompts", str(tmp_path / "mine.txt"))) == 0
-    shown = capsys.readouterr().out
-    assert "interrupted" in shown and shown.count("1 of 1") == 3
+    shown = capsys.readouterr()
+    assert "interrupted" in shown.err and shown.out.count("1 of 1") == 3

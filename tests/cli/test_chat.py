@@ -7,18 +7,16 @@ import io
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
-from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli import comparison, main
+from lookahead_hf.cli import main
 from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
-from tests.helpers.tiny_chat import DRAFTING, stage_on
+from tests.helpers.tiny_chat import stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
 
@@ -55,9 +53,8 @@ def fed(stage: Stage) -> Iterator[list[int]]:
 
 
 def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
-    stage: Stage, fed: list[int], monkeypatch: pytest.MonkeyPatch
+    stage: Stage, fed: list[int]
 ) -> None:
-    monkeypatch.setattr(comparison, "SpeculativeConfig", partial(SpeculativeConfig, **DRAFTING))
     conversation, messages = Conversation(stage), []
     before: list[int] = []
     for turn in TURNS:
@@ -66,17 +63,17 @@ def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
         expected = stage.model.generate(**inputs, **stage.generation, speculative=False)
         prompt = inputs["input_ids"][0].tolist()
         fed.clear()
-        timed, known = conversation.answer(turn)
-        assert [*prompt, *timed.ids] == expected[0].tolist()
+        call, known = conversation.answer(turn)
+        assert [*prompt, *call.rows[0]] == expected[0].tolist()
         assert fed[0] == len(prompt) - known
         # The end token that the template puts after an answer was not in the cache.
-        text = stage.tokenizer.decode(timed.ids, skip_special_tokens=True)
+        text = stage.tokenizer.decode(call.rows[0], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": text})
         same = [a == b for a, b in zip(before, prompt, strict=False)]
         assert known == min((*(i for i, each in enumerate(same) if not each), len(same)))
-        before = [*prompt, *timed.ids[:-1]]
+        before = [*prompt, *call.rows[0][:-1]]
     assert known > 40
-    assert timed.stats is not None and timed.stats.num_accepted > 0
+    assert call.stats is not None and call.stats.num_accepted > 0
 
 
 def test_a_cache_that_cannot_be_shortened_is_made_anew(

@@ -2,82 +2,87 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from lookahead_hf.cli.live_text import LiveText, StepRecorder
+from lookahead_hf.cli.live_text import ACCEPTED_STYLE, LiveText, StepRecorder
 from lookahead_hf.cli.screen import Screen
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
+from tests.helpers.tiny_chat import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes of UTF-8."""
+class Shown(Screen):
+    """Keeps what is written, accepted text in capitals."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode("utf-8", errors="replace")
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str, style: str = "") -> None:
+        self.text += text.upper() if style == ACCEPTED_STYLE else text
 
 
-def step(recorder: StepRecorder, rows: Rows, emitted: str, num_accepted: int) -> None:
+def step(recorder: StepRecorder, emitted: str, num_accepted: int) -> None:
     """Tell the recorder of one step of one row."""
-    ids = np.frombuffer(emitted.encode(), np.uint8).astype(np.int64)
     verdict = Verdict(
-        token_offsets=np.array([0, len(ids)]),
-        token_ids=ids,
+        token_offsets=np.array([0, len(emitted)]),
+        token_ids=np.zeros(len(emitted), np.int64),
         path_offsets=np.array([0, num_accepted]),
         path=np.arange(num_accepted, dtype=np.int32),
         live=np.array([True]),
         finished=np.array([False]),
     )
+    rows = Rows(np.zeros((1, 2), np.int64))
     recorder.observe(rows, DraftTree.empty(1), verdict, torch.empty(0))
 
 
 def feed(text: LiveText, tokens: str) -> None:
-    for token in tokens.encode():
+    for token in TOKENIZER(tokens)["input_ids"]:
         text.put(torch.tensor([token]))
 
 
-@pytest.fixture
-def rows() -> Rows:
-    return Rows(np.zeros((1, 2), np.int64))
-
-
-def test_plain_text_is_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = LiveText(Bytes(), Screen())
-    text.put(torch.tensor([[1, 2]]))
-    feed(text, "ab")
-    assert capsys.readouterr().out == "ab"
-    text.end()
-    assert capsys.readouterr().out == "\n"
-
-
 @pytest.mark.parametrize("observed_first", [True, False])
-def test_accepted_tokens_are_marked(
-    rows: Rows, observed_first: bool, capsys: pytest.CaptureFixture[str]
+def test_accepted_tokens_are_marked_and_nothing_waits_for_the_next_step(
+    observed_first: bool,
 ) -> None:
-    recorder = StepRecorder()
-    text = LiveText(Bytes(), Screen(), recorder)
-    recorder.begin(rows)
+    recorder, screen = StepRecorder(), Shown()
+    text = LiveText(TOKENIZER, screen, recorder)
+    recorder.begin(Rows(np.zeros((1, 2), np.int64)))
     text.put(torch.tensor([[1, 2]]))
     feed(text, "a")
     for emitted, num_accepted in [("bcd", 2), ("e", 0), ("fg", 2)]:
         if observed_first:
-            step(recorder, rows, emitted, num_accepted)
+            step(recorder, emitted, num_accepted)
         feed(text, emitted)
         if not observed_first:
-            step(recorder, rows, emitted, num_accepted)
-    shown = capsys.readouterr().out
-    assert shown == "a‹bc›de‹fg"  # nothing waits for the next step
+            step(recorder, emitted, num_accepted)
+    assert screen.text == "aBCdeFG"
     text.end()
-    assert shown + capsys.readouterr().out == "a‹bc›de‹fg›\n"
+    assert screen.text == "aBCdeFG\n"
 
 
-def test_a_character_is_shown_when_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    text = LiveText(Bytes(), Screen())
+@pytest.mark.parametrize(
+    ("tokenizer", "before_the_end"),
+    [
+        (TOKENIZER, "a\té"),
+        (SimpleNamespace(decode=TOKENIZER.decode), ""),
+        (SimpleNamespace(decode=TOKENIZER.decode, backend_tokenizer="broken"), ""),
+    ],
+    ids=["whole characters", "slow", "failing"],
+)
+def test_half_a_character_waits_and_the_end_shows_all(tokenizer: Any, before_the_end: str) -> None:
+    screen = Shown()
+    text = LiveText(tokenizer, screen)
     text.put(torch.tensor([[1]]))
-    text.put(torch.tensor([0xC3]))
-    assert capsys.readouterr().out == ""
-    text.put(torch.tensor([0xA9]))
+    feed(text, "a\té")
+    half, _ = TOKENIZER("é")["input_ids"]
+    text.put(torch.tensor([half]))
+    assert screen.text == before_the_end
     text.end()
-    assert capsys.readouterr().out == "é\n"
+    assert screen.text == "a\té\ufffd\n"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+import lookahead_hf
 from lookahead_hf.cli import loading, main
 from lookahead_hf.fallback import FallbackReason
 from tests.helpers.tiny_chat import save_tiny_chat
@@ -30,12 +31,18 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("sing", "demo|generate|trace|chat|bench|pool|env"),
+        ("sing", "demo|generate|trace|chat|serve|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
         ("generate --sample 0,0.9 Hello", "must be above 0"),
         ("generate --sample 0.7,2 Hello", "top-p at most 1"),
         ("generate --sample a,b Hello", "two numbers"),
+        ("generate --top-p 2 Hello", "0<x<=1"),
+        ("generate --config fast Hello", "no file, no JSON and no preset (default, prompt_lookup"),
+        ("generate --config {" + "'budget':3} Hello", "Expecting property name"),
+        ('generate --config {"drafters":["x"]} Hello', "there is no drafter 'x'"),
+        ("chat --pool nothing", "'nothing' does not exist"),
+        ("demo --prediction nothing", "'nothing' does not exist"),
     ],
 )
 def test_wrong_usage(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,14 +50,41 @@ def test_wrong_usage(words: str, shown: str, capsys: pytest.CaptureFixture[str])
     assert shown in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS[:-2]])
+def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--version"]) == 0
+    assert capsys.readouterr().out == f"lookahead-hf, version {lookahead_hf.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--model ./nothing", "./nothing could not be loaded (there is no such folder): --model"),
+        ("--model {tmp}", "could not be loaded (ValueError"),
+        ("--device cuda:77", "--device cuda:77 cannot be used here, take cpu"),
+        ("--model {model} --assistant ./nothing", "(there is no such folder): --assistant takes"),
+        ("--model {model} --prediction {tmp}/bytes", "utf-8"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(
+    words: str, shown: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    filled = words.format(tmp=tmp_path, model=folder).split()
+    assert main(["generate", "Hello", *filled]) == 1
+    said = capsys.readouterr()
+    assert shown in said.err.splitlines()[-1] and said.out == ""
+
+
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
         (ImportError("sentencepiece is needed"), "sentencepiece is needed"),
-        (torch.OutOfMemoryError("CUDA out of memory.\nMore."), "lookahead-hf: out of memory ("),
+        (torch.OutOfMemoryError("CUDA out of memory.\nMore."), "lookahead-hf: out of memory, take"),
+        (OSError("We couldn't connect to 'https://huggingface.co'"), "hub cannot be reached"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
-            "lookahead-hf: out of memory (",
+            "lookahead-hf: out of memory, take",
         ),
         (RuntimeError("shapes do not match"), "shapes do not match"),
     ],
@@ -65,7 +99,7 @@ def test_an_error_while_loading_is_one_message(
         raise error
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
-    monkeypatch.setattr(loading, "ensure_demo_model", lambda screen: "demo")
+    monkeypatch.setattr(loading, "ensure_demo_model", lambda screen: "OWNER/demo")
     assert main(["generate", "Hello"]) == 1
     message = capsys.readouterr().err
     assert shown in message and "More." not in message

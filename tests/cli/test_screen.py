@@ -1,4 +1,4 @@
-"""What commands show with and without rich."""
+"""What commands show on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -7,44 +7,48 @@ import sys
 
 import pytest
 
-from lookahead_hf.cli.screen import RichScreen, Screen, open_screen, write_any_character
+from lookahead_hf.cli.screen import JsonScreen, Screen, open_screen, write_any_character
+
+SOURCE = "\torders[month] [red]x[/red] :smile:"
 
 
-def test_colours_are_for_terminals_unless_plain_text_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert type(open_screen()) is Screen
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert type(open_screen()) is RichScreen
-    assert type(open_screen(is_plain=True)) is Screen
-
-
-def test_plain_tables_align_the_first_column_left(capsys: pytest.CaptureFixture[str]) -> None:
-    Screen().table(["name", "tokens/s"], [["plain", "8.5"], ["speculative", "21.0"]])
-    assert capsys.readouterr().out.splitlines() == [
-        "name         tokens/s",
-        "plain             8.5",
-        "speculative      21.0",
-    ]
-
-
-def test_progress_does_not_mix_with_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with Screen().task("downloading", 10) as report:
-        report(5)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "downloading" in captured.err
-
-
-def test_rich_screen_takes_text_literally(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = RichScreen()
-    screen.write("orders[month]", "bold")
-    screen.line(" [red]x[/red] :smile:")
-    screen.table(["a", "b"], [["[x]", "1"]])
+def show(screen: Screen) -> None:
+    screen.line(SOURCE, "bold")
+    screen.note("a note")
+    screen.table(["name", "tokens/s"], [["plain", "8.5"], ["[speculative]", "21.0"]])
     with screen.task("measuring", 10) as report:
-        report(10)
+        report(5)
+
+
+def test_a_pipe_gets_the_result_alone_and_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    show(open_screen())
+    shown = capsys.readouterr()
+    assert [line.rstrip() for line in shown.out.splitlines()] == [
+        SOURCE,
+        "name           tokens/s",
+        "plain               8.5",
+        "[speculative]      21.0",
+    ]
+    assert shown.err == "a note\nmeasuring ...\n"
+
+
+def test_a_terminal_gets_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert open_screen().has_colour and not open_screen(is_plain=True).has_colour
+    show(open_screen())
     shown = capsys.readouterr().out
-    assert "orders[month]" in shown and "[red]x[/red] :smile:" in shown and "[x]" in shown
+    assert SOURCE.strip() in shown and "\x1b[1m" in shown
+    assert "a note" in shown and "[speculative]" in shown
+
+
+def test_programs_get_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = JsonScreen(indent=None)
+    show(screen)
+    screen.result({"a": [1]})
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ('{"a": [1]}\n', "measuring ...\n")
 
 
 def test_characters_that_stdout_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lookahead_hf import SpeculativeConfig
-from lookahead_hf.cli import main, trace
+from lookahead_hf.cli import main
 from lookahead_hf.trace import Trace
 from tests.helpers.tiny_chat import DRAFTING
 
@@ -19,10 +17,9 @@ def test_a_text_is_shown_and_written(
     folder: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trace, "SpeculativeConfig", partial(SpeculativeConfig, **DRAFTING))
-    words = ["trace", "--model", folder, "--new-tokens", "60", "abc abc"]
+    config = ["--config", json.dumps(DRAFTING)]
+    words = ["trace", "--model", folder, *config, "--new-tokens", "60", "abc abc"]
     page, events = tmp_path / "trace.html", tmp_path / "trace.json"
     assert main([*words, "--html", str(page), "--perfetto", str(events)]) == 0
     shown = capsys.readouterr().out

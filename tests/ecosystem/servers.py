@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import json
-import socket
-import time
 import urllib.request
 from typing import Any
 
 from tests.ecosystem.callers import NEW_TOKENS, PROMPT, SAID
 from tests.ecosystem.room import ENTRY, Caller, Room
+from tests.helpers.served import free_port, wait_for
 
 
 def _ask(folder: str, path: str, body: bytes) -> bytes:
     """One answer of a server that is started for it."""
     from transformers.cli.serve import Serve
 
-    port = _free_port()
+    port = free_port()
     server = Serve(force_model=folder, port=port, device="cpu", non_blocking=True)
     call = urllib.request.Request(
         f"http://localhost:{port}/v1/{path}", body, {"Content-Type": "application/json"}
     )
     try:
-        _wait_for(port)
+        wait_for(port)
         with urllib.request.urlopen(call, timeout=120) as answer:
             return bytes(answer.read())
     finally:
         server.kill_server()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for(port: int) -> None:
-    for _ in range(200):
-        try:
-            urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise TimeoutError("the server did not start")
 
 
 def _ask_for_text(room: Room, speculative: Any, path: str, **fields: Any) -> bytes:

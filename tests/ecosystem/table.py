@@ -116,7 +116,12 @@ Without this, transformers refuses the argument, and an entry in a generation co
 
 Second, the call must ask for speculation: with the argument `speculative=True` or, if the caller
 passes no arguments on, with `lookahead_hf.set_default(model, True)`. The default is stored as
-`model.generation_config.speculative`, and `save_pretrained` keeps it."""
+`model.generation_config.speculative`, and `save_pretrained` keeps it.
+
+One switch does both: `lookahead_hf.enable(model, default=True)`, LOOKAHEAD_HF=1 in the environment
+of a process that imports `lookahead_hf.auto`, or
+`python -m lookahead_hf.auto --speculative PROGRAM ...`. `speculative=False` in a call turns it
+off."""
 
 
 def main(words: list[str]) -> None:

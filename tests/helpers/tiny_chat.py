@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -19,7 +20,7 @@ from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.screen import Screen
 from tests.helpers.models import enlarged
 
-DRAFTING = {"budget": 8}
+DRAFTING: dict[str, Any] = {"budget": 8}
 """On a tiny model no draft is worth its cost, and what is drafted would hang on the clock."""
 
 PAD, END = "<pad>", "<end>"
@@ -62,4 +63,5 @@ def stage_on(folder: str, max_new_tokens: int, screen: Screen) -> Stage:
     """The saved model, enabled and greedy, as the commands hold it."""
     model = lookahead_hf.enable(AutoModelForCausalLM.from_pretrained(folder).eval())
     generation = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, screen)
+    drafting = {"speculative": lookahead_hf.SpeculativeConfig(**DRAFTING)}
+    return Stage(model, AutoTokenizer.from_pretrained(folder), generation, screen, drafting)

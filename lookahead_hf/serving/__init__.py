@@ -1,0 +1,1 @@
+"""Speculation in transformers' own server, `transformers serve`. It needs the extra `[serve]`."""

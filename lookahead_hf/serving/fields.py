@@ -1,0 +1,134 @@
+"""The fields that speculation adds to a request of the server and to its answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.stats import SourceStats, SpeculativeStats
+
+OF_THE_SERVER = {
+    "pool": "start the server with --pool FILE",
+    "learn": 'start the server with --config \'{"pool": FILE, "learn": true}\'',
+}
+"""Fields of a configuration that requests cannot set, as they open files or share texts."""
+
+_EVENT = b"data: "
+
+
+@dataclass(eq=False)
+class ServedRequest:
+    """What one request asks of speculation, and what its generation did.
+
+    The event loop and the thread that generates share it; each attribute is written by one of them.
+
+    Attributes:
+        speculative: A configuration, False for plain decoding, None for what the server does.
+        prediction: The text that the client expects, None without one.
+        is_cancelled: Whether the client went away.
+        has_begun: Whether the first token was generated.
+        refusal: Why `generate` refused its arguments, None if it did not.
+        stats: What the generation did, None before its end and after plain decoding.
+    """
+
+    speculative: SpeculativeConfig | bool | None = None
+    prediction: str | None = None
+    is_cancelled: bool = False
+    has_begun: bool = False
+    refusal: str | None = None
+    stats: SpeculativeStats | None = None
+
+
+current: ContextVar[ServedRequest | None] = ContextVar("lookahead_hf_request", default=None)
+"""The request that the running code serves."""
+
+
+def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedRequest:
+    """Take the fields of speculation out of a request's body, which transformers would refuse.
+
+    Args:
+        body: The request; `speculative` and `prediction` are removed from it.
+        config: The server's own configuration.
+
+    Raises:
+        ValueError: A field has a value that is not allowed.
+    """
+    asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
+    return ServedRequest(_speculative(asked, config), _text_of(prediction))
+
+
+def _speculative(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
+    if asked is None or asked is False:
+        return asked
+    if asked is True:
+        return config
+    for name, remedy in OF_THE_SERVER.items():
+        if isinstance(asked, Mapping) and asked.get(name):
+            raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
+    of_request = SpeculativeConfig.resolve(asked)
+    assert of_request is not None
+    if of_request.drafters is None or "pool" in of_request.drafters:
+        return dataclasses.replace(of_request, pool=config.pool)
+    return of_request
+
+
+def _text_of(prediction: Any) -> str | None:
+    """The text of OpenAI's field `prediction`."""
+    if prediction is None:
+        return None
+    is_content = isinstance(prediction, Mapping) and prediction.get("type") == "content"
+    parts = prediction.get("content") if is_content else None
+    if isinstance(parts, str):
+        return parts
+    if isinstance(parts, list) and all(map(_is_text, parts)):
+        return "".join(part["text"] for part in parts)
+    raise ValueError(
+        f"prediction={prediction!r} is not understood: give "
+        '{"type": "content", "content": TEXT}, where TEXT is a string or a list of parts such as '
+        '{"type": "text", "text": "..."}'
+    )
+
+
+def _is_text(part: Any) -> bool:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def add_to_events(events: bytes, request: ServedRequest) -> bytes:
+    """Return server-sent events with our fields in those that report the usage."""
+    if b'"usage"' not in events:
+        return events
+    return b"\n\n".join(
+        _EVENT + add_to_answer(event[len(_EVENT) :], request) if event.startswith(_EVENT) else event
+        for event in events.split(b"\n\n")
+    )
+
+
+def add_to_answer(answer: bytes, request: ServedRequest) -> bytes:
+    """Return an answer in JSON with our fields in it, if it reports the usage."""
+    try:
+        whole = json.loads(answer)
+    except ValueError:
+        return answer
+    # The events of the Responses API hold the answer one level deeper.
+    values = whole.get("response", whole) if isinstance(whole, dict) else {}
+    usage = values.get("usage") if isinstance(values, dict) else None
+    if not isinstance(usage, dict):
+        return answer
+    stats = request.stats
+    if stats is not None:
+        counts = stats.to_dict("vllm")
+        if stats.fallback_reason is not None:
+            counts["fallback_reason"] = str(stats.fallback_reason)
+        values["metrics"] = {"speculative_decoding": counts}
+    if request.prediction is not None and "completion_tokens" in usage:
+        details = usage.setdefault("completion_tokens_details", {})
+        source = (stats or SpeculativeStats()).per_source.get("prediction", SourceStats(0, 0, 0))
+        details["accepted_prediction_tokens"] = source.accepted
+        details["rejected_prediction_tokens"] = source.drafted - source.accepted
+    return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,131 @@
+"""Reads our fields from a server's requests, and adds ours to its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.serving.fields import (
+    ServedRequest,
+    add_to_answer,
+    add_to_events,
+    current,
+    take_request,
+)
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Where a request in JSON is answered with generated text."""
+
+
+class SpeculativeFields:
+    """An ASGI middleware that gives every request for a text its `ServedRequest`, as `current`.
+
+    Args:
+        app: The application that answers.
+        config: How the server speculates where a request does not say.
+    """
+
+    def __init__(self, app: ASGIApp, config: SpeculativeConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, as ASGI asks for."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        body = await Request(scope, receive).body()
+        try:
+            body, request = self._take(body)
+        except ValueError as error:
+            await _refusal(str(error))(scope, receive, send)
+            return
+        reply = _Reply(request, send)
+        await self._answer(request, body, scope, receive, reply)
+        if request.refusal is not None and not reply.has_started:
+            await _refusal(request.refusal)(scope, receive, send)
+
+    def _take(self, body: bytes) -> tuple[bytes, ServedRequest]:
+        """The body without our fields, and what these ask for."""
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            fields = None  # transformers says what is wrong
+        if not isinstance(fields, dict):
+            return body, ServedRequest()
+        request = take_request(fields, self._config)
+        return json.dumps(fields).encode(), request
+
+    async def _answer(
+        self, request: ServedRequest, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Run the application; meanwhile, notice at once if the client goes away."""
+        gone = asyncio.Event()
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            request.is_cancelled = True
+            gone.set()
+
+        async def next_message() -> Message:
+            if not unread:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            return unread.pop()
+
+        current.set(request)
+        watching = asyncio.ensure_future(watch())
+        try:
+            await self._app(scope, next_message, send)
+        except Exception:
+            if request.refusal is None and not request.is_cancelled:
+                raise
+        finally:
+            watching.cancel()
+
+
+class _Reply:
+    """Sends an answer with its statistics, and nothing of it before the first token.
+
+    Until then `generate` may refuse its arguments. As the status line of a stream has not left
+    either, the client gets an ordinary error.
+    """
+
+    def __init__(self, request: ServedRequest, send: Send) -> None:
+        self._request, self._send = request, send
+        self.has_started = False
+        self._start: Message = {}
+        self._held = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start, self._headers = message, MutableHeaders(scope=message)
+            return
+        is_last = not message.get("more_body", False)
+        self._held += message.get("body", b"")
+        is_stream = self._headers.get("content-type", "").startswith("text/event-stream")
+        if not is_last and not (is_stream and self._request.has_begun):
+            return
+        if self._request.refusal is not None and not self.has_started:
+            return
+        add = add_to_events if is_stream else add_to_answer
+        body, self._held = add(self._held, self._request), b""
+        if not self.has_started:
+            self.has_started = True
+            if not is_stream:
+                self._headers["content-length"] = str(len(body))
+            await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+
+def _refusal(why: str) -> JSONResponse:
+    """An error in OpenAI's form."""
+    error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, 400)

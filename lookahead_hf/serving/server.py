@@ -1,0 +1,230 @@
+"""Puts speculation into `transformers serve`.
+
+`Serve` of transformers builds its application with `build_server`. While `speculating` is open, an
+application that is built so speculates. Three of its objects are altered, and none of their
+classes: the manager of the models enables every model that it hands out; the managers of the
+threads that generate let a generation know the request that it belongs to; the application gets a
+middleware and the route `/metrics`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import transformers
+from transformers import GenerationMixin
+
+import lookahead_hf
+from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.fallback import SpeculationFallbackError
+from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.options import Request
+from lookahead_hf.serving.fields import ServedRequest, current
+from lookahead_hf.serving.metrics import Metrics
+from lookahead_hf.serving.middleware import SpeculativeFields
+
+SEAMS = (
+    "server.build_server",
+    "model_manager.ModelManager.load_model_and_processor",
+    "utils.GenerationState.get_manager",
+    "utils.GenerateManager.submit",
+    "utils.GenerateManager.async_submit",
+)
+"""What we alter in `transformers.cli.serving`."""
+
+
+class Cancelled(Exception):
+    """Ends a generation whose client went away."""
+
+
+class UnknownServerError(RuntimeError):
+    """The server of the installed transformers is not the one that this module alters."""
+
+
+@contextmanager
+def speculating(
+    config: SpeculativeConfig, prepare: Callable[[Any], object] = lambda model: None
+) -> Iterator[None]:
+    """Let servers that transformers builds inside the `with` block generate speculatively.
+
+    Building a server raises ValueError if `config` does not suit its model, such as a pool of
+    another tokenizer.
+
+    Args:
+        config: How to speculate where a request does not say.
+        prepare: Called with each model before its first request, such as `warm_up`.
+
+    Raises:
+        UnknownServerError: The server of the installed transformers is not known.
+    """
+    server = _known_server()
+    original = server.build_server
+
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        app = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        metrics = Metrics()
+
+        def enable(model: Any, processor: Any) -> None:
+            if isinstance(model, GenerationMixin) and not _is_served(model):
+                build_drafters(model, Request(config, tokenizer=processor), 1, False)
+                vars(model)["generate"] = ServedGenerate(model, config, metrics)
+                prepare(model)
+
+        _enable_models(given["model_manager"], enable)
+        _pass_requests_on(given["generation_state"])
+        app.add_middleware(SpeculativeFields, config=config)
+        _add_route(app, metrics)
+        return app
+
+    server.build_server = build_server
+    try:
+        yield
+    finally:
+        server.build_server = original
+
+
+def _known_server() -> Any:
+    """The module of `build_server`, once it is sure that all `SEAMS` exist."""
+    try:
+        from transformers.cli import serving
+        from transformers.cli.serving import model_manager, server, utils  # noqa: F401
+
+        for seam in SEAMS:
+            attrgetter(seam)(serving)
+        inspect.signature(server.build_server).bind_partial(
+            model_manager=None, generation_state=None
+        )
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UnknownServerError(
+            f"the server of transformers {transformers.__version__} is not known ({error}): "
+            "install transformers 5.17 to 5.23, or a later lookahead-hf"
+        ) from error
+    return server
+
+
+def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
+    """Enable the models that the manager has, and each that it hands out from now on."""
+    load = manager.load_model_and_processor
+
+    def load_and_enable(*args: Any, **kwargs: Any) -> Any:
+        model, processor = load(*args, **kwargs)
+        enable(model, processor)
+        return model, processor
+
+    for timed in manager.loaded_models.values():
+        enable(timed.model, timed.processor)
+    manager.load_model_and_processor = load_and_enable
+
+
+def _pass_requests_on(state: Any) -> None:
+    """Let what is submitted to a thread see the context of the request that submits it."""
+    from transformers.cli.serving.utils import GenerateManager
+
+    get_manager = state.get_manager
+
+    def in_context(submit: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: submit(contextvars.copy_context().run, *args, **kwargs)
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        manager = get_manager(*args, **kwargs)
+        if isinstance(manager, GenerateManager) and "submit" not in vars(manager):
+            for name in ("submit", "async_submit"):
+                setattr(manager, name, in_context(getattr(manager, name)))
+        return manager
+
+    state.get_manager = get
+
+
+def _add_route(app: Any, metrics: Metrics) -> None:
+    from fastapi.responses import Response
+    from prometheus_client import CONTENT_TYPE_LATEST
+
+    def show() -> Any:
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    app.add_api_route("/metrics", show, response_model=None, include_in_schema=False)
+
+
+def _is_served(model: Any) -> bool:
+    return isinstance(vars(model).get("generate"), ServedGenerate)
+
+
+class ServedGenerate:
+    """Replaces `generate` of a served model: does what the current request asks for.
+
+    Args:
+        model: The model, which is enabled.
+        config: How to speculate where neither the request nor a generation config says.
+        metrics: Counts what calls did.
+    """
+
+    def __init__(self, model: Any, config: SpeculativeConfig, metrics: Metrics) -> None:
+        self._generate = lookahead_hf.enable(model).generate
+        self._model, self._config, self._metrics = model, config, metrics
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        request = current.get() or ServedRequest()
+        if request.is_cancelled:
+            raise Cancelled
+        config = kwargs.get("generation_config")
+        if request.speculative is not None:
+            kwargs["speculative"] = request.speculative
+        elif getattr(config, "speculative", None) is None:
+            kwargs["speculative"] = self._config
+        if request.prediction is not None:
+            kwargs["prediction"] = request.prediction
+        keeps_stats = kwargs.get("streamer") is not None or _takes_streamer(self._model, config)
+        if keeps_stats:
+            kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._keep_stats)
+        try:
+            output = self._generate(*args, **kwargs)
+        except (ValueError, SpeculationFallbackError) as error:
+            request.refusal = str(error)
+            raise
+        if not keeps_stats:
+            self._keep_stats(request)
+        return output
+
+    def _keep_stats(self, request: ServedRequest) -> None:
+        request.stats = lookahead_hf.last_stats(self._model)
+        if request.stats is not None:
+            self._metrics.count(request.stats)
+
+
+def _takes_streamer(model: Any, config: Any) -> bool:
+    """Whether `generate` of a request without a streamer can be given one: not for beams."""
+    beams = [getattr(each, "num_beams", None) for each in (config, model.generation_config)]
+    return not model.config.is_encoder_decoder and (beams[0] or beams[1] or 1) == 1
+
+
+class _Watched:
+    """Stands before a request's streamer, if it has one.
+
+    It ends the generation if the client went away, and keeps the statistics before the client sees
+    the end of the text.
+    """
+
+    def __init__(
+        self, request: ServedRequest, streamer: Any, at_end: Callable[[ServedRequest], None]
+    ) -> None:
+        self._request, self._streamer, self._at_end = request, streamer, at_end
+
+    def put(self, value: Any) -> None:
+        """Pass a value on: the prompt, [1, length], or a token, [1]."""
+        if self._request.is_cancelled:
+            raise Cancelled
+        self._request.has_begun |= value.ndim == 1
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Pass the end of the text on."""
+        self._at_end(self._request)
+        if self._streamer is not None:
+            self._streamer.end()

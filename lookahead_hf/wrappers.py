@@ -1,0 +1,57 @@
+"""Find the transformers model inside the wrappers that other libraries put around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin
+
+MOST_WRAPPERS = 16
+"""Most nested wrappers that are unwrapped; a mock would contain wrappers without end."""
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside wrappers.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    inner = model
+    for _ in range(MOST_WRAPPERS):
+        if inner is None or isinstance(inner, GenerationMixin):
+            break
+        inner = _inside(inner)
+    if not isinstance(inner, GenerationMixin):
+        raise _not_a_model(model)
+    return inner
+
+
+def _inside(wrapper: Any) -> Any:
+    """The next object inside a wrapper, None where none is known."""
+    if isinstance(wrapper, type):
+        return None
+    if callable(base := getattr(wrapper, "get_base_model", None)):
+        return base()  # PEFT
+    # torch.compile; DistributedDataParallel and FSDP; quantisers' wrappers and pipelines.
+    for name in ("_orig_mod", "module", "model"):
+        inner = getattr(wrapper, name, None)
+        if isinstance(inner, nn.Module) and inner is not wrapper:
+            return inner
+    return None
+
+
+def _not_a_model(model: Any) -> ValueError:
+    if model is None:
+        return ValueError(
+            "expected a model, got None; enable_everywhere() enables every model of the process"
+        )
+    if isinstance(model, type):
+        return ValueError(
+            f"{model.__name__} is a class: pass a model object, derive a class of your own from "
+            "SpeculativeMixin and it, or use enable_everywhere()"
+        )
+    return ValueError(
+        f"{type(model).__name__} is not a transformers model that can generate (no "
+        "GenerationMixin), and does not contain one"
+    )

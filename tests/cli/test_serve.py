@@ -1,0 +1,87 @@
+"""`lookahead-hf serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookahead_hf.cli import main
+from lookahead_hf.cli.serve import NEEDS
+from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers.served import free_port, running, wait_for
+
+
+def _server_packages() -> Any:
+    """uvicorn; skips the test if a package of the extra is missing."""
+    return [pytest.importorskip(name) for name in (*NEEDS, "uvicorn")][-1]
+
+
+def test_the_command_serves_a_model_with_its_options(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uvicorn = _server_packages()
+    pool = NgramPool(1000)
+    pool.add(list(range(2, 40)))
+    pool.save(tmp_path / "pool.safetensors")
+    port, run = free_port(), uvicorn.Server.run
+    answers: list[Any] = []
+
+    def ask(server: Any) -> None:
+        """In place of waiting for requests: make one."""
+        monkeypatch.setattr(uvicorn.Server, "run", run)
+        body = {"model": folder, "prompt": "abc", "max_tokens": 30, "temperature": 0}
+        with running(server):
+            wait_for(port)
+            call = urllib.request.Request(
+                f"http://localhost:{port}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(call, timeout=60) as answer:
+                answers.append(json.load(answer))
+
+    monkeypatch.setattr(uvicorn.Server, "run", ask)
+    monkeypatch.setattr("lookahead_hf.warm_up", lambda model: None)
+    ours = ["--pool", str(tmp_path / "pool.safetensors"), "--config", '{"budget": 6}']
+    theirs = ["--port", str(port), "--host", "localhost", "--device", "cpu"]
+    assert main(["serve", *ours, *theirs, folder]) == 0
+    counts = answers[0]["metrics"]["speculative_decoding"]
+    assert counts["num_accepted_draft_tokens"] > 0
+    assert len(counts["acceptance_histogram"]) <= 7
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--config", '{"budget": -1}'], 2, "an int in 0..64"),
+        (
+            ["--config", '{"pool": "missing.safetensors"}'],
+            1,
+            "'missing.safetensors' cannot be read",
+        ),
+        (["--continuous-batching"], 2, "does not run `generate`"),
+        (["--dtype", "float99"], 1, "float99"),
+        (["--no-such-option"], 2, "no-such-option"),
+        (["/no/such/model"], 1, "did not start"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_server_starts(
+    words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _server_packages()
+    assert main(["serve", *words]) == code
+    assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
+
+
+def test_without_the_packages_the_command_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lookahead_hf.cli.serve.NEEDS", ("json", "no_such_package"))
+    assert main(["serve", "m"]) == 1
+    error = capsys.readouterr().err
+    assert "no_such_package" in error and 'pip install "lookahead-hf[serve]"' in error

@@ -1,0 +1,122 @@
+"""A server of transformers on the loopback, speculating, in this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lookahead_hf import SpeculativeConfig
+from tests.helpers.tiny_chat import save_tiny_chat
+
+
+@dataclass
+class Served:
+    """A running server of one model, and a client of it."""
+
+    folder: str
+    port: int
+    server: Any
+    client: Any
+
+    @property
+    def model(self) -> Any:
+        (timed,) = self.server._model_manager.loaded_models.values()
+        return timed.model
+
+    def ask(self, prompt: str = "def f(x):", **fields: Any) -> Any:
+        """A chat completion, greedy and of 48 tokens unless the fields say otherwise."""
+        given = {"temperature": 0, "max_tokens": 48, **fields}
+        said = [{"role": "user", "content": prompt}]
+        return self.client.chat.completions.create(model=self.folder, messages=said, **given)
+
+    def text(self, prompt: str = "def f(x):", **fields: Any) -> str:
+        return str(self.ask(prompt, **fields).choices[0].message.content)
+
+    def plain(self, prompt: str = "def f(x):", **fields: Any) -> str:
+        """The text without speculation."""
+        return self.text(prompt, extra_body={"speculative": False}, **fields)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://localhost:{self.port}{path}", timeout=60) as answer:
+            return bytes(answer.read()).decode()
+
+    def wait_until_idle(self) -> None:
+        """Return when everything that was submitted to the model's thread is done."""
+        for manager in self.server._generation_state._generate_managers.values():
+            manager.submit(lambda: None).result(60)
+
+
+@contextmanager
+def serving(folder: str, config: SpeculativeConfig) -> Iterator[Served]:
+    """Run a server of a model in a folder."""
+    import uvicorn
+    from openai import OpenAI
+    from transformers.cli.serve import Serve
+
+    from lookahead_hf.serving.server import speculating
+
+    port = free_port()
+    # transformers' own way to run a server in the background leaves the event loop open.
+    with speculating(config), mock.patch.object(uvicorn.Server, "run"):
+        server = Serve(force_model=folder, port=port, device="cpu")
+    address = f"http://localhost:{port}/v1"
+    with (
+        running(server.server),
+        OpenAI(base_url=address, api_key="-", max_retries=0, timeout=120) as client,
+    ):
+        wait_for(port)
+        yield Served(folder, port, server, client)
+
+
+@contextmanager
+def running(server: Any) -> Iterator[None]:
+    """Run uvicorn's server in a thread."""
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_for(port: int) -> None:
+    """Return when the server at a port answers."""
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError("the server did not start")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def save_ascii_chat(folder: Path) -> str:
+    """A tiny model whose texts are of printable characters, so that they can be predicted."""
+    save_tiny_chat(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    printable = tokenizer("".join(map(chr, range(33, 127))))["input_ids"]
+    others = torch.ones(len(tokenizer), dtype=torch.bool)
+    others[printable] = False
+    with torch.no_grad():
+        model.lm_head.weight[others] = 0.0
+    model.save_pretrained(folder)
+    return str(folder)
