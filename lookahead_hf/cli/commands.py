@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from lookahead_hf.cli import bench, chat, demo, env, generate, pool
+from lookahead_hf.cli import analyze, bench, chat, demo, env, generate, pool
 from lookahead_hf.cli.loading import is_out_of_memory
 from lookahead_hf.cli.parsing import as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
@@ -17,6 +17,7 @@ _EPILOG = """\
 examples:
   lookahead-hf demo
   lookahead-hf generate --model Qwen/Qwen3-0.6B "Write a haiku about caches"
+  lookahead-hf analyze prompts.jsonl --model Qwen/Qwen3-0.6B
   lookahead-hf bench --model Qwen/Qwen3-0.6B --prompts mine.txt
   lookahead-hf env > environment.txt
 
@@ -27,8 +28,8 @@ exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 
 COMMANDS = click.Group(
     "lookahead-hf",
-    commands=[module.COMMAND for module in (demo, generate, chat, bench, pool, env)],
-    subcommand_metavar="demo|generate|chat|bench|pool|env [ARGUMENTS]...",
+    commands=[module.COMMAND for module in (demo, generate, chat, analyze, bench, pool, env)],
+    subcommand_metavar="demo|generate|chat|analyze|bench|pool|env [ARGUMENTS]...",
     params=[click.Option(["--no-colour"], is_flag=True, help="plain text on a terminal too")],
     help="Speculative decoding for transformers: the same text, faster.",
     epilog=as_written(_EPILOG),

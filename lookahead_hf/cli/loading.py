@@ -59,6 +59,26 @@ def _load(folder: str, dtype: Any) -> tuple[Any, Any]:
         ) from error
 
 
+def load_tokenizer(name: str, option: str) -> Any:
+    """Load a tokenizer alone.
+
+    Args:
+        name: A folder or a name of the Hugging Face hub.
+        option: The option that takes the name, for the message.
+
+    Raises:
+        CommandError: The tokenizer cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            f"The tokenizer {name!r} could not be loaded: {error}\n{option} {NAMES}"
+        ) from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch raised `error` because a device or the host has no memory left."""
     import torch

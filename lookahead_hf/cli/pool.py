@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lookahead_hf.cli.loading import NAMES, text_of
+from lookahead_hf.cli.loading import load_tokenizer, text_of
 from lookahead_hf.cli.parsing import Arguments, as_written, command
 from lookahead_hf.cli.screen import CommandError, Screen
 
@@ -81,7 +81,7 @@ def _build(arguments: Arguments, screen: Screen) -> None:
     files = arguments.files
     total = sum(file.stat().st_size for file in files)
     with screen.task(f"loading the tokenizer {arguments.tokenizer}"):
-        tokenizer = _load_tokenizer(arguments.tokenizer)
+        tokenizer = load_tokenizer(arguments.tokenizer, "--tokenizer")
     pool = NgramPool(
         arguments.max_tokens,
         vocab_size=len(tokenizer),
@@ -95,17 +95,6 @@ def _build(arguments: Arguments, screen: Screen) -> None:
             done += num_bytes
             report(done)
     _save(pool, arguments.output, screen)
-
-
-def _load_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise CommandError(
-            f"The tokenizer {name!r} could not be loaded: {error}\n--tokenizer {NAMES}"
-        ) from error
 
 
 def _texts(file: Path, field: str) -> Iterator[tuple[list[str], int]]:

@@ -1,0 +1,139 @@
+"""What prompts and steps cost, measured on the model or given as a curve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lookahead_hf.drafting.cost_model import SIZES
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN_TOKENS, OUR_TOKENS = 24, 64
+"""Tokens of the calls that measure the costs."""
+
+ROUNDS = 2
+ASSUMED = {0: 1.0, 8: 1.2, 16: 1.4, 32: 1.75, 64: 2.5}
+"""Cost of a step by draft tokens, in plain steps: a 135M model on two CPU cores."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of calls of one range of prompt lengths, in seconds or, if assumed, in plain steps.
+
+    Attributes:
+        plain_step: A step of plain `generate`.
+        steps: A step of this library by draft tokens, verification and commit included.
+        drafting: Drafting and learning, per step.
+        plain_prefill: The prompt in plain `generate`, per token of the prompt.
+        prefill: The same in a speculative call, with all that happens once per call.
+    """
+
+    plain_step: float
+    steps: Mapping[int, float]
+    drafting: float = 0.0
+    plain_prefill: float = 0.0
+    prefill: float = 0.0
+
+    def step(self, num_nodes: float) -> float:
+        """A step with so many draft tokens."""
+        return float(np.interp(num_nodes, list(self.steps), list(self.steps.values())))
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a speculative call wrote, and its statistics."""
+
+    output: np.ndarray  # [tokens] int64
+    stats: Any
+
+
+Write = Callable[[dict[str, Any]], Written]
+"""Generates speculatively from the arguments that hold a prompt."""
+
+
+def length_class(num_tokens: int) -> int:
+    """The range of lengths that costs are told apart by: powers of two."""
+    return int(num_tokens).bit_length()
+
+
+def measure(model: Any, inputs: dict[str, Any], write: Write) -> tuple[Costs, list[Written]]:
+    """Measure the costs of calls on prompts of about this length, plain and speculative in turn.
+
+    Args:
+        model: An enabled model.
+        inputs: Arguments of both calls, with the prompt as `input_ids`, [1, columns].
+        write: Makes the speculative call, of `OUR_TOKENS` tokens.
+
+    Returns:
+        The costs, and what the speculative calls did.
+    """
+    import lookahead_hf
+
+    columns = int(inputs["input_ids"].shape[1])
+    lookahead_hf.warm_up(model, context_length=columns + OUR_TOKENS // 2)
+    plain, overheads, calls = [], [], []
+    for _ in range(ROUNDS):
+        plain.append(_plain_times(model, inputs))
+        start = time.perf_counter()
+        calls.append(write(inputs))
+        stats, seconds = calls[-1].stats, time.perf_counter() - start
+        in_steps = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
+        overheads.append(seconds - in_steps / 1e3)
+    gaps = np.concatenate([np.diff(times) for times in plain])
+    step = float(np.quantile(gaps, 0.25)) if len(gaps) else float(plain[0][0])
+    drafting = min(call.stats.draft_ms / max(call.stats.num_steps, 1) for call in calls) / 1e3
+    return Costs(
+        plain_step=step,
+        steps=_known_steps(model, columns, calls[-1].stats),
+        drafting=drafting,
+        plain_prefill=min(times[0] for times in plain) / columns,
+        prefill=min(overheads) / columns,
+    ), calls
+
+
+def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
+    """Seconds from the start of a plain call to each of its tokens."""
+    start, times = time.perf_counter(), []
+
+    class Clock:
+        def put(self, value: torch.Tensor) -> None:
+            times.append(time.perf_counter() - start)
+
+        def end(self) -> None:
+            pass
+
+    model.generate(**inputs, max_new_tokens=PLAIN_TOKENS, streamer=Clock())
+    return times[1:]  # the first one is the prompt itself
+
+
+def _known_steps(model: Any, columns: int, stats: Any) -> dict[int, float]:
+    """What the model's calls have learned about their steps at this length."""
+    from lookahead_hf.drafting.session import cost_setting, memory_of
+
+    on_device = "device" if stats.engine == "device" else ""
+    mode = {"packed": "packed", "replayed": "graphs"}.get(str(stats.execution), on_device)
+    costs, setting = memory_of(model).costs, cost_setting(model)
+    curve = costs.curve(1, columns + OUR_TOKENS // 2, setting, mode)
+    sizes = [size for size in SIZES if size <= 64]
+    return dict(zip(sizes, curve.seconds(np.array(sizes)).tolist(), strict=True))
+
+
+def curve_of(text: str) -> dict[int, float]:
+    """Read a curve of costs, such as `0:1,8:1.2,64:2.5`; "assumed" is a CPU's.
+
+    Raises:
+        ValueError: It is not a list of pairs, or it does not begin with a step without drafts.
+    """
+    if text == "assumed":
+        return ASSUMED
+    pairs: Sequence[list[str]] = [part.split(":") for part in text.split(",")]
+    curve = {int(nodes): float(cost) for nodes, cost in pairs}
+    if 0 not in curve or min(curve) < 0 or not all(0 < cost < 1e6 for cost in curve.values()):
+        raise ValueError
+    return dict(sorted(curve.items()))
