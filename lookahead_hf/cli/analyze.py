@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,17 +11,20 @@ import click
 import numpy as np
 
 from lookahead_hf.cli import env
+from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat, load_tokenizer, open_model
 from lookahead_hf.cli.parsing import DTYPES, POSITIVE, Arguments, command, model_options
 from lookahead_hf.cli.real_model import ensure_demo_model
-from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
 
 if TYPE_CHECKING:
-    from lookahead_hf.cli.analysis.costs import Costs, Written
+    from lookahead_hf.cli.analysis.costs import Costs
     from lookahead_hf.cli.analysis.estimate import Traced
     from lookahead_hf.cli.analysis.prompts import Sample
-    from lookahead_hf.cli.analysis.replay import Text
-    from lookahead_hf.cli.analysis.report import Finding
+    from lookahead_hf.stats import SpeculativeStats
+
+    Prompted = list[tuple[Sample, dict[str, Any]]]
+    """Samples, each with its prompt as arguments of `generate`."""
 
 _EXAMPLES = """\
 examples:
@@ -41,8 +43,8 @@ A record: {"prompt": "...", "group": "tickets", "output": "..."}, or "messages" 
     "--costs",
     callback=lambda _, __, value: _curve(value),
     metavar="N:COST,...",
-    help="with --references: cost of a step by draft tokens, in plain steps, or 'assumed'; only "
-    "the tokenizer is loaded then",
+    help="with --references: what a step costs by draft tokens, in plain steps, or 'assumed'; only "
+    "the tokenizer is loaded",
 )
 @click.option("--sample", type=POSITIVE, default=8, show_default=True, help="prompts per group")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="also a web page")
@@ -54,19 +56,21 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     PROMPTS is a file of JSON records or of one prompt per line. For every group of prompts the
     command says how much faster this machine will generate, why, and with which settings.
     """
-    from lookahead_hf.cli.analysis import html
+    from lookahead_hf.cli.analysis.report import findings, show
 
-    samples = _samples(arguments)
-    room = Room.opened(arguments, screen)
-    found, about = _analyse(room, samples, arguments)
+    page = PageScreen() if arguments.html else None
+    samples = _read(arguments)
+    stage = _open(arguments, screen)
+    found = findings(*_analyse(stage, samples, arguments))
+    about = _about(stage, arguments)
     screen.result({"about": about, "groups": [finding.to_dict() for finding in found]})
-    _show(found, about, screen)
-    if arguments.html:
+    show(found, about, screen)
+    if page is not None:
+        show(found, about, page)
         try:
-            arguments.html.write_text(html.page(found, about), encoding="utf-8")
+            page.save(arguments.html)
         except OSError as error:
             raise CommandError(f"{arguments.html} cannot be written: {error}") from error
-        screen.line(f"\nwritten: {arguments.html}", "dim")
 
 
 def _curve(value: str | None) -> dict[int, float] | None:
@@ -81,7 +85,7 @@ def _curve(value: str | None) -> dict[int, float] | None:
         ) from None
 
 
-def _samples(arguments: Arguments) -> list[Sample]:
+def _read(arguments: Arguments) -> list[Sample]:
     from lookahead_hf.cli.analysis.prompts import OUTPUTS, read_samples
 
     if arguments.costs is not None and not arguments.references:
@@ -89,192 +93,147 @@ def _samples(arguments: Arguments) -> list[Sample]:
     samples = read_samples(arguments.prompts, arguments.sample)
     if arguments.references:
         samples = [sample for sample in samples if sample.output]
-        if not samples:
-            raise CommandError(
-                f"{arguments.prompts} holds no outputs: give the records a text named "
-                f"{', '.join(OUTPUTS[:-1])} or {OUTPUTS[-1]}, or leave --references out."
-            )
+    if not samples:
+        raise CommandError(
+            f"{arguments.prompts} holds no outputs: give its records a text "
+            f"{' or '.join(f'`{name}`' for name in OUTPUTS)}, or leave out --references."
+        )
     return samples
 
 
-@dataclass(frozen=True)
-class Room:
-    """The model, if it is loaded, with its tokenizer, the screen and the longest output."""
+def _open(arguments: Arguments, screen: Screen) -> Stage:
+    """The model, or None where costs are given, and its tokenizer."""
+    model = None
+    if arguments.costs is None:
+        model, tokenizer = open_model(arguments.model, arguments.dtype, screen, arguments.threads)
+    else:
+        from lookahead_hf.ngram_pool import compile_now
 
-    model: Any  # None where only the tokenizer is there
-    tokenizer: Any
-    screen: Screen
-    new_tokens: int
-
-    @classmethod
-    def opened(cls, arguments: Arguments, screen: Screen) -> Room:
-        """Load what the options ask for."""
-        if arguments.costs is not None:
-            from lookahead_hf.ngram_pool import compile_now
-
-            with screen.task("loading the tokenizer and compiling (once per installation)"):
-                tokenizer = load_tokenizer(
-                    arguments.model or str(ensure_demo_model(screen)), "--model"
-                )
-                compile_now()
-            return cls(None, tokenizer, screen, arguments.new_tokens)
-        opened = open_model(arguments.model, arguments.dtype, screen, arguments.threads)
-        return cls(*opened, screen, arguments.new_tokens)
-
-    def encode(self, sample: Sample) -> dict[str, Any]:
-        """The prompt as arguments of `generate`: `input_ids` and more, [1, columns]."""
-        model = self.model or SimpleNamespace(device="cpu")
-        return encode_chat(model, self.tokenizer, list(sample.messages)) | {"do_sample": False}
-
-    def write(self, inputs: dict[str, Any], new_tokens: int) -> Written:
-        """Generate speculatively.
-
-        Raises:
-            CommandError: The model's calls cannot be speculated.
-        """
-        import lookahead_hf
-        from lookahead_hf.cli.analysis.costs import Written
-        from lookahead_hf.fallback import SpeculationFallbackError
-
-        config = lookahead_hf.SpeculativeConfig(on_fallback="error")
-        try:
-            output = self.model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
-        except SpeculationFallbackError as error:
-            raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
-        stats = lookahead_hf.last_stats(self.model)
-        return Written(output[0, inputs["input_ids"].shape[1] :].cpu().numpy(), stats)
-
-    def text(self, number: int, sample: Sample, inputs: dict[str, Any], output: Any) -> Text:
-        """A text with what the model expects at its positions, if there is a model."""
-        from lookahead_hf.cli.analysis.estimate import likeliest, nothing_expected
-        from lookahead_hf.cli.analysis.replay import Text
-
-        prompt = inputs["input_ids"][0].cpu().numpy()
-        tokens = np.concatenate([prompt, output])
-        if self.model is None:
-            expected = nothing_expected(len(tokens))
-        else:
-            expected = likeliest(self.model, tokens)
-        return Text(sample.group, number, prompt, output, *expected)
-
-    def reference(self, sample: Sample) -> np.ndarray:
-        """The token ids of a given output, with the end of the text, [tokens]."""
-        ids = self.tokenizer(sample.output, add_special_tokens=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        ends = [] if end is None else [end]
-        return np.array([*ids, *ends][: self.new_tokens], np.int64)
+        tokenizer = load_tokenizer(arguments.model or str(ensure_demo_model(screen)), "--model")
+        with screen.task("compiling (once per installation)"):
+            compile_now()
+    return Stage(model, tokenizer, {"max_new_tokens": arguments.new_tokens}, screen)
 
 
 def _analyse(
-    room: Room, samples: list[Sample], arguments: Arguments
-) -> tuple[list[Finding], dict[str, Any]]:
-    """What is expected of every group, and what the numbers rest on."""
+    stage: Stage, samples: list[Sample], arguments: Arguments
+) -> tuple[list[Traced], dict[int, Costs]]:
+    """The texts with the steps that they take, and the costs by length of the prompt."""
     from lookahead_hf.cli.analysis.costs import OUR_TOKENS
-    from lookahead_hf.cli.analysis.estimate import shortfall, trace
-    from lookahead_hf.cli.analysis.report import findings
+    from lookahead_hf.cli.analysis.estimate import SETTINGS, shortfall, trace
 
-    inputs = [room.encode(sample) for sample in samples]
-    costs, probes = _costs(room, samples, inputs, arguments.costs)
-    texts = _texts(room, samples, inputs, arguments.references)
-    with room.screen.task("replaying", 4 * len(texts), "replays") as report:
+    model = stage.model or SimpleNamespace(device="cpu")
+    prompted: Prompted = [
+        (each, encode_chat(model, stage.tokenizer, list(each.messages)) | {"do_sample": False})
+        for each in samples
+    ]
+    costs, probes = _costs(stage, prompted, arguments.costs)
+    texts = _texts(stage, prompted, arguments.references)
+    if not texts:
+        raise CommandError("All outputs have fewer than two tokens: there is nothing to speed up.")
+    with stage.screen.task("replaying", len(SETTINGS) * len(texts), "replays") as report:
         trace(probes, costs, OUR_TOKENS, lambda done: None)
-        trace(texts, costs, room.new_tokens, report)
+        trace(texts, costs, arguments.new_tokens, report)
     for traced in texts:
         same = [other for other in texts if other.text.family == traced.text.family]
         traced.missing = shortfall(probes if arguments.references else same)
-    about = {
-        "file": str(arguments.prompts),
-        "outputs": "of the file" if arguments.references else "generated",
-        "costs": "measured" if room.model is not None else "assumed, prompts left out",
-        "max_new_tokens": room.new_tokens,
-        "command": _command(arguments),
-        "machine": None if room.model is None else env.machine(room.model),
-    }
-    return findings(texts, costs, room.model is not None), about
+    return texts, costs
 
 
 def _costs(
-    room: Room,
-    samples: list[Sample],
-    inputs: list[dict[str, Any]],
-    curve: dict[int, float] | None,
+    stage: Stage, prompted: Prompted, curve: dict[int, float] | None
 ) -> tuple[dict[int, Costs], list[Traced]]:
     """Costs by length of the prompt, and the texts of the calls that measured them."""
     from lookahead_hf.cli.analysis.costs import OUR_TOKENS, Costs, length_class, measure
-    from lookahead_hf.cli.analysis.estimate import Traced
 
-    by_class: dict[int, list[int]] = {}
-    for at in sorted(range(len(inputs)), key=lambda at: inputs[at]["input_ids"].shape[1]):
-        by_class.setdefault(length_class(inputs[at]["input_ids"].shape[1]), []).append(at)
+    by_class: dict[int, Prompted] = {}
+    for sample, inputs in sorted(prompted, key=lambda each: _length(each[1])):
+        by_class.setdefault(length_class(_length(inputs)), []).append((sample, inputs))
     if curve is not None:
         return {each: Costs(plain_step=1.0, steps=curve) for each in by_class}, []
     costs, probes = {}, []
-    with room.screen.task("measuring the costs of steps", len(by_class), "lengths") as report:
+    with stage.screen.task("measuring the costs of steps", len(by_class), "lengths") as report:
         for done, (each, members) in enumerate(by_class.items(), 1):
-            middle = members[len(members) // 2]
-            prompt = inputs[middle]
-            costs[each], written = measure(
-                room.model, prompt, lambda given: room.write(given, OUR_TOKENS)
+            sample, inputs = members[len(members) // 2]
+            costs[each], (output, stats) = measure(
+                stage.model, inputs, lambda given: _write(stage, given, OUR_TOKENS)
             )
-            text = room.text(middle, samples[middle], prompt, written[0].output)
-            probes.append(Traced(text, written[0].stats.budget_histogram))
+            probes.append(_traced(stage, sample, inputs, output, stats))
             report(done)
     return costs, probes
 
 
-def _texts(
-    room: Room, samples: list[Sample], inputs: list[dict[str, Any]], references: bool
-) -> list[Traced]:
+def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
     """The texts to replay: the file's outputs, or what the model writes speculatively."""
-    from lookahead_hf.cli.analysis.estimate import Traced
-
+    limit, texts = stage.generation["max_new_tokens"], []
     label = "reading the outputs" if references else "generating"
-    texts = []
-    with room.screen.task(label, len(samples), "prompts") as report:
-        for number, (sample, given) in enumerate(zip(samples, inputs, strict=True)):
+    with stage.screen.task(label, len(prompted), "prompts") as report:
+        for done, (sample, inputs) in enumerate(prompted, 1):
             if references:
-                output, called = room.reference(sample), None
+                ids = stage.tokenizer(sample.output, add_special_tokens=False)["input_ids"]
+                end = stage.tokenizer.eos_token_id
+                output, stats = np.array([*ids, *([] if end is None else [end])][:limit]), None
             else:
-                written = room.write(given, room.new_tokens)
-                output, called = written.output, written.stats.budget_histogram
-            texts.append(Traced(room.text(number, sample, given, output), called))
-            report(number + 1)
+                output, stats = _write(stage, inputs, limit)
+            if len(output) > 1:
+                texts.append(_traced(stage, sample, inputs, output, stats))
+            report(done)
     return texts
 
 
-def _command(arguments: Arguments) -> str:
-    """A command line that measures what was predicted."""
-    model = f" --model {shlex.quote(arguments.model)}" if arguments.model else ""
-    threads = f" --threads {arguments.threads}" if arguments.threads else ""
-    limits = f" --dtype {arguments.dtype} --new-tokens {arguments.new_tokens}{threads}"
-    return f"lookahead-hf bench{model}{limits} --prompts {shlex.quote(str(arguments.prompts))}"
+def _length(inputs: dict[str, Any]) -> int:
+    return int(inputs["input_ids"].shape[1])
 
 
-def _show(found: list[Finding], about: dict[str, Any], screen: Screen) -> None:
-    """Write a table of all groups, then the reasons and settings of each."""
-    from lookahead_hf.cli.analysis.report import basis
+def _write(
+    stage: Stage, inputs: dict[str, Any], new_tokens: int
+) -> tuple[np.ndarray, SpeculativeStats]:
+    """Generate speculatively with the default setting; return the new tokens and statistics.
 
-    measured = about["costs"] == "measured"
-    headers = ["prompts", "texts", "speed-up", "of texts", "per step", "tokens/s", "verdict"]
-    rows = []
-    for finding in found:
-        best, plain = finding.best, finding.plain_tokens_per_second
-        rows.append(
-            [
-                finding.group,
-                str(finding.texts),
-                f"{best.speed_up:.2f}",
-                f"{best.lowest:.2f}-{best.highest:.2f}",
-                f"{best.tokens_per_step:.2f}",
-                f"{plain:.0f} -> {best.tokens_per_second:.0f}" if measured else "",
-                finding.verdict,
-            ]
+    Raises:
+        CommandError: The model's calls cannot be speculated.
+    """
+    import lookahead_hf
+    from lookahead_hf.fallback import SpeculationFallbackError
+
+    config = lookahead_hf.SpeculativeConfig(on_fallback="error")
+    try:
+        output = stage.model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
+    except SpeculationFallbackError as error:
+        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
+    stats = lookahead_hf.last_stats(stage.model)
+    assert stats is not None
+    return output[0, _length(inputs) :].cpu().numpy(), stats
+
+
+def _traced(
+    stage: Stage, sample: Sample, inputs: dict[str, Any], output: np.ndarray, stats: Any
+) -> Traced:
+    """A text with what the model expects at its positions, if there is a model."""
+    from lookahead_hf.cli.analysis.estimate import Traced, likeliest
+    from lookahead_hf.cli.analysis.replay import Text
+
+    prompt = inputs["input_ids"][0].cpu().numpy()
+    expected = likeliest(stage.model, np.concatenate([prompt, output]))
+    text = Text(sample.group, 0, prompt, output, *expected)
+    return Traced(text, None if stats is None else stats.budget_histogram)
+
+
+def _about(stage: Stage, arguments: Arguments) -> dict[str, Any]:
+    """What the numbers rest on, and a command that measures what they predict."""
+    machine = None if stage.model is None else env.machine(stage.model)
+    outputs = "those of the file" if arguments.references else "generated"
+    basis = f"Greedy, batch 1, up to {arguments.new_tokens} new tokens; outputs are {outputs}. "
+    if machine is None:
+        basis += (
+            "The model did not run. Costs of steps are given, not measured; the time for prompts "
+            "is left out, and so are drafts from the model's logits, which calls have as well."
         )
-    screen.line()
-    screen.table(headers, rows)
-    for finding in found:
-        screen.line(f"\n{finding.group}: {finding.verdict}", "bold")
-        screen.line(f"  {finding.why}")
-        screen.line(f"  {finding.best.config}", "green")
-    screen.line(f"\nTo measure it: {about['command']}")
-    screen.line(basis(about), "dim")
+    else:
+        basis += "Costs were measured with {model} in {dtype} on {device}.".format(**machine)
+        if arguments.references:
+            basis += " Drafts from the model's logits are estimated."
+    model = f" --model {shlex.quote(arguments.model)}" if arguments.model else ""
+    limits = f"--dtype {arguments.dtype} --new-tokens {arguments.new_tokens}"
+    command_line = f"lookahead-hf bench{model} {limits} --prompts {arguments.prompts}"
+    return {"machine": machine, "basis": basis, "command": command_line}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ PLAIN_TOKENS, OUR_TOKENS = 24, 64
 """Tokens of the calls that measure the costs."""
 
 ROUNDS = 2
+MOST_NODES = 64
 ASSUMED = {0: 1.0, 8: 1.2, 16: 1.4, 32: 1.75, 64: 2.5}
 """Cost of a step by draft tokens, in plain steps: a 135M model on two CPU cores."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of calls of one range of prompt lengths, in seconds or, if assumed, in plain steps.
+    """Costs of calls of one range of prompt lengths, in seconds or, if given, in plain steps.
 
     Attributes:
         plain_step: A step of plain `generate`.
@@ -45,56 +46,50 @@ class Costs:
         return float(np.interp(num_nodes, list(self.steps), list(self.steps.values())))
 
 
-@dataclass(frozen=True)
-class Written:
-    """What a speculative call wrote, and its statistics."""
-
-    output: np.ndarray  # [tokens] int64
-    stats: Any
-
-
-Write = Callable[[dict[str, Any]], Written]
-"""Generates speculatively from the arguments that hold a prompt."""
-
-
 def length_class(num_tokens: int) -> int:
     """The range of lengths that costs are told apart by: powers of two."""
     return int(num_tokens).bit_length()
 
 
-def measure(model: Any, inputs: dict[str, Any], write: Write) -> tuple[Costs, list[Written]]:
-    """Measure the costs of calls on prompts of about this length, plain and speculative in turn.
+Written = tuple[np.ndarray, Any]
+"""The new tokens of a speculative call, [tokens] int64, and its statistics."""
+
+
+def measure(
+    model: Any, inputs: dict[str, Any], write: Callable[[dict[str, Any]], Written]
+) -> tuple[Costs, Written]:
+    """Measure the costs of calls on prompts of about one length, plain and speculative in turn.
 
     Args:
         model: An enabled model.
-        inputs: Arguments of both calls, with the prompt as `input_ids`, [1, columns].
-        write: Makes the speculative call, of `OUR_TOKENS` tokens.
+        inputs: A prompt as arguments of `generate`.
+        write: Makes a speculative call of `OUR_TOKENS` tokens.
 
     Returns:
-        The costs, and what the speculative calls did.
+        The costs, and what a speculative call wrote.
     """
     import lookahead_hf
 
     columns = int(inputs["input_ids"].shape[1])
     lookahead_hf.warm_up(model, context_length=columns + OUR_TOKENS // 2)
-    plain, overheads, calls = [], [], []
+    plain, once, drafting = [], [], []
     for _ in range(ROUNDS):
         plain.append(_plain_times(model, inputs))
         start = time.perf_counter()
-        calls.append(write(inputs))
-        stats, seconds = calls[-1].stats, time.perf_counter() - start
+        written = write(inputs)
+        seconds, stats = time.perf_counter() - start, written[1]
         in_steps = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
-        overheads.append(seconds - in_steps / 1e3)
+        once.append(seconds - in_steps / 1e3)
+        drafting.append(stats.draft_ms / 1e3 / max(stats.num_steps, 1))
     gaps = np.concatenate([np.diff(times) for times in plain])
-    step = float(np.quantile(gaps, 0.25)) if len(gaps) else float(plain[0][0])
-    drafting = min(call.stats.draft_ms / max(call.stats.num_steps, 1) for call in calls) / 1e3
-    return Costs(
-        plain_step=step,
-        steps=_known_steps(model, columns, calls[-1].stats),
-        drafting=drafting,
+    costs = Costs(
+        plain_step=float(np.quantile(gaps, 0.25)) if len(gaps) else plain[0][0],
+        steps=_learned(model, columns, stats),
+        drafting=min(drafting),
         plain_prefill=min(times[0] for times in plain) / columns,
-        prefill=min(overheads) / columns,
-    ), calls
+        prefill=min(once) / columns,
+    )
+    return costs, written
 
 
 def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
@@ -108,19 +103,19 @@ def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
         def end(self) -> None:
             pass
 
-    model.generate(**inputs, max_new_tokens=PLAIN_TOKENS, streamer=Clock())
-    return times[1:]  # the first one is the prompt itself
+    model.generate(**inputs, max_new_tokens=PLAIN_TOKENS, streamer=Clock(), speculative=False)
+    return times[1:]  # a streamer is given the prompt first
 
 
-def _known_steps(model: Any, columns: int, stats: Any) -> dict[int, float]:
+def _learned(model: Any, columns: int, stats: Any) -> dict[int, float]:
     """What the model's calls have learned about their steps at this length."""
     from lookahead_hf.drafting.session import cost_setting, memory_of
 
     on_device = "device" if stats.engine == "device" else ""
     mode = {"packed": "packed", "replayed": "graphs"}.get(str(stats.execution), on_device)
-    costs, setting = memory_of(model).costs, cost_setting(model)
-    curve = costs.curve(1, columns + OUR_TOKENS // 2, setting, mode)
-    sizes = [size for size in SIZES if size <= 64]
+    length = columns + OUR_TOKENS // 2
+    curve = memory_of(model).costs.curve(1, length, cost_setting(model), mode)
+    sizes = [size for size in SIZES if size <= MOST_NODES]
     return dict(zip(sizes, curve.seconds(np.array(sizes)).tolist(), strict=True))
 
 
@@ -132,7 +127,7 @@ def curve_of(text: str) -> dict[int, float]:
     """
     if text == "assumed":
         return ASSUMED
-    pairs: Sequence[list[str]] = [part.split(":") for part in text.split(",")]
+    pairs = [part.split(":") for part in text.split(",")]
     curve = {int(nodes): float(cost) for nodes, cost in pairs}
     if 0 not in curve or min(curve) < 0 or not all(0 < cost < 1e6 for cost in curve.values()):
         raise ValueError

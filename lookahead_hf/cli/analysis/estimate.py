@@ -127,67 +127,51 @@ def likeliest(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The model's likeliest next tokens after all tokens but the last, from a single forward.
 
     Args:
-        model: A causal language model.
+        model: A causal language model, or None.
         tokens: A text, [tokens] int64.
 
     Returns:
-        Token ids, best first, and their probabilities, [tokens - 1, TOP]; of width 0 where the
-        model's parts cannot be run by themselves.
+        Token ids, best first, and their probabilities, [tokens - 1, TOP]; of width 0 without a
+        model, or if its decoder and its head cannot be told apart.
     """
     import torch
 
     from lookahead_hf.drafting.topk import BestTokens
     from lookahead_hf.runner.prompt_states import PromptStates
 
-    states, ids = PromptStates(model), torch.from_numpy(tokens[:-1])[None].to(model.device)
-    with torch.no_grad(), states.captured():
-        model(ids, use_cache=False, logits_to_keep=1)
-    best = [
-        BestTokens(logits, TOP).take(np.zeros(count, np.int64), np.arange(count))
-        for logits in (states.logits(0, np.arange(ids.shape[1])) if states.num_columns else ())
-        for count in [logits.shape[1]]
-    ]
+    best = []
+    if model is not None:
+        states, ids = PromptStates(model), torch.from_numpy(tokens[:-1])[None].to(model.device)
+        with torch.no_grad(), states.captured():
+            model(ids, use_cache=False, logits_to_keep=1)
+        for logits in states.logits(0, np.arange(states.num_columns)) if states.num_columns else ():
+            places = np.arange(logits.shape[1])
+            best.append(BestTokens(logits, TOP).take(np.zeros_like(places), places))
     if not best:
-        return nothing_expected(len(tokens))
+        return np.empty((len(tokens) - 1, 0), np.int32), np.empty((len(tokens) - 1, 0), np.float32)
     token_ids, probs = (np.concatenate(parts) for parts in zip(*best, strict=True))
     return token_ids, probs
 
 
-def nothing_expected(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same where no model is there to say it."""
-    return np.empty((num_tokens - 1, 0), np.int32), np.empty((num_tokens - 1, 0), np.float32)
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """Shares of the output's tokens by where the n-gram that they end stands already."""
-
-    prompt: float
-    output: float
-    earlier_texts: float
-
-    @property
-    def new(self) -> float:
-        """The share that stands nowhere."""
-        return 1.0 - self.prompt - self.output - self.earlier_texts
-
-
 NGRAM_LENGTH = 4
+"""Tokens that must be the same for the last one of them to count as repeated."""
+
+PLACES = ("the prompt", "the text itself", "earlier texts", "nothing")
 
 
-def repeats(texts: Sequence[Text], group: str) -> Repeats:
-    """Count where the tokens of a group's outputs stand already; all texts come in order."""
-    found: Counter[str] = Counter()
+def repeats(texts: Sequence[Text], group: str) -> dict[str, float]:
+    """Shares of a group's output tokens by what they repeat, of `PLACES`; texts come in order."""
+    found = Counter(dict.fromkeys(PLACES, 0))
+    prompt, itself, others, nothing = PLACES
     earlier: set[tuple[int, ...]] = set()
     for text in texts:
         tokens, start = text.tokens.tolist(), len(text.prompt)
         ends = range(1, len(tokens) + 1)
         ngrams = [tuple(tokens[max(0, end - NGRAM_LENGTH) : end]) for end in ends]
-        known = dict.fromkeys(ngrams[:start], "prompt")
+        known = dict.fromkeys(ngrams[:start], prompt)
         for ngram in ngrams[start:]:
             if text.family == group:
-                found[known.get(ngram, "earlier" if ngram in earlier else "new")] += 1
-            known.setdefault(ngram, "output")
+                found[known.get(ngram, others if ngram in earlier else nothing)] += 1
+            known.setdefault(ngram, itself)
         earlier.update(ngrams[start:])
-    total = max(found.total(), 1)
-    return Repeats(*(found[place] / total for place in ("prompt", "output", "earlier")))
+    return {place: count / max(found.total(), 1) for place, count in found.items()}

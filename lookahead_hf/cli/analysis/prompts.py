@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,15 +47,12 @@ def read_samples(file: Path, limit: int) -> list[Sample]:
         samples = [_sample(line, f"{file}, line {number}") for number, line in numbered]
     else:
         samples = [Sample(UNGROUPED, _asked(line)) for _, line in numbered]
-    return [samples[at] for at in sorted(_spread(samples, limit))]
-
-
-def _spread(samples: list[Sample], limit: int) -> Iterator[int]:
-    """Indices of the samples to take."""
-    for group in dict.fromkeys(sample.group for sample in samples):
+    chosen: list[int] = []
+    for group in {sample.group for sample in samples}:
         own = [at for at, sample in enumerate(samples) if sample.group == group]
         step = max(1.0, len(own) / limit)
-        yield from (own[int(number * step)] for number in range(min(limit, len(own))))
+        chosen += [own[int(number * step)] for number in range(min(limit, len(own)))]
+    return [samples[at] for at in sorted(chosen)]
 
 
 def _sample(line: str, where: str) -> Sample:
@@ -66,34 +62,26 @@ def _sample(line: str, where: str) -> Sample:
         raise CommandError(f"{where} is not JSON ({error}). {_EXPECTED}") from None
     if not isinstance(record, dict):
         raise CommandError(f"{where} is not a JSON object. {_EXPECTED}")
-    messages = _messages(record, where)
-    output = next((record[name] for name in OUTPUTS if record.get(name) is not None), None)
+    prompt, messages = record.get("prompt"), record.get("messages")
+    if isinstance(prompt, str) and prompt.strip():
+        messages = _asked(prompt)
+    elif not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise CommandError(
+            f"{where} has neither a text `prompt` nor a list `messages` of records with `role` and "
+            f"`content`, both texts. {_EXPECTED}"
+        )
+    output = next((record[name] for name in OUTPUTS if isinstance(record.get(name), str)), None)
     if messages[-1]["role"] == "assistant":  # the conversation holds its own answer
-        *messages, last = messages
-        output = last["content"] if output is None else output
-    if not messages or not (output is None or isinstance(output, str)):
-        raise CommandError(f"{where} has no prompt, or an output that is no text. {_EXPECTED}")
+        output, messages = output or messages[-1]["content"], messages[:-1]
+    if not messages:
+        raise CommandError(f"{where} has an answer but no question. {_EXPECTED}")
     group = next((record[name] for name in GROUPS if record.get(name) is not None), UNGROUPED)
     return Sample(str(group), tuple(messages), output)
 
 
-def _messages(record: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """The conversation of a record.
-
-    Raises:
-        CommandError: The record has none, or one that is not made of texts.
-    """
-    prompt, messages = record.get("prompt"), record.get("messages")
-    if isinstance(prompt, str) and prompt.strip():
-        return list(_asked(prompt))
-    if not isinstance(messages, list) or not messages:
-        keys = ", ".join(record) or "nothing"
-        raise CommandError(f"{where} has {keys}, but no text `prompt` and no list `messages`.")
-    for message in messages:
-        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not (is_message and isinstance(message.get("content"), str)):
-            raise CommandError(f"{where}: every message needs a `role` and a text as `content`.")
-    return messages
+def _is_message(value: Any) -> bool:
+    parts = [value.get("role"), value.get("content")] if isinstance(value, dict) else [None]
+    return all(isinstance(part, str) for part in parts)
 
 
 def _asked(prompt: str) -> tuple[dict[str, str], ...]:

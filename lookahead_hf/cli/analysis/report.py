@@ -10,15 +10,16 @@ from lookahead_hf.cli.analysis.costs import length_class
 from lookahead_hf.cli.analysis.estimate import (
     DEFAULT,
     LEARN,
+    NO_DRAFTS,
     SETTINGS,
     CostsOf,
-    Repeats,
     Traced,
     repeats,
 )
+from lookahead_hf.cli.screen import Screen
 
 CLEARLY = 1.05
-"""How much faster another setting must be to be preferred to the default."""
+"""How many times faster another setting must be to be preferred to the default."""
 
 WORTH = 1.1
 """The speed-up from which on speculation is worth switching on."""
@@ -38,7 +39,7 @@ class Expectation:
         lowest: The smallest speed-up of a text.
         highest: The largest speed-up of a text.
         tokens_per_step: New tokens per step after the prefill.
-        tokens_per_second: New tokens per second, prompts included; None under assumed costs.
+        tokens_per_second: New tokens per second, or per plain step where costs are assumed.
     """
 
     setting: str
@@ -47,7 +48,7 @@ class Expectation:
     lowest: float
     highest: float
     tokens_per_step: float
-    tokens_per_second: float | None
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,17 @@ class Finding:
     texts: int
     prompt_tokens: float  # per text
     output_tokens: float
-    repeats: Repeats
+    repeats: dict[str, float]  # shares of the output's tokens
     prefill_share: float  # of the time of plain generate
-    plain_tokens_per_second: float | None
-    expected: tuple[Expectation, ...]
-    recycles: bool
-
-    def of(self, setting: str) -> Expectation:
-        """The expectation of one setting."""
-        return next(each for each in self.expected if each.setting == setting)
+    plain_tokens_per_second: float
+    expected: dict[str, Expectation]
+    recycles: bool  # whether the model's logits are known
 
     @property
     def best(self) -> Expectation:
         """The setting to use: the default, unless another one is clearly faster."""
-        fastest = max(self.expected, key=lambda each: each.speed_up)
-        default = self.of(DEFAULT)
+        fastest = max(self.expected.values(), key=lambda each: each.speed_up)
+        default = self.expected[DEFAULT]
         return fastest if fastest.speed_up > CLEARLY * default.speed_up else default
 
     @property
@@ -85,103 +82,100 @@ class Finding:
     @property
     def why(self) -> str:
         """The reasons, as sentences."""
-        found = self.repeats
-        places = {"the prompt": found.prompt, "the text itself": found.output}
-        places |= {"earlier texts": found.earlier_texts}
-        named = [f"{share:.0%} repeat {name}" for name, share in places.items() if share >= MUCH]
-        said = (
-            f"Of the output's tokens {_listed(named)}." if named else "The output repeats little."
-        )
-        if found.new >= 0.5:
-            source = "can foresee parts of it" if self.recycles else "were not simulated"
-            said += f" {found.new:.0%} are new: the model's own earlier guesses {source}."
+        *known, new = self.repeats.items()
+        named = [f"{share:.0%} repeat {place}" for place, share in known if share >= MUCH]
+        said = [f"Of the output's tokens, {', '.join([*named, f'{new[1]:.0%} are new'])}."]
+        if new[1] >= 0.5:
+            can = "can foresee some of these" if self.recycles else "are not in this estimate"
+            said.append(f"The model's own earlier guesses {can}.")
         if self.prefill_share >= MUCH:
-            said += (
-                f" Reading the prompt takes {self.prefill_share:.0%} of plain's time; that stays."
-            )
-        alone = self.of("no drafts").speed_up
+            said.append(f"The prompt takes {self.prefill_share:.0%} of plain's time; that stays.")
+        alone = self.expected[NO_DRAFTS].speed_up
         if alone >= WORTH:
-            said += f" Faster steps alone bring {alone:.2f} x, without any draft."
+            said.append(f"Faster steps bring {alone:.2f} times the speed without any draft.")
         if self.best.setting == LEARN:
-            said += " A learning pool lets texts show in the speed of others: keep users apart."
-        return said
+            said.append("With a learning pool, a text may change the speed of other users' texts.")
+        return " ".join(said)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        derived = {"verdict": self.verdict, "why": self.why, "use": asdict(self.best)}
-        return {
-            **asdict(self),
-            "repeats": {**asdict(self.repeats), "new": self.repeats.new},
-        } | derived
+        return {**asdict(self), "verdict": self.verdict, "why": self.why, "use": asdict(self.best)}
 
 
-def findings(texts: Sequence[Traced], costs: CostsOf, measured: bool) -> list[Finding]:
+def findings(texts: Sequence[Traced], costs: CostsOf) -> list[Finding]:
     """Sum up the texts of each group."""
     groups = dict.fromkeys(traced.text.family for traced in texts)
-    return [_finding(group, texts, costs, measured) for group in groups]
+    return [_finding(group, texts, costs) for group in groups]
 
 
-def _finding(group: str, texts: Sequence[Traced], costs: CostsOf, measured: bool) -> Finding:
-    own = [traced for traced in texts if traced.text.family == group]
-    of = [costs[length_class(len(traced.text.prompt))] for traced in own]
-    plain = [traced.plain_seconds(cost) for traced, cost in zip(own, of, strict=True)]
-    prefill = sum(c.plain_prefill * len(t.text.prompt) for t, c in zip(own, of, strict=True))
-    tokens = sum(len(traced.text.output) for traced in own)
-    expected = []
-    for setting in SETTINGS:
-        ours = [traced.seconds(setting, cost) for traced, cost in zip(own, of, strict=True)]
-        ratios = [p / o for p, o in zip(plain, ours, strict=True) if o]
-        steps = sum(sum(traced.steps(setting).values()) for traced in own)
-        expected.append(
-            Expectation(
-                setting=setting,
-                config=config_line(setting),
-                speed_up=sum(plain) / sum(ours) if sum(ours) else 1.0,
-                lowest=min(ratios, default=1.0),
-                highest=max(ratios, default=1.0),
-                tokens_per_step=(tokens - len(own)) / steps if steps else 1.0,
-                tokens_per_second=tokens / sum(ours) if measured else None,
-            )
+def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
+    own = [
+        (traced, costs[length_class(len(traced.text.prompt))])
+        for traced in texts
+        if traced.text.family == group
+    ]
+    plain = [traced.plain_seconds(cost) for traced, cost in own]
+    prompts, tokens = (sum(len(getattr(t.text, part)) for t, _ in own) for part in _PARTS)
+    expected = {}
+    for name in SETTINGS:
+        ours = [traced.seconds(name, cost) for traced, cost in own]
+        ratios = [each / seconds for each, seconds in zip(plain, ours, strict=True)]
+        steps = sum(sum(traced.steps(name).values()) for traced, _ in own)
+        expected[name] = Expectation(
+            setting=name,
+            config=config_line(name),
+            speed_up=sum(plain) / sum(ours),
+            lowest=min(ratios),
+            highest=max(ratios),
+            tokens_per_step=(tokens - len(own)) / steps,
+            tokens_per_second=tokens / sum(ours),
         )
     return Finding(
         group=group,
         texts=len(own),
-        prompt_tokens=sum(len(traced.text.prompt) for traced in own) / len(own),
+        prompt_tokens=prompts / len(own),
         output_tokens=tokens / len(own),
         repeats=repeats([traced.text for traced in texts], group),
-        prefill_share=prefill / sum(plain) if sum(plain) else 0.0,
-        plain_tokens_per_second=tokens / sum(plain) if measured else None,
-        expected=tuple(expected),
-        recycles=all(traced.text.has_logits for traced in own),
+        prefill_share=sum(c.plain_prefill * len(t.text.prompt) for t, c in own) / sum(plain),
+        plain_tokens_per_second=tokens / sum(plain),
+        expected=expected,
+        recycles=all(traced.text.has_logits for traced, _ in own),
     )
+
+
+_PARTS = ("prompt", "output")
 
 
 def config_line(setting: str) -> str:
     """The Python expression of a setting."""
-    fields = ", ".join(
-        f"{name}={value!r}".replace("'", '"') for name, value in SETTINGS[setting].items()
+    fields = ", ".join(f"{name}={value!r}" for name, value in SETTINGS[setting].items())
+    return f"SpeculativeConfig({fields})".replace("'", '"')
+
+
+def show(found: Sequence[Finding], about: dict[str, Any], screen: Screen) -> None:
+    """Write a table of all groups, then the reasons and settings of each."""
+    unit = "tokens/s" if about["machine"] else "per plain step"
+    screen.line()
+    screen.table(
+        ["prompts", "texts", "speed-up", "of texts", "per step", unit, "verdict"],
+        [
+            [
+                each.group,
+                str(each.texts),
+                f"{each.best.speed_up:.2f}",
+                f"{each.best.lowest:.2f}-{each.best.highest:.2f}",
+                f"{each.best.tokens_per_step:.2f}",
+                f"{each.plain_tokens_per_second:.2g} -> {each.best.tokens_per_second:.2g}",
+                each.verdict,
+            ]
+            for each in found
+        ],
     )
-    return f"SpeculativeConfig({fields})"
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
-
-
-def basis(about: dict[str, Any]) -> str:
-    """What the numbers rest on, as sentences."""
-    said = f"Greedy, batch 1, at most {about['max_new_tokens']} new tokens; outputs {about['outputs']}."
-    machine = about["machine"]
-    if machine is None:
-        return said + (
-            " No model ran: the costs of steps are assumed and given in plain steps, prompts are "
-            "left out, and the drafter recycling, which draws on the model's logits, could not "
-            "take part. Real calls usually draft more."
-        )
-    said += f" Costs were measured with {machine['model']} in {machine['dtype']} on {machine['device']}."
-    if about["outputs"] == "of the file":
-        said += (
-            " The outputs were replayed as if the model wrote them; drafts from its logits are "
-            "estimated."
-        )
-    return said
+    for each in found:
+        screen.line(f"{each.group}: {each.verdict}", "bold")
+        screen.line(each.why)
+        compared = [f"{e.setting} {e.speed_up:.2f}" for e in each.expected.values()]
+        screen.line(f"Speed-ups by setting: {', '.join(compared)}.")
+        screen.line(f"speculative={each.best.config}\n", "bold green")
+    screen.line(f"To measure it: {about['command']}")
+    screen.line(about["basis"], "dim")
