@@ -62,7 +62,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     samples = _read(arguments)
     stage = _open(arguments, screen)
     found = findings(*_analyse(stage, samples, arguments))
-    about = _about(stage, arguments)
+    about = _about(stage, samples, arguments)
     screen.result({"about": about, "groups": [finding.to_dict() for finding in found]})
     show(found, about, screen)
     if page is not None:
@@ -107,11 +107,11 @@ def _open(arguments: Arguments, screen: Screen) -> Stage:
     if arguments.costs is None:
         model, tokenizer = open_model(arguments.model, arguments.dtype, screen, arguments.threads)
     else:
-        from lookahead_hf.ngram_pool import compile_now
+        from lookahead_hf.drafting.compiled import compile_or_say
 
         tokenizer = load_tokenizer(arguments.model or str(ensure_demo_model(screen)), "--model")
         with screen.task("compiling (once per installation)"):
-            compile_now()
+            compile_or_say()
     return Stage(model, tokenizer, {"max_new_tokens": arguments.new_tokens}, screen)
 
 
@@ -219,7 +219,7 @@ def _traced(
     return Traced(text, None if stats is None else stats.budget_histogram)
 
 
-def _about(stage: Stage, arguments: Arguments) -> dict[str, Any]:
+def _about(stage: Stage, samples: list[Sample], arguments: Arguments) -> dict[str, Any]:
     """What the numbers rest on, and a command that measures what they predict."""
     machine = None if stage.model is None else env.machine(stage.model)
     outputs = "those of the file" if arguments.references else "generated"
@@ -234,6 +234,8 @@ def _about(stage: Stage, arguments: Arguments) -> dict[str, Any]:
         if arguments.references:
             basis += " Drafts from the model's logits are estimated."
     model = f" --model {shlex.quote(arguments.model)}" if arguments.model else ""
-    limits = f"--dtype {arguments.dtype} --new-tokens {arguments.new_tokens}"
-    command_line = f"lookahead-hf bench{model} {limits} --prompts {arguments.prompts}"
-    return {"machine": machine, "basis": basis, "command": command_line}
+    limits = f"{model} --dtype {arguments.dtype} --new-tokens {arguments.new_tokens}"
+    file = f"--prompts {shlex.quote(str(arguments.prompts))} --limit {len(samples)}"
+    chats = any(sample.is_conversation for sample in samples)
+    line = f"lookahead-hf chat{limits}" if chats else f"lookahead-hf bench{limits} {file}"
+    return {"file": str(arguments.prompts), "machine": machine, "basis": basis, "command": line}

@@ -92,12 +92,14 @@ def test_costs_are_measured_on_the_model(
 def test_a_report_for_people(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = written(tmp_path / "log.jsonl", COPY)
+    file = written(tmp_path / "my log.jsonl", COPY)
     assert main(["analyze", file, "--model", folder, *FLAT]) == 0
     shown = capsys.readouterr()
     assert "83% repeat the prompt" in shown.out
     assert "speculative=SpeculativeConfig()" in shown.out
-    assert "The model did not run." in shown.out and "replaying" in shown.err
+    assert f"lookahead-hf bench --model {folder}" in shown.out and f"'{file}'" in shown.out
+    assert "tokens/s" not in shown.out and "The model did not run." in shown.out
+    assert "replaying" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,10 @@ def test_prompts_are_read_in_all_their_forms(tmp_path: Path) -> None:
     asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     file = tmp_path / "log.jsonl"
     written(file, {"messages": [asked, answered]}, {"messages": [asked], "family": 5})
-    assert read_samples(file, 9) == [Sample(UNGROUPED, (asked,), "b"), Sample("5", (asked,))]
+    assert read_samples(file, 9) == [
+        Sample(UNGROUPED, (asked,), "b", is_conversation=True),
+        Sample("5", (asked,), is_conversation=True),
+    ]
     (tmp_path / "lines").write_text("a\n \nb\n")
     assert [sample.messages[0]["content"] for sample in read_samples(tmp_path / "lines", 9)] == [
         "a",

@@ -23,6 +23,7 @@ class Sample:
     group: str
     messages: tuple[dict[str, str], ...]
     output: str | None = None
+    is_conversation: bool = False  # given as messages
 
 
 def read_samples(file: Path, limit: int) -> list[Sample]:
@@ -63,8 +64,9 @@ def _sample(line: str, where: str) -> Sample:
     if not isinstance(record, dict):
         raise CommandError(f"{where} is not a JSON object. {_EXPECTED}")
     prompt, messages = record.get("prompt"), record.get("messages")
-    if isinstance(prompt, str) and prompt.strip():
-        messages = _asked(prompt)
+    is_conversation = not (isinstance(prompt, str) and prompt.strip())
+    if not is_conversation:
+        messages = _asked(str(prompt))
     elif not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise CommandError(
             f"{where} has neither a text `prompt` nor a list `messages` of records with `role` and "
@@ -76,7 +78,7 @@ def _sample(line: str, where: str) -> Sample:
     if not messages:
         raise CommandError(f"{where} has an answer but no question. {_EXPECTED}")
     group = next((record[name] for name in GROUPS if record.get(name) is not None), UNGROUPED)
-    return Sample(str(group), tuple(messages), output)
+    return Sample(str(group), tuple(messages), output, is_conversation)
 
 
 def _is_message(value: Any) -> bool:

@@ -39,7 +39,7 @@ class Expectation:
         lowest: The smallest speed-up of a text.
         highest: The largest speed-up of a text.
         tokens_per_step: New tokens per step after the prefill.
-        tokens_per_second: New tokens per second, or per plain step where costs are assumed.
+        tokens_per_second: New tokens per second, prompts included; None where costs are given.
     """
 
     setting: str
@@ -48,7 +48,7 @@ class Expectation:
     lowest: float
     highest: float
     tokens_per_step: float
-    tokens_per_second: float
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Finding:
     output_tokens: float
     repeats: dict[str, float]  # shares of the output's tokens
     prefill_share: float  # of the time of plain generate
-    plain_tokens_per_second: float
+    plain_tokens_per_second: float | None
     expected: dict[str, Expectation]
     recycles: bool  # whether the model's logits are known
 
@@ -116,6 +116,7 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
     ]
     plain = [traced.plain_seconds(cost) for traced, cost in own]
     prompts, tokens = (sum(len(getattr(t.text, part)) for t, _ in own) for part in _PARTS)
+    is_timed = own[0][1].prefill > 0
     expected = {}
     for name in SETTINGS:
         ours = [traced.seconds(name, cost) for traced, cost in own]
@@ -128,7 +129,7 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
             lowest=min(ratios),
             highest=max(ratios),
             tokens_per_step=(tokens - len(own)) / steps,
-            tokens_per_second=tokens / sum(ours),
+            tokens_per_second=tokens / sum(ours) if is_timed else None,
         )
     return Finding(
         group=group,
@@ -137,7 +138,7 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
         output_tokens=tokens / len(own),
         repeats=repeats([traced.text for traced in texts], group),
         prefill_share=sum(c.plain_prefill * len(t.text.prompt) for t, c in own) / sum(plain),
-        plain_tokens_per_second=tokens / sum(plain),
+        plain_tokens_per_second=tokens / sum(plain) if is_timed else None,
         expected=expected,
         recycles=all(traced.text.has_logits for traced, _ in own),
     )
@@ -154,28 +155,30 @@ def config_line(setting: str) -> str:
 
 def show(found: Sequence[Finding], about: dict[str, Any], screen: Screen) -> None:
     """Write a table of all groups, then the reasons and settings of each."""
-    unit = "tokens/s" if about["machine"] else "per plain step"
-    screen.line()
-    screen.table(
-        ["prompts", "texts", "speed-up", "of texts", "per step", unit, "verdict"],
+    headers = ["prompts", "texts", "speed-up", "of texts", "per step", "tokens/s", "verdict"]
+    rows = [
         [
-            [
-                each.group,
-                str(each.texts),
-                f"{each.best.speed_up:.2f}",
-                f"{each.best.lowest:.2f}-{each.best.highest:.2f}",
-                f"{each.best.tokens_per_step:.2f}",
-                f"{each.plain_tokens_per_second:.2g} -> {each.best.tokens_per_second:.2g}",
-                each.verdict,
-            ]
-            for each in found
-        ],
-    )
+            each.group,
+            str(each.texts),
+            f"{each.best.speed_up:.2f}",
+            f"{each.best.lowest:.2f}-{each.best.highest:.2f}",
+            f"{each.best.tokens_per_step:.2f}",
+            f"{each.plain_tokens_per_second or 0:.1f} -> {each.best.tokens_per_second or 0:.1f}",
+            each.verdict,
+        ]
+        for each in found
+    ]
+    if about["machine"] is None:
+        for line in [headers, *rows]:
+            del line[5]
+    screen.line(f"\nWhat speculation brings for {about['file']}", "bold")
+    screen.line()
+    screen.table(headers, rows)
     for each in found:
-        screen.line(f"{each.group}: {each.verdict}", "bold")
+        screen.line(f"\n{each.group}: {each.verdict}", "bold")
         screen.line(each.why)
         compared = [f"{e.setting} {e.speed_up:.2f}" for e in each.expected.values()]
         screen.line(f"Speed-ups by setting: {', '.join(compared)}.")
-        screen.line(f"speculative={each.best.config}\n", "bold green")
-    screen.line(f"To measure it: {about['command']}")
+        screen.line(f"speculative={each.best.config}", "bold green")
+    screen.line(f"\nTo measure it: {about['command']}")
     screen.line(about["basis"], "dim")
