@@ -91,8 +91,8 @@ class Finding:
         if self.prefill_share >= MUCH:
             said.append(f"The prompt takes {self.prefill_share:.0%} of plain's time; that stays.")
         alone = self.expected[NO_DRAFTS].speed_up
-        if alone >= WORTH:
-            said.append(f"Faster steps bring {alone:.2f} times the speed without any draft.")
+        if alone >= WORTH or alone <= 1 / WORTH:
+            said.append(f"Without drafts, the library reaches {alone:.2f} times plain's speed.")
         if self.best.setting == LEARN:
             said.append("With a learning pool, a text may change the speed of other users' texts.")
         return " ".join(said)
