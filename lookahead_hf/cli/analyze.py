@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lookahead_hf.cli.analysis.costs import Costs
     from lookahead_hf.cli.analysis.estimate import Traced
     from lookahead_hf.cli.analysis.prompts import Sample
-    from lookahead_hf.stats import SpeculativeStats
 
     Prompted = list[tuple[Sample, dict[str, Any]]]
     """Samples, each with its prompt as arguments of `generate`."""
@@ -144,20 +143,19 @@ def _costs(
     stage: Stage, prompted: Prompted, curve: dict[int, float] | None
 ) -> tuple[dict[int, Costs], list[Traced]]:
     """Costs by length of the prompt, and the texts of the calls that measured them."""
-    from lookahead_hf.cli.analysis.costs import OUR_TOKENS, Costs, length_class, measure
+    from lookahead_hf.cli.analysis.costs import Costs, length_class, measure
 
     by_class: dict[int, Prompted] = {}
-    for sample, inputs in sorted(prompted, key=lambda each: _length(each[1])):
-        by_class.setdefault(length_class(_length(inputs)), []).append((sample, inputs))
+    for sample, inputs in sorted(prompted, key=lambda each: each[1]["input_ids"].shape[1]):
+        length = length_class(inputs["input_ids"].shape[1])
+        by_class.setdefault(length, []).append((sample, inputs))
     if curve is not None:
         return {each: Costs(plain_step=1.0, steps=curve) for each in by_class}, []
     costs, probes = {}, []
     with stage.screen.task("measuring the costs of steps", len(by_class), "lengths") as report:
         for done, (each, members) in enumerate(by_class.items(), 1):
             sample, inputs = members[len(members) // 2]
-            costs[each], (output, stats) = measure(
-                stage.model, inputs, lambda given: _write(stage, given, OUR_TOKENS)
-            )
+            costs[each], (output, stats) = measure(stage.model, inputs)
             probes.append(_traced(stage, sample, inputs, output, stats))
             report(done)
     return costs, probes
@@ -165,6 +163,8 @@ def _costs(
 
 def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
     """The texts to replay: the file's outputs, or what the model writes speculatively."""
+    from lookahead_hf.cli.analysis.costs import write
+
     limit, texts = stage.generation["max_new_tokens"], []
     label = "reading the outputs" if references else "generating"
     with stage.screen.task(label, len(prompted), "prompts") as report:
@@ -174,36 +174,11 @@ def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
                 end = stage.tokenizer.eos_token_id
                 output, stats = np.array([*ids, *([] if end is None else [end])][:limit]), None
             else:
-                output, stats = _write(stage, inputs, limit)
+                output, stats = write(stage.model, inputs, limit)
             if len(output) > 1:
                 texts.append(_traced(stage, sample, inputs, output, stats))
             report(done)
     return texts
-
-
-def _length(inputs: dict[str, Any]) -> int:
-    return int(inputs["input_ids"].shape[1])
-
-
-def _write(
-    stage: Stage, inputs: dict[str, Any], new_tokens: int
-) -> tuple[np.ndarray, SpeculativeStats]:
-    """Generate speculatively with the default setting; return the new tokens and statistics.
-
-    Raises:
-        CommandError: The model's calls cannot be speculated.
-    """
-    import lookahead_hf
-    from lookahead_hf.fallback import SpeculationFallbackError
-
-    config = lookahead_hf.SpeculativeConfig(on_fallback="error")
-    try:
-        output = stage.model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
-    except SpeculationFallbackError as error:
-        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
-    stats = lookahead_hf.last_stats(stage.model)
-    assert stats is not None
-    return output[0, _length(inputs) :].cpu().numpy(), stats
 
 
 def _traced(

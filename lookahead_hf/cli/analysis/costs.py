@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lookahead_hf.cli.screen import CommandError
 from lookahead_hf.drafting.cost_model import SIZES
 
 if TYPE_CHECKING:
     import torch
+
+    from lookahead_hf.stats import SpeculativeStats
 
 PLAIN_TOKENS, OUR_TOKENS = 24, 64
 """Tokens of the calls that measure the costs."""
@@ -51,22 +54,38 @@ def length_class(num_tokens: int) -> int:
     return int(num_tokens).bit_length()
 
 
-Written = tuple[np.ndarray, Any]
-"""The new tokens of a speculative call, [tokens] int64, and its statistics."""
+def write(
+    model: Any, inputs: dict[str, Any], new_tokens: int
+) -> tuple[np.ndarray, SpeculativeStats]:
+    """Generate speculatively with the default setting; return the new tokens and statistics.
+
+    Raises:
+        CommandError: The model's calls cannot be speculated.
+    """
+    import lookahead_hf
+    from lookahead_hf.fallback import SpeculationFallbackError
+
+    config = lookahead_hf.SpeculativeConfig(on_fallback="error")
+    try:
+        output = model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
+    except SpeculationFallbackError as error:
+        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    return output[0, inputs["input_ids"].shape[1] :].cpu().numpy(), stats
 
 
 def measure(
-    model: Any, inputs: dict[str, Any], write: Callable[[dict[str, Any]], Written]
-) -> tuple[Costs, Written]:
+    model: Any, inputs: dict[str, Any]
+) -> tuple[Costs, tuple[np.ndarray, SpeculativeStats]]:
     """Measure the costs of calls on prompts of about one length, plain and speculative in turn.
 
     Args:
         model: An enabled model.
         inputs: A prompt as arguments of `generate`.
-        write: Makes a speculative call of `OUR_TOKENS` tokens.
 
     Returns:
-        The costs, and what a speculative call wrote.
+        The costs, and what a speculative call of `OUR_TOKENS` tokens wrote and did.
     """
     import lookahead_hf
 
@@ -76,7 +95,7 @@ def measure(
     for _ in range(ROUNDS):
         plain.append(_plain_times(model, inputs))
         start = time.perf_counter()
-        written = write(inputs)
+        written = write(model, inputs, OUR_TOKENS)
         seconds, stats = time.perf_counter() - start, written[1]
         in_steps = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
         once.append(seconds - in_steps / 1e3)
@@ -107,7 +126,7 @@ def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
     return times[1:]  # a streamer is given the prompt first
 
 
-def _learned(model: Any, columns: int, stats: Any) -> dict[int, float]:
+def _learned(model: Any, columns: int, stats: SpeculativeStats) -> dict[int, float]:
     """What the model's calls have learned about their steps at this length."""
     from lookahead_hf.drafting.session import cost_setting, memory_of
 
