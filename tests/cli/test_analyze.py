@@ -50,6 +50,7 @@ def test_outputs_are_replayed_without_the_model(
     # Where a step costs the same whatever it drafts, that is the speed-up.
     assert default["speed_up"] == pytest.approx(default["tokens_per_step"])
     assert copy["verdict"] == "worth it" and new["verdict"] != "worth it"
+    assert (copy["use"], new["use"]) == ("speculative=SpeculativeConfig()", "speculative=False")
     assert new["repeats"]["nothing"] == 1.0
     assert new["expected"]["no drafts"]["speed_up"] == 1.0
     assert found["about"]["machine"] is None
@@ -61,8 +62,8 @@ def test_a_pool_that_learns_is_advised_where_texts_repeat_each_other(
     file = written(tmp_path / "log.jsonl", *[NEW] * 6)
     (group,) = result_of([file, "--model", folder, *FLAT], capsys)["groups"]
     assert group["repeats"]["earlier texts"] > 0.5
-    assert group["use"]["setting"] == "learning pool"
-    assert group["use"]["config"].endswith('drafters=("ngram", "recycling", "pool"), learn=True)')
+    assert group["best"] == "learning pool"
+    assert group["use"].endswith('drafters=("ngram", "recycling", "pool"), learn=True)')
     assert "other users" in group["why"]
 
 
@@ -82,7 +83,7 @@ def test_costs_are_measured_on_the_model(
         assert ratio == pytest.approx(each["speed_up"])
     assert found["about"]["machine"]["dtype"] == "float32"
     html = page.read_text()
-    assert "copy" in html and "SpeculativeConfig" in html
+    assert "copy: " in html and "speculative=" in html
     assert "src=" not in html and "href=" not in html
 
 

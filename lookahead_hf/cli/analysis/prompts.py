@@ -40,7 +40,9 @@ def read_samples(file: Path, limit: int) -> list[Sample]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{file} cannot be read ({error}): name a text file in UTF-8.") from None
+        reason = getattr(error, "strerror", None) or error
+        message = f"{file} cannot be read ({reason}): name a text file in UTF-8."
+        raise CommandError(message) from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise CommandError(f"{file} has no prompt. {_EXPECTED}")

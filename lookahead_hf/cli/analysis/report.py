@@ -80,6 +80,11 @@ class Finding:
         return "hardly worth it" if self.best.speed_up > 1.0 else "not worth it"
 
     @property
+    def advice(self) -> str:
+        """The argument of `generate` to use."""
+        return f"speculative={self.best.config if self.best.speed_up > 1.0 else False}"
+
+    @property
     def why(self) -> str:
         """The reasons, as sentences."""
         *known, new = self.repeats.items()
@@ -99,7 +104,8 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        return {**asdict(self), "verdict": self.verdict, "why": self.why, "use": asdict(self.best)}
+        derived = {"verdict": self.verdict, "why": self.why, "use": self.advice}
+        return {**asdict(self), **derived, "best": self.best.setting}
 
 
 def findings(texts: Sequence[Traced], costs: CostsOf) -> list[Finding]:
@@ -179,6 +185,6 @@ def show(found: Sequence[Finding], about: dict[str, Any], screen: Screen) -> Non
         screen.line(each.why)
         compared = [f"{e.setting} {e.speed_up:.2f}" for e in each.expected.values()]
         screen.line(f"Speed-ups by setting: {', '.join(compared)}.")
-        screen.line(f"speculative={each.best.config}", "bold green")
-    screen.line(f"\nTo measure it: {about['command']}")
+        screen.write(f"{each.advice}\n", "bold green")  # never wrapped, to be copied
+    screen.write(f"\nTo measure it: {about['command']}\n")
     screen.line(about["basis"], "dim")
