@@ -11,6 +11,15 @@ import click
 import numpy as np
 
 from lookahead_hf.cli import env
+from lookahead_hf.cli.analysis.costs import (
+    OUR_TOKENS,
+    Costs,
+    curve_of,
+    length_class,
+    measure,
+    write,
+)
+from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat, load_tokenizer, open_model
 from lookahead_hf.cli.parsing import DTYPES, POSITIVE, Arguments, command, model_options
@@ -18,12 +27,10 @@ from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
 
 if TYPE_CHECKING:
-    from lookahead_hf.cli.analysis.costs import Costs
     from lookahead_hf.cli.analysis.estimate import Traced
-    from lookahead_hf.cli.analysis.prompts import Sample
 
-    Prompted = list[tuple[Sample, dict[str, Any]]]
-    """Samples, each with its prompt as arguments of `generate`."""
+Prompted = list[tuple[Sample, dict[str, Any]]]
+"""Samples, each with its prompt as arguments of `generate`."""
 
 _EXAMPLES = """\
 examples:
@@ -40,7 +47,7 @@ A record: {"prompt": "...", "group": "tickets", "output": "..."}, or "messages" 
 @click.option("--references", is_flag=True, help="replay the outputs of the file, generate none")
 @click.option(
     "--costs",
-    callback=lambda _, __, value: _curve(value),
+    callback=curve_of,
     metavar="N:COST,...",
     help="with --references: what a step costs by draft tokens, in plain steps, or 'assumed'; only "
     "the tokenizer is loaded",
@@ -72,21 +79,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
             raise CommandError(f"{arguments.html} cannot be written: {error}") from error
 
 
-def _curve(value: str | None) -> dict[int, float] | None:
-    from lookahead_hf.cli.analysis.costs import curve_of
-
-    try:
-        return None if value is None else curve_of(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"{value!r} is not a curve: write pairs such as 0:1,8:1.2,64:2.5, where 0 is a step "
-            "without drafts, or 'assumed'"
-        ) from None
-
-
 def _read(arguments: Arguments) -> list[Sample]:
-    from lookahead_hf.cli.analysis.prompts import OUTPUTS, read_samples
-
     if arguments.costs is not None and not arguments.references:
         raise CommandError("--costs needs --references: without outputs the model must generate.")
     samples = read_samples(arguments.prompts, arguments.sample)
@@ -118,7 +111,6 @@ def _analyse(
     stage: Stage, samples: list[Sample], arguments: Arguments
 ) -> tuple[list[Traced], dict[int, Costs]]:
     """The texts with the steps that they take, and the costs by length of the prompt."""
-    from lookahead_hf.cli.analysis.costs import OUR_TOKENS
     from lookahead_hf.cli.analysis.estimate import SETTINGS, shortfall, trace
 
     model = stage.model or SimpleNamespace(device="cpu")
@@ -143,8 +135,6 @@ def _costs(
     stage: Stage, prompted: Prompted, curve: dict[int, float] | None
 ) -> tuple[dict[int, Costs], list[Traced]]:
     """Costs by length of the prompt, and the texts of the calls that measured them."""
-    from lookahead_hf.cli.analysis.costs import Costs, length_class, measure
-
     by_class: dict[int, Prompted] = {}
     for sample, inputs in sorted(prompted, key=lambda each: each[1]["input_ids"].shape[1]):
         length = length_class(inputs["input_ids"].shape[1])
@@ -163,8 +153,6 @@ def _costs(
 
 def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
     """The texts to replay: the file's outputs, or what the model writes speculatively."""
-    from lookahead_hf.cli.analysis.costs import write
-
     limit, texts = stage.generation["max_new_tokens"], []
     label = "reading the outputs" if references else "generating"
     with stage.screen.task(label, len(prompted), "prompts") as report:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 
 from lookahead_hf.cli.screen import CommandError
@@ -44,8 +45,8 @@ class Costs:
     plain_prefill: float = 0.0
     prefill: float = 0.0
 
-    def step(self, num_nodes: float) -> float:
-        """A step with so many draft tokens."""
+    def step(self, num_nodes: int, length: int = 0) -> float:
+        """A step with so many draft tokens, at any length of the text."""
         return float(np.interp(num_nodes, list(self.steps), list(self.steps.values())))
 
 
@@ -138,16 +139,20 @@ def _learned(model: Any, columns: int, stats: SpeculativeStats) -> dict[int, flo
     return dict(zip(sizes, curve.seconds(np.array(sizes)).tolist(), strict=True))
 
 
-def curve_of(text: str) -> dict[int, float]:
-    """Read a curve of costs, such as `0:1,8:1.2,64:2.5`; "assumed" is a CPU's.
-
-    Raises:
-        ValueError: It is not a list of pairs, or it does not begin with a step without drafts.
-    """
-    if text == "assumed":
-        return ASSUMED
-    pairs = [part.split(":") for part in text.split(",")]
-    curve = {int(nodes): float(cost) for nodes, cost in pairs}
+def curve_of(context: Any, option: Any, value: str | None) -> dict[int, float] | None:
+    """Read an option's curve of costs, such as `0:1,8:1.2,64:2.5`; "assumed" is a CPU's."""
+    if value is None or value == "assumed":
+        return ASSUMED if value else None
+    try:
+        curve = {
+            int(nodes): float(cost)
+            for nodes, cost in (pair.split(":") for pair in value.split(","))
+        }
+    except ValueError:
+        curve = {}
     if 0 not in curve or min(curve) < 0 or not all(0 < cost < 1e6 for cost in curve.values()):
-        raise ValueError
+        raise click.BadParameter(
+            f"{value!r} is not a curve: write pairs such as 0:1,8:1.2,64:2.5, where 0 is a step "
+            "without drafts, or 'assumed'"
+        )
     return dict(sorted(curve.items()))

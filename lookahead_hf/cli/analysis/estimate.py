@@ -19,6 +19,7 @@ from lookahead_hf.cli.analysis.replay import (
 )
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.cost_model import KEPT_SAMPLES
+from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import Resources
 from lookahead_hf.drafting.session import cost_setting, memory_of, sources_of
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
@@ -82,10 +83,13 @@ def trace(
     """Replay all texts under all settings, in order, so that memories fill as in a run."""
     done = 0
     for setting, fields in SETTINGS.items():
-        model = MemoryHolder()
+        model, config = MemoryHolder(), SpeculativeConfig(**fields)
         _teach(model, costs)
         for traced in texts:
-            traced.replayed[setting] = _replayed(traced.text, model, fields, costs, new_tokens)
+            text, known = traced.text, costs[length_class(len(traced.text.prompt))]
+            traced.replayed[setting] = replay(
+                text, model, config, _sources(text, model, config), new_tokens, known.step
+            )
             done += 1
             report(done)
 
@@ -110,17 +114,13 @@ def _teach(model: Any, costs: CostsOf) -> None:
                 curve.observe(size, seconds)
 
 
-def _replayed(
-    text: Text, model: Any, fields: dict[str, Any], costs: CostsOf, new_tokens: int
-) -> Replayed:
-    config = SpeculativeConfig(**fields)
-    known = costs[length_class(len(text.prompt))]
-    sources = [
+def _sources(text: Text, model: Any, config: SpeculativeConfig) -> list[Drafter]:
+    """The drafters of a call, those that read logits only where these were recorded."""
+    return [
         RecordedRecycling() if isinstance(source, RecyclingDrafter) else source
         for source in sources_of(model, config, 1, Resources(learn=config.learn))
         if text.has_logits or not isinstance(source, RecyclingDrafter)
     ]
-    return replay(text, model, config, sources, new_tokens, lambda nodes, length: known.step(nodes))
 
 
 def likeliest(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +143,7 @@ def likeliest(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if model is not None:
         states, ids = PromptStates(model), torch.from_numpy(tokens[:-1])[None].to(model.device)
         with torch.no_grad(), states.captured():
-            model(ids, use_cache=False, logits_to_keep=1)
+            model.get_decoder()(ids, use_cache=False)
         for logits in states.logits(0, np.arange(states.num_columns)) if states.num_columns else ():
             places = np.arange(logits.shape[1])
             best.append(BestTokens(logits, TOP).take(np.zeros_like(places), places))
