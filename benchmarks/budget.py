@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import common
 import numpy as np
 import torch
-from ours import UNUSED, RecordedRecycling
-from record import Text, folder_of, recorded
-from replay import accepted_path, seen
+from record import folder_of, recorded
 
 from lookahead_hf import SpeculativeConfig, ngram_pool
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Text, replay
+from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting import ensemble
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.rows import Rows
 
@@ -133,21 +131,14 @@ SCENES = [
 def simulate(texts: Iterable[Text], scene: Scene, budget: str | int = "auto") -> float:
     """Tokens per second of all texts, relative to plain decoding."""
     rng, clock = np.random.default_rng(0), Clock()
-    model, tokens, spent = _model(), 0, 0.0
+    model, tokens, spent = MemoryHolder(), 0, 0.0
     plain = COSTS[scene.cost][0]
     with mock.patch.object(ensemble, "perf_counter", clock):
         for text in texts:
-            model = _model() if scene.cold else model
+            model = MemoryHolder() if scene.cold else model
             count, time = _decode(text, scene, budget, model, clock, rng)
             tokens, spent = tokens + count, spent + time
     return tokens * plain / spent
-
-
-def _model() -> Any:
-    class Model:
-        device, dtype = "cpu", "float32"
-
-    return Model()
 
 
 def _decode(
@@ -155,39 +146,21 @@ def _decode(
 ) -> tuple[int, float]:
     """Tokens of a text and the milliseconds that it took without the noise."""
     curve, noise = COSTS[scene.cost], NOISES[scene.noise]
-    tokens, length = text.tokens[: len(text.prompt) + scene.length], len(text.prompt) + 1
-    rows = Rows(tokens[None, : length - 1])
-    rows.emit(0, int(tokens[length - 1]))
     ngram, recycling = TimedNgram(), TimedRecycling()
     ngram.clock = recycling.clock = clock
     sources: list[Drafter] = [ngram, recycling]
     if scene.chance is not None:
         sources.append(Dear(clock, text, scene.chance))
-    runner: Any = SimpleNamespace(mode="", most_nodes=None)
-    drafts = DraftSession(
-        model, SpeculativeConfig(budget=budget), rows, sources, do_sample=False,
-        vocab_size=2**31, max_new_tokens=scene.length, runner=runner,
-    )  # fmt: skip
-    drafts.begin(rows)
-    spent, first = 0.0, True
-    while length < len(tokens):
-        before = clock.now
-        draft = drafts.propose(rows)
-        path = accepted_path(draft, tokens[length:-1])
-        new = tokens[length : length + len(path) + 1]
-        recycling.seen = seen(text, length - 1, length + len(path))
-        for token in new.tolist():
-            rows.emit(0, token)
-        drafts.prepare(SimpleNamespace(logits=UNUSED))
-        cost = float(np.interp(draft.max_nodes, list(curve), list(curve.values())))
-        seconds = cost * noise(rng) * (1.5 if first else 1.0) / 1e3
-        verdict = Verdict.from_rows([new.tolist()], [path])
-        drafts.observe(rows, draft, verdict, UNUSED, seconds)
+    before, factors = clock.now, itertools.chain([1.5], itertools.repeat(1.0))
+
+    def step_seconds(num_nodes: int, length: int) -> float:
+        cost = float(np.interp(num_nodes, list(curve), list(curve.values())))
         clock.now += cost
-        spent += clock.now - before
-        length, first = length + len(new), False
-    drafts.end(rows)
-    return len(tokens) - len(text.prompt) - 1, spent
+        return cost * noise(rng) * next(factors) / 1e3
+
+    config = SpeculativeConfig(budget=budget)
+    done = replay(text, model, config, sources, scene.length, step_seconds)
+    return done.emitted, clock.now - before
 
 
 def main() -> None:

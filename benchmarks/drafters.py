@@ -30,8 +30,10 @@ import torch
 from on_model import OnModel
 from ours import Ours
 from peers import LogitSpec, PromptLookup, SamDecoding, SuffixDecoding, TokenRecycling
-from record import Text, folder_of, recorded
+from record import folder_of, recorded
 from replay import RECORDED, Contender, Line, Outcome, Recorded, replay
+
+from lookahead_hf.cli.analysis.replay import Text
 
 ALL = "all"
 

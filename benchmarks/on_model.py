@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import Text, best_tokens
-from replay import Recorded, Seen, joined
+from record import best_tokens
+from replay import Recorded, joined
 from transformers import DynamicCache
 
+from lookahead_hf.cli.analysis.replay import Seen, Text
 from lookahead_hf.draft import ROOT, DraftTree
 
 

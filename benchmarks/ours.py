@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from replay import Contender, Seen
 
+from lookahead_hf.cli.analysis.replay import UNUSED, RecordedRecycling
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.drafter import Drafter
@@ -16,20 +16,6 @@ from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
-
-UNUSED = torch.empty(1, 0, 0)
-"""Replaces the logits: what was recorded of them arrives in `RecordedRecycling.seen`."""
-
-
-class RecordedRecycling(RecyclingDrafter):
-    """Recycles recorded tokens instead of a tensor of logits."""
-
-    seen: Seen
-
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        best = (part[:, : self._top_k].copy() for part in (self.seen.top_ids, self.seen.top_probs))
-        self._remember(self.seen.before, self.seen.last, *best)
-        self._note_rejected(0, rows.last_token(0), self.seen.top_ids[-1], self.seen.top_probs[-1])
 
 
 class Ours(Contender):

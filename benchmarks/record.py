@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,13 @@ import common
 import numpy as np
 import torch
 
+from lookahead_hf.cli.analysis.replay import Text
+
 TOP = 64
 """Likeliest next tokens recorded per position, as many as any drafter uses."""
 
 CHUNK = 128
 """Prompt positions whose logits are computed at once."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt, the model's output, and the tokens that it expected at every position."""
-
-    family: str
-    index: int  # of the prompt within its family
-    prompt: np.ndarray  # [prompt] int64
-    output: np.ndarray  # [output] int64
-    top_ids: np.ndarray  # [prompt + output - 1, TOP] int32, likeliest first, after each token
-    top_probs: np.ndarray  # the same shape, float32
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Prompt and output, [prompt + output] int64."""
-        return np.concatenate([self.prompt, self.output])
 
 
 def recorded(

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from record import Text
 
-from lookahead_hf.draft import ROOT, DraftTree
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Verified tokens and what the target expected after each, the end of the text last.
-
-    `last[i]` follows `before[i]`; after it the target's likeliest tokens are `top_ids[i]`.
-    """
-
-    before: np.ndarray  # [tokens] int64, -1 where there is none
-    last: np.ndarray  # [tokens] int64
-    top_ids: np.ndarray  # [tokens, top] int32, likeliest first
-    top_probs: np.ndarray  # the same shape, float32
+from lookahead_hf.cli.analysis.replay import Seen, Text, accepted_path, seen
+from lookahead_hf.draft import DraftTree
 
 
 @dataclass(frozen=True)
@@ -122,35 +108,7 @@ def _replay(text: Text, contender: Contender, target: Recorded) -> Outcome:
     return Outcome(text.family, emitted, steps, drafted)
 
 
-def seen(text: Text, start: int, end: int) -> Seen:
-    """Return what the target expected after the tokens `start` to `end` of a text."""
-    tokens = text.tokens
-    before = np.concatenate([[-1], tokens])[start:end]
-    ids, probs = text.top_ids[start:end], text.top_probs[start:end]
-    return Seen(before, tokens[start:end], ids, probs)
-
-
 def joined(first: Seen, second: Seen) -> Seen:
     """Concatenate both."""
     parts = zip(vars(first).values(), vars(second).values(), strict=True)
     return Seen(*(np.concatenate(pair) for pair in parts))
-
-
-def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
-    """Return the accepted nodes of a one-row tree, root to leaf.
-
-    Args:
-        draft: The tree.
-        truth: What the target emits next, without the text's last token, which can only be a bonus
-            token, [tokens] int64.
-    """
-    children: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    for node, parent in enumerate(draft.parents.tolist()):
-        children[parent].setdefault(int(draft.token_ids[node]), node)
-    path: list[int] = []
-    for token in truth.tolist():
-        node = children[path[-1] if path else ROOT].get(token)
-        if node is None:
-            break
-        path.append(node)
-    return path

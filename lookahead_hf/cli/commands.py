@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from lookahead_hf.cli import bench, chat, demo, env, generate, pool, serve, trace
+from lookahead_hf.cli import analyze, bench, chat, demo, env, generate, pool, serve, trace
 from lookahead_hf.cli.loading import is_out_of_memory
 from lookahead_hf.cli.parsing import VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
@@ -17,6 +17,7 @@ _EPILOG = """\
 examples:
   lookahead-hf demo
   lookahead-hf generate --model Qwen/Qwen3-0.6B "Write a haiku about caches"
+  lookahead-hf analyze prompts.jsonl --model Qwen/Qwen3-0.6B
   lookahead-hf bench --model Qwen/Qwen3-0.6B --prompts mine.txt
   lookahead-hf env > environment.txt
 
@@ -26,7 +27,8 @@ holds the result as JSON (chat: one line per turn).
 exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted
 """
 
-_COMMANDS = [module.COMMAND for module in (demo, generate, trace, chat, serve, bench, pool, env)]
+_MODULES = (demo, generate, trace, chat, serve, analyze, bench, pool, env)
+_COMMANDS = [module.COMMAND for module in _MODULES]
 
 COMMANDS = click.Group(
     "lookahead-hf",

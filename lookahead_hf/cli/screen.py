@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 Report = Callable[[int], None]
@@ -92,6 +93,26 @@ class Screen:
         with progress.Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=done)
+
+
+class PageScreen(Screen):
+    """Collects what is shown, and writes it as one web page that needs no other file."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        unseen = io.StringIO()
+        self._out = Console(
+            highlight=False, markup=False, emoji=False, record=True, file=unseen, width=100
+        )
+
+    def save(self, file: Path) -> None:
+        """Write the page.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        self._out.save_html(str(file), inline_styles=True)
 
 
 class JsonScreen(Screen):

@@ -31,7 +31,7 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("sing", "demo|generate|trace|chat|serve|bench|pool|env"),
+        ("sing", "demo|generate|trace|chat|serve|analyze|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
         ("generate --sample 0,0.9 Hello", "must be above 0"),

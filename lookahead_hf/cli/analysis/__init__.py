@@ -1,0 +1,1 @@
+"""What `lookahead-hf analyze` computes: prompts, costs, replayed texts, and the report."""

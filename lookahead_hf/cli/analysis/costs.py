@@ -1,0 +1,158 @@
+"""What prompts and steps cost, measured on the model or given as a curve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from lookahead_hf.cli.screen import CommandError
+from lookahead_hf.drafting.cost_model import SIZES
+
+if TYPE_CHECKING:
+    import torch
+
+    from lookahead_hf.stats import SpeculativeStats
+
+PLAIN_TOKENS, OUR_TOKENS = 24, 64
+"""Tokens of the calls that measure the costs."""
+
+ROUNDS = 2
+MOST_NODES = 64
+ASSUMED = {0: 1.0, 8: 1.2, 16: 1.4, 32: 1.75, 64: 2.5}
+"""Cost of a step by draft tokens, in plain steps: a 135M model on two CPU cores."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of calls of one range of prompt lengths, in seconds or, if given, in plain steps.
+
+    Attributes:
+        plain_step: A step of plain `generate`.
+        steps: A step of this library by draft tokens, verification and commit included.
+        drafting: Drafting and learning, per step.
+        plain_prefill: The prompt in plain `generate`, per token of the prompt.
+        prefill: The same in a speculative call, with all that happens once per call.
+    """
+
+    plain_step: float
+    steps: Mapping[int, float]
+    drafting: float = 0.0
+    plain_prefill: float = 0.0
+    prefill: float = 0.0
+
+    def step(self, num_nodes: int, length: int = 0) -> float:
+        """A step with so many draft tokens, at any length of the text."""
+        return float(np.interp(num_nodes, list(self.steps), list(self.steps.values())))
+
+
+def length_class(num_tokens: int) -> int:
+    """The range of lengths that costs are told apart by: powers of two."""
+    return int(num_tokens).bit_length()
+
+
+def write(
+    model: Any, inputs: dict[str, Any], new_tokens: int
+) -> tuple[np.ndarray, SpeculativeStats]:
+    """Generate speculatively with the default setting; return the new tokens and statistics.
+
+    Raises:
+        CommandError: The model's calls cannot be speculated.
+    """
+    import lookahead_hf
+    from lookahead_hf.fallback import SpeculationFallbackError
+
+    config = lookahead_hf.SpeculativeConfig(on_fallback="error")
+    try:
+        output = model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
+    except SpeculationFallbackError as error:
+        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None
+    return output[0, inputs["input_ids"].shape[1] :].cpu().numpy(), stats
+
+
+def measure(
+    model: Any, inputs: dict[str, Any]
+) -> tuple[Costs, tuple[np.ndarray, SpeculativeStats]]:
+    """Measure the costs of calls on prompts of about one length, plain and speculative in turn.
+
+    Args:
+        model: An enabled model.
+        inputs: A prompt as arguments of `generate`.
+
+    Returns:
+        The costs, and what a speculative call of `OUR_TOKENS` tokens wrote and did.
+    """
+    import lookahead_hf
+
+    columns = int(inputs["input_ids"].shape[1])
+    lookahead_hf.warm_up(model, context_length=columns + OUR_TOKENS // 2)
+    plain, once, drafting = [], [], []
+    for _ in range(ROUNDS):
+        plain.append(_plain_times(model, inputs))
+        start = time.perf_counter()
+        written = write(model, inputs, OUR_TOKENS)
+        seconds, stats = time.perf_counter() - start, written[1]
+        in_steps = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
+        once.append(seconds - in_steps / 1e3)
+        drafting.append(stats.draft_ms / 1e3 / max(stats.num_steps, 1))
+    gaps = np.concatenate([np.diff(times) for times in plain])
+    costs = Costs(
+        plain_step=float(np.quantile(gaps, 0.25)) if len(gaps) else plain[0][0],
+        steps=_learned(model, columns, stats),
+        drafting=min(drafting),
+        plain_prefill=min(times[0] for times in plain) / columns,
+        prefill=min(once) / columns,
+    )
+    return costs, written
+
+
+def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
+    """Seconds from the start of a plain call to each of its tokens."""
+    start, times = time.perf_counter(), []
+
+    class Clock:
+        def put(self, value: torch.Tensor) -> None:
+            times.append(time.perf_counter() - start)
+
+        def end(self) -> None:
+            pass
+
+    model.generate(**inputs, max_new_tokens=PLAIN_TOKENS, streamer=Clock(), speculative=False)
+    return times[1:]  # a streamer is given the prompt first
+
+
+def _learned(model: Any, columns: int, stats: SpeculativeStats) -> dict[int, float]:
+    """What the model's calls have learned about their steps at this length."""
+    from lookahead_hf.drafting.session import memory_of, placement
+
+    on_device = "device" if stats.engine == "device" else ""
+    mode = {"packed": "packed", "replayed": "graphs"}.get(str(stats.execution), on_device)
+    length = columns + OUR_TOKENS // 2
+    curve = memory_of(model).costs.curve(1, length, placement(model), mode)
+    sizes = [size for size in SIZES if size <= MOST_NODES]
+    return dict(zip(sizes, curve.seconds(np.array(sizes)).tolist(), strict=True))
+
+
+def curve_of(context: Any, option: Any, value: str | None) -> dict[int, float] | None:
+    """Read an option's curve of costs, such as `0:1,8:1.2,64:2.5`; "assumed" is a CPU's."""
+    if value is None or value == "assumed":
+        return ASSUMED if value else None
+    try:
+        curve = {
+            int(nodes): float(cost)
+            for nodes, cost in (pair.split(":") for pair in value.split(","))
+        }
+    except ValueError:
+        curve = {}
+    if 0 not in curve or min(curve) < 0 or not all(0 < cost < 1e6 for cost in curve.values()):
+        raise click.BadParameter(
+            f"{value!r} is not a curve: write pairs such as 0:1,8:1.2,64:2.5, where 0 is a step "
+            "without drafts, or 'assumed'"
+        )
+    return dict(sorted(curve.items()))

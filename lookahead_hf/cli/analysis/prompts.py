@@ -1,0 +1,92 @@
+"""Read the user's prompts and, where the file has them, their outputs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lookahead_hf.cli.screen import CommandError
+
+OUTPUTS = ("reference", "output", "completion")
+GROUPS = ("group", "family")
+UNGROUPED = "all prompts"
+
+_EXPECTED = 'Write one record per line, such as {"prompt": "...", "output": "...", "group": "..."}.'
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt as the messages of a conversation, and what was written for it, if that is known."""
+
+    group: str
+    messages: tuple[dict[str, str], ...]
+    output: str | None = None
+    is_conversation: bool = False  # given as messages
+
+
+def read_samples(file: Path, limit: int) -> list[Sample]:
+    """Return at most `limit` prompts of each group, spread evenly over the file, in its order.
+
+    Args:
+        file: JSON records, one per line, where the name ends in .jsonl or the first line is an
+            object; else every line that is not blank is a prompt.
+        limit: The most prompts of a group.
+
+    Raises:
+        CommandError: The file cannot be read, a line is no record of a prompt, or none has one.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        message = f"{file} cannot be read ({reason}): name a text file in UTF-8."
+        raise CommandError(message) from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise CommandError(f"{file} has no prompt. {_EXPECTED}")
+    if file.suffix == ".jsonl" or numbered[0][1].lstrip().startswith("{"):
+        samples = [_sample(line, f"{file}, line {number}") for number, line in numbered]
+    else:
+        samples = [Sample(UNGROUPED, _asked(line)) for _, line in numbered]
+    chosen: list[int] = []
+    for group in {sample.group for sample in samples}:
+        own = [at for at, sample in enumerate(samples) if sample.group == group]
+        step = max(1.0, len(own) / limit)
+        chosen += [own[int(number * step)] for number in range(min(limit, len(own)))]
+    return [samples[at] for at in sorted(chosen)]
+
+
+def _sample(line: str, where: str) -> Sample:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise CommandError(f"{where} is not JSON ({error}). {_EXPECTED}") from None
+    if not isinstance(record, dict):
+        raise CommandError(f"{where} is not a JSON object. {_EXPECTED}")
+    prompt, messages = record.get("prompt"), record.get("messages")
+    is_conversation = not (isinstance(prompt, str) and prompt.strip())
+    if not is_conversation:
+        messages = _asked(str(prompt))
+    elif not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise CommandError(
+            f"{where} has neither a text `prompt` nor a list `messages` of records with `role` and "
+            f"`content`, both texts. {_EXPECTED}"
+        )
+    output = next((record[name] for name in OUTPUTS if isinstance(record.get(name), str)), None)
+    if messages[-1]["role"] == "assistant":  # the conversation holds its own answer
+        output, messages = output or messages[-1]["content"], messages[:-1]
+    if not messages:
+        raise CommandError(f"{where} has an answer but no question. {_EXPECTED}")
+    group = next((record[name] for name in GROUPS if record.get(name) is not None), UNGROUPED)
+    return Sample(str(group), tuple(messages), output, is_conversation)
+
+
+def _is_message(value: Any) -> bool:
+    parts = [value.get("role"), value.get("content")] if isinstance(value, dict) else [None]
+    return all(isinstance(part, str) for part in parts)
+
+
+def _asked(prompt: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": prompt},)

@@ -1,0 +1,156 @@
+"""`lookahead-hf analyze`: predictions for the user's prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookahead_hf.cli import main
+from lookahead_hf.cli.analysis.prompts import UNGROUPED, Sample, read_samples
+from lookahead_hf.cli.screen import CommandError
+
+COPY = {
+    "group": "copy",
+    "prompt": "the cat sat on the mat, said he",
+    "output": "the cat sat on the mat",
+}
+NEW = {"group": "new", "prompt": "abc", "output": "zyxwvutsrqponmlkjihg"}
+FLAT = ["--references", "--costs", "0:1,64:1"]
+
+
+def written(path: Path, *records: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def result_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["analyze", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_outputs_are_replayed_without_the_model(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("lookahead_hf.cli.analyze.open_model")
+    file = written(tmp_path / "log.jsonl", COPY, NEW, {**NEW, "output": None})
+    found = result_of([file, "--model", folder, *FLAT], capsys)
+    copy, new = found["groups"]
+    assert (copy["group"], copy["texts"], new["group"], new["texts"]) == ("copy", 1, "new", 1)
+    assert copy["output_tokens"] == 23  # bytes, and the end of the text
+    # The first three tokens and the end of the text are no part of a known 4-gram.
+    assert copy["repeats"] == {
+        "the prompt": 19 / 23, "the text itself": 0.0, "earlier texts": 0.0, "nothing": 4 / 23,
+    }  # fmt: skip
+    default = copy["expected"]["default"]
+    assert default["tokens_per_step"] > 3.0
+    # Where a step costs the same whatever it drafts, that is the speed-up.
+    assert default["speed_up"] == pytest.approx(default["tokens_per_step"])
+    assert copy["verdict"] == "worth it" and new["verdict"] != "worth it"
+    assert (copy["use"], new["use"]) == ("speculative=SpeculativeConfig()", "speculative=False")
+    assert new["repeats"]["nothing"] == 1.0
+    assert new["expected"]["no drafts"]["speed_up"] == 1.0
+    assert found["about"]["machine"] is None
+
+
+def test_a_pool_that_learns_is_advised_where_texts_repeat_each_other(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "log.jsonl", *[NEW] * 6)
+    (group,) = result_of([file, "--model", folder, *FLAT], capsys)["groups"]
+    assert group["repeats"]["earlier texts"] > 0.5
+    assert group["best"] == "learning pool"
+    assert group["use"].endswith('drafters=("ngram", "recycling", "pool"), learn=True)')
+    assert "other users" in group["why"]
+
+
+@pytest.mark.parametrize("more", [[], ["--references"]])
+def test_costs_are_measured_on_the_model(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    file, page = written(tmp_path / "log.jsonl", COPY, COPY, NEW), tmp_path / "report.html"
+    words = [file, "--model", folder, "--new-tokens", "16", "--html", str(page), *more]
+    found = result_of(words, capsys)
+    copy, new = found["groups"]
+    assert (copy["texts"], new["texts"]) == (2, 1)
+    assert copy["recycles"] and 1 < copy["output_tokens"] <= 16
+    for each in copy["expected"].values():
+        assert each["speed_up"] > 0 and each["tokens_per_step"] >= 1.0
+        ratio = each["tokens_per_second"] / copy["plain_tokens_per_second"]
+        assert ratio == pytest.approx(each["speed_up"])
+    assert found["about"]["machine"]["dtype"] == "float32"
+    html = page.read_text()
+    assert "copy: " in html and "speculative=" in html
+    assert "src=" not in html and "href=" not in html
+
+
+def test_a_report_for_people(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "my log.jsonl", COPY)
+    assert main(["analyze", file, "--model", folder, *FLAT]) == 0
+    shown = capsys.readouterr()
+    assert "83% repeat the prompt" in shown.out
+    assert "speculative=SpeculativeConfig()" in shown.out
+    assert f"lookahead-hf bench --model {folder}" in shown.out and f"'{file}'" in shown.out
+    assert "tokens/s" not in shown.out and "The model did not run." in shown.out
+    assert "replaying" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "more", "message"),
+    [
+        ("none.txt", None, [], "cannot be read"),
+        ("empty.jsonl", "\n\n", [], "has no prompt"),
+        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt"', [], "line 3 is not JSON"),
+        ("a.jsonl", "[1]", [], "line 1 is not a JSON object"),
+        ("a.jsonl", '{"text": "a"}', [], "neither a text `prompt` nor a list `messages`"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}', [], "neither a text `prompt`"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', [], "no question"),
+        ("a.txt", "a prompt", ["--references"], "holds no outputs"),
+        ("a.txt", "a prompt", ["--costs", "assumed"], "--costs needs --references"),
+        ("a.txt", "a prompt", ["--costs", "1:1"], "write pairs such as 0:1"),
+        ("a.txt", "a prompt", ["--costs", "0:0"], "write pairs such as 0:1"),
+        ("a.txt", "a prompt", ["--costs", "cheap"], "write pairs such as 0:1"),
+    ],
+)
+def test_what_cannot_be_analysed_is_one_message(
+    name: str,
+    content: str | None,
+    more: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert main(["analyze", str(tmp_path / name), *more]) == (2 if "pairs" in message else 1)
+    assert message in capsys.readouterr().err
+
+
+def asked_in(file: Path, limit: int) -> list[str]:
+    return [sample.messages[0]["content"] for sample in read_samples(file, limit)]
+
+
+def test_prompts_are_read_in_all_their_forms(tmp_path: Path) -> None:
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    file = tmp_path / "log.jsonl"
+    written(file, {"messages": [asked, answered]}, {"messages": [asked], "family": 5})
+    assert read_samples(file, 9) == [
+        Sample(UNGROUPED, (asked,), "b", is_conversation=True),
+        Sample("5", (asked,), is_conversation=True),
+    ]
+    (tmp_path / "lines").write_text("a\n \nb\n")
+    assert [sample.messages[0]["content"] for sample in read_samples(tmp_path / "lines", 9)] == [
+        "a",
+        "b",
+    ]
+    written(file, *[{"prompt": str(number), "group": number % 2} for number in range(20)])
+    taken = [sample.messages[0]["content"] for sample in read_samples(file, 3)]
+    assert taken == ["0", "1", "6", "7", "12", "13"]  # three of each group, over the whole file
+    with pytest.raises(CommandError, match="UTF-8"):
+        file.write_bytes(b"\xff\n")
+        read_samples(file, 9)
