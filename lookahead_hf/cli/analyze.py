@@ -22,7 +22,7 @@ from lookahead_hf.cli.analysis.costs import (
 from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat, load_tokenizer, open_model
-from lookahead_hf.cli.parsing import POSITIVE, Arguments, command, model_options
+from lookahead_hf.cli.parsing import DTYPE, POSITIVE, Arguments, command, model_options
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
 

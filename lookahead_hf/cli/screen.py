@@ -101,10 +101,11 @@ class PageScreen(Screen):
     def __init__(self) -> None:
         from rich.console import Console
 
-        unseen = io.StringIO()
+        super().__init__()
         self._out = Console(
-            highlight=False, markup=False, emoji=False, record=True, file=unseen, width=100
+            highlight=False, markup=False, emoji=False, record=True, file=io.StringIO(), width=100
         )
+        self.has_colour = True
 
     def save(self, file: Path) -> None:
         """Write the page.
