@@ -89,7 +89,7 @@ def enable(model: _Model, default: Any = None) -> _Model:
     `copy.copy` shares the hook, so its `generate` runs the model that was enabled.
 
     The first call in a process loads the functions that numba compiled earlier, which takes a
-    second. Where there are none yet, it waits two seconds and leaves the rest to the background.
+    second. Where there are none yet, another process compiles them in the background.
 
     Args:
         model: A transformers model that can generate, also inside `torch.compile`,
@@ -108,7 +108,7 @@ def enable(model: _Model, default: Any = None) -> _Model:
         _put(target, Hook(target))
     if default is not None:
         vars(target)["generate"].default = default
-    ngram_pool.wait_until_compiled(LOADING_SECONDS)
+    ngram_pool.wait_until_loaded(LOADING_SECONDS)
     return model
 
 

@@ -10,7 +10,7 @@ from lookahead_hf.ngram_pool.compilation import (
     compile_now,
     compiled,
     ready,
-    wait_until_compiled,
+    wait_until_loaded,
 )
 from lookahead_hf.ngram_pool.matches import Continuations
 from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
@@ -28,5 +28,5 @@ __all__ = [
     "compile_now",
     "compiled",
     "ready",
-    "wait_until_compiled",
+    "wait_until_loaded",
 ]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
 _pending: list[Callable[[], None]] = []
+_modules: list[str] = []
+"""Modules that hold the numba functions of what is pending."""
 _compiling = threading.Lock()
 _background: threading.Thread | None = None
+_child: subprocess.Popen[bytes] | None = None
+"""The process that compiles for the background thread."""
 _failure: Exception | None = None
 """Why the last attempt to compile failed; None if it succeeded or there was none."""
 
@@ -45,9 +53,10 @@ def importing_numba() -> Iterator[None]:
         raise NumbaMissingError(error) from error
 
 
-def register(warm_up: Callable[[], None]) -> None:
-    """Add a function that calls every numba function of a module once, with the real types."""
+def register(warm_up: Callable[[], None], *modules: str) -> None:
+    """Add a function that calls every numba function of some modules once, with the real types."""
     _pending.append(warm_up)
+    _modules.extend(modules)
 
 
 def available() -> bool:
@@ -96,11 +105,14 @@ def compile_now() -> None:
             raise
 
 
-def wait_until_compiled(timeout: float) -> None:
-    """Start to compile and wait for it, at most so many seconds."""
+def wait_until_loaded(timeout: float) -> None:
+    """Start to compile, and wait at most so many seconds if there is nothing but to load."""
     compile_in_background()
-    if _background is not None:
-        _background.join(timeout)
+    end = time.monotonic() + timeout
+    while _background is not None and _background.is_alive() and _child is None:
+        _background.join(0.02)
+        if time.monotonic() > end:
+            return
 
 
 def compile_in_background() -> None:
@@ -120,9 +132,55 @@ def compile_in_background() -> None:
 
 def _compile_quietly() -> None:
     try:
-        compile_now()
+        if not _is_saved():
+            _compile_elsewhere()
+        if threading.main_thread().is_alive():
+            compile_now()
     except Exception:  # calls decode plainly, and report that
         logger.info("numba's functions could not be compiled", exc_info=True)
+
+
+def _is_saved() -> bool:
+    """Return whether each module has compiled functions on disk, or cannot be imported."""
+    try:
+        from lookahead_hf.ngram_pool.jit import is_saved
+
+        for module in _modules:
+            importlib.import_module(module)
+    except Exception:  # as `compile_now` finds, too
+        return True
+    return all(map(is_saved, _modules))
+
+
+_CHILD = """\
+import os
+getattr(os, "nice", lambda _: 0)(10)
+import lookahead_hf.drafting.registry
+from lookahead_hf import ngram_pool
+ngram_pool.compile_now()
+"""
+
+
+def _compile_elsewhere() -> None:
+    """Let another process compile and keep the functions on disk.
+
+    A thread of this process would hold the interpreter's lock for most of its time: a call beside
+    it takes ten times as long. If the process fails, this one compiles. If this one ends first, the
+    other goes on and fills the disk for the next.
+    """
+    global _child
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    nothing = subprocess.DEVNULL
+    try:
+        _child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD], env=env, stdin=nothing, stdout=nothing, stderr=nothing
+        )
+        while _child.poll() is None and threading.main_thread().is_alive():
+            time.sleep(0.1)
+    except (OSError, ValueError) as error:
+        logger.info("no process compiles numba's functions: %r", error)
+    finally:
+        _child = None
 
 
 def _is_installed() -> bool:

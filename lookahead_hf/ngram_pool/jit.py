@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from numba import njit
@@ -14,12 +15,17 @@ logger = logging.getLogger(__name__)
 
 _has_warned = False
 
+_caches: dict[str, list[TolerantCache]] = {}
+"""The caches of each module's functions."""
+
 
 def jit(function: Callable[..., Any]) -> Any:
     """Compile without the interpreter lock; keep the code on disk if a folder is writable."""
     dispatcher = njit(nogil=True)(function)
     try:
-        dispatcher._cache = TolerantCache(function)  # what `cache=True` does with numba's own
+        cache = TolerantCache(function)
+        dispatcher._cache = cache  # what `cache=True` does with numba's own
+        _caches.setdefault(function.__module__, []).append(cache)
     except (OSError, RuntimeError) as error:  # no folder is writable
         _warn_once(error)
     return dispatcher
@@ -47,6 +53,12 @@ class TolerantCache(FunctionCache):
             super().save_overload(sig, data)
         except Exception as error:
             _warn_once(error)
+
+
+def is_saved(module: str) -> bool:
+    """Return whether a module's compiled functions are on disk, or cannot be."""
+    files = [Path(cache._cache_file._index_path) for cache in _caches.get(module, ())]
+    return not files or any(file.exists() for file in files)
 
 
 def _warn_once(error: Exception) -> None:

@@ -150,4 +150,4 @@ def _warm_up() -> None:
     index.grow(np.full(NUM_BUCKETS, 0.5), 1)
 
 
-register(_warm_up)
+register(_warm_up, "lookahead_hf.ngram_pool._numba")

@@ -81,6 +81,33 @@ def test_a_thread_that_cannot_be_started_costs_no_call(
     assert not compilation.ready() and not compilation.available()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_another_process_compiles_what_is_not_saved(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    done: list[str] = []
+
+    class Child:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            if fails:
+                raise OSError("no more processes")
+            compile(command[-1], "child", "exec")
+
+        def poll(self) -> int:
+            done.append("child")
+            return 0
+
+    monkeypatch.setattr(compilation.subprocess, "Popen", Child)
+    monkeypatch.setattr(jit, "is_saved", lambda module: module != "json")
+    compilation.register(lambda: done.append("first"), "math")
+    compilation.wait_until_loaded(60)
+    compilation.register(lambda: done.append("second"), "json")
+    compilation.wait_until_loaded(60)
+    settle()
+    assert done == ["first", *([] if fails else ["child"]), "second"]
+    assert compilation.ready()
+
+
 def test_without_numba_nothing_waits(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
