@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-from transformers import GenerationMixin
-
 MOST_WRAPPERS = 16
 """Most nested wrappers that are unwrapped; a mock would contain wrappers without end."""
 
@@ -17,6 +14,8 @@ def unwrap(model: Any) -> Any:
     Raises:
         ValueError: There is no such model.
     """
+    from transformers import GenerationMixin  # so that statistics can be read without torch
+
     inner = model
     for _ in range(MOST_WRAPPERS):
         if inner is None or isinstance(inner, GenerationMixin):
@@ -29,6 +28,8 @@ def unwrap(model: Any) -> Any:
 
 def _inside(wrapper: Any) -> Any:
     """The next object inside a wrapper, None where none is known."""
+    from torch import nn
+
     if isinstance(wrapper, type):
         return None
     if callable(base := getattr(wrapper, "get_base_model", None)):

@@ -64,7 +64,8 @@ LAYERS = {
         "session",
     ),
     "ngram_pool": (
-        "compilation jit matches",
+        "jit matches",
+        "compilation",
         "_logits_numba _numba store",
         "_pool_table logits_memory suffix_index",
         "_pool_numba",

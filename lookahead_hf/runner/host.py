@@ -13,6 +13,7 @@ from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.kernels import compact_path
+from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import (
     attention,
@@ -78,7 +79,7 @@ class Runner:
             packed = PackedSteps(model, False)
         self._packed = packed
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
-        self._is_repeat = False
+        self._is_repeat = self._is_new = False
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
@@ -168,8 +169,11 @@ class Runner:
 
     @property
     def step_is_typical(self) -> bool:
-        """Whether the latest step was one forward and nothing else, so that its time is typical."""
-        return self._packed.is_typical and not self._is_repeat
+        """Whether the latest step was one forward and nothing else, so that its time is typical.
+
+        The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
+        """
+        return self._packed.is_typical and not self._is_repeat and not self._is_new
 
     @property
     def _trims(self) -> bool:
@@ -207,6 +211,10 @@ class Runner:
             outputs = self.model(**given, return_dict=True)
         if self._packed.is_used:
             self.execution = execution.PACKED
+        kind = self.mode, self.num_rows, outputs.logits.shape[1]
+        known = state_of(self.model).run_blocks
+        self._is_new = kind not in known
+        known.add(kind)
         return StepOutputs(logits=outputs.logits, of_model=outputs)
 
     def is_contaminated(self, step: StepOutputs, live: np.ndarray) -> bool:
