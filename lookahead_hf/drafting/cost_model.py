@@ -24,7 +24,7 @@ TRY_EVERY = 16
 """Steps between those in which a size that is due may be tried."""
 
 SLOPE = 0.02
-"""Assumed cost of one more node, relative to a plain step."""
+"""Assumed cost of one more token in a step, relative to a plain step."""
 
 
 class CostCurve:
@@ -32,13 +32,13 @@ class CostCurve:
 
     The estimate of a size is a low quantile of its latest durations, since whatever disturbs a step
     makes it longer. Sizes that were never measured follow the curve of a similar setting or a line
-    of slope `SLOPE`, scaled to the measured sizes around them.
+    of slope `SLOPE` per row, scaled to the measured sizes around them.
 
     Attributes:
         greatest_size: The greatest size that was measured, here or in the similar setting.
     """
 
-    def __init__(self, like: CostCurve | None = None) -> None:
+    def __init__(self, like: CostCurve | None = None, num_rows: int = 1) -> None:
         """Start from the curve of a similar setting, if there is one."""
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
@@ -46,7 +46,7 @@ class CostCurve:
         self._due: dict[int, int] = {}
         self._clock = 0
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
-        self._assumed = 1.0 + SLOPE * _SIZES if like is None else like.seconds(_SIZES)
+        self._assumed = 1.0 + SLOPE * num_rows * _SIZES if like is None else like.seconds(_SIZES)
         self.greatest_size: int = 0 if like is None else like.greatest_size
 
     def observe(self, num_nodes: int, seconds: float) -> None:
@@ -127,7 +127,8 @@ class CostModel:
             if key not in self._curves:
                 known = [k for k in self._curves if k[:2] == key[:2]]
                 nearest = min(known, key=lambda k: (k[2] != mode, abs(k[3] - length)), default=None)
-                self._curves[key] = CostCurve(None if nearest is None else self._curves[nearest])
+                like = None if nearest is None else self._curves[nearest]
+                self._curves[key] = CostCurve(like, num_rows)
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:
                 self._curves.popitem(last=False)

@@ -154,7 +154,8 @@ def _is_saved() -> bool:
 
 _CHILD = """\
 import os
-getattr(os, "nice", lambda _: 0)(10)
+if hasattr(os, "SCHED_IDLE"):
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 import lookahead_hf.drafting.registry
 from lookahead_hf import ngram_pool
 ngram_pool.compile_now()
@@ -165,8 +166,8 @@ def _compile_elsewhere() -> None:
     """Let another process compile and keep the functions on disk.
 
     A thread of this process would hold the interpreter's lock for most of its time: a call beside
-    it takes ten times as long. If the process fails, this one compiles. If this one ends first, the
-    other goes on and fills the disk for the next.
+    it takes ten times as long. The other process runs where cores are idle. If it fails, this one
+    compiles. If this one ends first, the other goes on and fills the disk for the next.
     """
     global _child
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
