@@ -8,6 +8,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,17 @@ def nodes(page: Path) -> Iterator[ast.AST]:
             continue
 
 
-def resolved(dotted: str) -> Any:
-    """The object of a dotted name; importing its modules as needed."""
+def check_exists(dotted: str) -> None:
+    """Look a dotted name up. The last part is not imported: `lookahead_hf.auto` acts if it is."""
     name, *rest = dotted.split(".")
-    found = importlib.import_module(name)
-    for part in rest:
+    found: Any = importlib.import_module(name)
+    for place, part in enumerate(rest, start=1):
         name += f".{part}"
-        found = getattr(found, part, None) or importlib.import_module(name)
-    return found
+        if not hasattr(found, part):
+            assert find_spec(name), f"there is no {name}"
+            found = importlib.import_module(name) if place < len(rest) else None
+        else:
+            found = getattr(found, part)
 
 
 def is_call_of(node: ast.AST, name: str) -> bool:
@@ -75,10 +79,10 @@ def test_names_of_the_package_exist(page: Path) -> None:
         if isinstance(node, ast.Attribute) and re.fullmatch(
             r"lookahead_hf[.\w]*", dotted := ast.unparse(node)
         ):
-            resolved(dotted)
+            check_exists(dotted)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lookahead_hf"):
             for each in node.names:
-                resolved(f"{node.module}.{each.name}")
+                check_exists(f"{node.module}.{each.name}")
         elif is_call_of(node, "SpeculativeConfig"):
             assert {each.arg for each in node.keywords} <= CONFIG_FIELDS
     folders = "lookahead_hf|benchmarks|examples|tests"
