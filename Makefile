@@ -3,6 +3,7 @@
 # make test-all   the same with the slow tests
 # make test-oldest  the tests with the oldest supported transformers, in a separate venv
 # make test-ecosystem  the libraries that call `generate`, in a separate venv (some gigabytes)
+# make docs       the documentation as a site in build/site
 # make bench      the end-to-end benchmark (ARGS="--families code_edit --rounds 1")
 # make clean      remove everything that these built; the model stays in the user's cache folder
 #
@@ -21,12 +22,12 @@ NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all test-oldest test-ecosystem lint bench clean
+.PHONY: demo test test-all test-oldest test-ecosystem lint docs bench clean
 
 demo: .venv/.demo
 	.venv/bin/lookahead-hf demo $(ARGS)
 
-test: lint
+test: lint docs
 	TRITON_INTERPRET=1 .venv/bin/python $(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-all: lint
@@ -43,6 +44,10 @@ lint: .venv/.tests
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# It takes some seconds. A broken link, a wrong anchor or an unknown name is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
 
 bench: .venv/.tests
 	.venv/bin/python benchmarks/end_to_end.py $(ARGS)
@@ -61,6 +66,10 @@ clean:
 
 .venv/.tests: pyproject.toml constraints.txt | .venv/bin/python
 	.venv/bin/python $(PIP_INSTALL) -e ".[demo,bench,dev]"
+	@touch $@
+
+.venv/.docs: pyproject.toml constraints.txt | .venv/bin/python
+	.venv/bin/python $(PIP_INSTALL) -e ".[docs]"
 	@touch $@
 
 .venv-oldest/.tests: pyproject.toml constraints.txt

@@ -3,7 +3,7 @@
     python -m tests.ecosystem.table docs/ecosystem.md
 
 The page marks libraries that are not installed; `pip install "lookahead-hf[ecosystem]"` installs
-most of them. The page is kept as it is from the section "Other tests" on.
+most of them. The page is kept as it is before "Tested callers", and from "Other tests" on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import transformers
 from tests.ecosystem import adapted, callers, frameworks, harnesses, pictures, servers
 from tests.ecosystem.room import NOT_REACHED, SPECULATES, Caller, Room, try_out
 
-BY_HAND = "## Other tests\n"
-"""The heading at which the part of the page begins that people write; this program keeps it."""
+WRITTEN, BY_HAND = "## Tested callers\n", "## Other tests\n"
+"""The headings at which the part that this program writes begins and ends; it keeps the rest."""
 
 SECTIONS = {
     "Pipelines, servers, agents": [
@@ -95,9 +95,9 @@ def as_page(sections: dict[str, list[Line]], rest: str) -> str:
 
 
 _INTRODUCTION = """\
-# Callers of `generate`
+## Tested callers
 
-`python -m tests.ecosystem.table docs/ecosystem.md` wrote this page, with torch {torch} and
+`python -m tests.ecosystem.table docs/ecosystem.md` wrote the tables, with torch {torch} and
 transformers {transformers} on a CPU. Every caller runs twice on tiny random models, plainly and
 speculatively, each in a process of its own. "speculates" means that drafts were accepted; "same
 text" means that the caller returned the same result both times. tests/ecosystem asserts this for
@@ -135,8 +135,9 @@ def main(words: list[str]) -> None:
             sections[title].append(run_apart(caller))
             print(f"{caller.name}: {sections[title][-1].result}", file=sys.stderr)
     page = Path(words[0])
-    rest = page.read_text().partition(BY_HAND)
-    page.write_text(as_page(sections, BY_HAND + rest[2]))
+    before, _, after = page.read_text().partition(WRITTEN)
+    after = after.partition(BY_HAND)[2]
+    page.write_text(before + as_page(sections, BY_HAND + after))
 
 
 if __name__ == "__main__":
