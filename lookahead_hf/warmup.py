@@ -18,7 +18,7 @@ from lookahead_hf.runner import attention, positions, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
-from lookahead_hf.runner.packed_steps import PackedSteps
+from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
 from lookahead_hf.verification import device
 from lookahead_hf.wrappers import unwrap
 
@@ -36,9 +36,9 @@ def warm_up(
 ) -> None:
     """Compile, pack weights, capture steps, and measure what draft tokens cost this model.
 
-    Without it the first call decodes plainly until numba has compiled (seconds, once per
+    Without it the first calls draft by prompt lookup until numba has compiled (seconds, once per
     installation), the first steps of a model find out what they cost, weights on a CPU are packed
-    only after a while, and steps on a GPU are captured in the middle of a call.
+    in the first long call or after some steps, and steps on a GPU are captured in a call.
 
     Args:
         model: The model that will generate.
@@ -91,7 +91,7 @@ def _runner(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> 
     if device.serves(model.device) and support.on_device(model, nothing):
         scoring = _unaltered if do_sample else None
         return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
-    return Runner(model, num_rows, packed=PackedSteps(model, after=0))
+    return Runner(model, num_rows, packed=PackedSteps(model, num_new_tokens=LONG_CALL))
 
 
 def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:

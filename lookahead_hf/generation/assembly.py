@@ -178,4 +178,4 @@ def _runner(
     config = call.request.config
     varies = config.draft_invariant and call.model.dtype == torch.float32
     packs = processes.is_alone and not varies and config.packed_weights
-    return Runner(call.model, call.num_rows, shape, PackedSteps(call.model, packs))
+    return Runner(call.model, call.num_rows, shape, PackedSteps(call.model, packs, call.num_new))

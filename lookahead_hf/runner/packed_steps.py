@@ -23,6 +23,9 @@ PACKED_AFTER = 12
 """Steps of a model after which "auto" packs its weights. Packing takes as long as about six steps,
 and each packed step saves a third."""
 
+LONG_CALL = 64
+"""New tokens from which a call pays for packing itself, so that its first step packs."""
+
 _IS_PATCHED = getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear)
 
 
@@ -79,16 +82,17 @@ class PackedSteps:
     """
 
     def __init__(
-        self, model: nn.Module, wanted: str | bool = "auto", after: int = PACKED_AFTER
+        self, model: nn.Module, wanted: str | bool = "auto", num_new_tokens: int = 0
     ) -> None:
         """Go on with what is kept of the model, unless its weights have changed.
 
         Args:
             model: The target.
             wanted: As `packed_weights` in `SpeculativeConfig`.
-            after: Steps of the model after which "auto" packs.
+            num_new_tokens: Most tokens that the call may emit in a row.
         """
-        self._model, self._wanted, self._after = model, wanted, after
+        self._model, self._wanted = model, wanted
+        self._after = 0 if num_new_tokens >= LONG_CALL else PACKED_AFTER
         self.is_typical = True
         kept = self._kept()
         if kept is not None and not (kept.are_current() and kept.dtype in (None, _dtype(model))):

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import packed_linear, packed_weights
+from lookahead_hf.runner import packed_linear, packed_steps, packed_weights
 from lookahead_hf.runner.packed_steps import PackedSteps
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
@@ -427,7 +427,8 @@ def test_what_is_kept_does_not_keep_the_model() -> None:
 def test_weights_are_packed_after_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**40)
     model = lookahead_hf.enable(half())
-    steps = PackedSteps(model, "auto", after=2)
+    monkeypatch.setattr(packed_steps, "PACKED_AFTER", 2)
+    steps = PackedSteps(model, "auto")
     typical, used = [], []
     for _ in range(4):
         with torch.no_grad(), steps.step():
@@ -438,13 +439,22 @@ def test_weights_are_packed_after_some_steps(monkeypatch: pytest.MonkeyPatch) ->
     assert used == [False, False, False, True]
 
 
+def test_a_long_call_packs_in_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**40)
+    steps = PackedSteps(model := half(), "auto", packed_steps.LONG_CALL)
+    with torch.no_grad(), steps.step():
+        model(prompt())
+    assert steps.is_used and not steps.is_typical
+
+
 def test_little_memory_leaves_the_weights_alone_unless_packing_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[int] = []
     monkeypatch.setattr(packed_weights, "free_memory", lambda: looked.append(1) or 1000)
     model = half()
-    steps = PackedSteps(model, "auto", after=2)
+    monkeypatch.setattr(packed_steps, "PACKED_AFTER", 2)
+    steps = PackedSteps(model, "auto")
     for _ in range(6):
         with torch.no_grad(), steps.step():
             model(prompt())
