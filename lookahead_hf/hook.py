@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
-from lookahead_hf.drafting.session import memory_of
+from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model_state import state_of
 from lookahead_hf.wrappers import unwrap

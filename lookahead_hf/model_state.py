@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from lookahead_hf.drafting.session import ModelMemory
+    from lookahead_hf.drafting.memory import ModelMemory
     from lookahead_hf.runner.cuda.graphs import ModelGraphs
     from lookahead_hf.runner.packed_linear import PackedLinears
     from lookahead_hf.stats import SpeculativeStats, Totals

@@ -11,7 +11,8 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.cost_model import SIZES
-from lookahead_hf.drafting.session import compile_or_warn, memory_of, placement
+from lookahead_hf.drafting.memory import memory_of, placement
+from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, positions, support

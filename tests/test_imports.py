@@ -58,7 +58,7 @@ LAYERS = {
         sources.ngram sources.prediction user_drafter""",
         "prompt_lookup sources.assistant.drafter sources.pool sources.recycling",
         "calibration",
-        "tree",
+        "memory tree",
         "ensemble",
         "registry",
         "session",

@@ -9,7 +9,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import ngram_pool
-from lookahead_hf.drafting.session import memory_of, placement
+from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.runner import packed_weights
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated

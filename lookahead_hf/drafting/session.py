@@ -15,15 +15,13 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.budget import Budget
-from lookahead_hf.drafting.calibration import KeptRates
-from lookahead_hf.drafting.cost_model import CostModel
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.prompt_lookup import PromptLookup
 from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.scheduler import Scheduler
 from lookahead_hf.drafting.tree import head, likeliest_chain
-from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs
@@ -32,8 +30,6 @@ from lookahead_hf.stats import SourceStats
 if TYPE_CHECKING:
     import torch
 
-
-OWN_POOL_TOKENS = 1_000_000
 
 INVARIANT_WIDTH = 16
 """Tokens per row of every block with `draft_invariant`, the same for all drafters and budgets.
@@ -46,39 +42,8 @@ CHAIN_OF = 64
 """Nodes of the tree that such a chain is taken from."""
 
 
-class ModelMemory:
-    """What drafting keeps of a model between calls: rates, costs, and its own pool.
-
-    The pool is the only place that holds tokens; it stays empty unless a call is told to learn.
-    """
-
-    def __init__(self) -> None:
-        self.rates = KeptRates()
-        self.costs = CostModel()
-        self._pool: ngram_pool.NgramPool | None = None
-
-    def own_pool(self) -> ngram_pool.NgramPool:
-        """The model's own pool, made when it is first asked for."""
-        with _lock:
-            self._pool = self._pool or ngram_pool.NgramPool(max_tokens=OWN_POOL_TOKENS)
-            return self._pool
-
-
 _lock = threading.Lock()
 _has_warned = False
-
-
-def memory_of(model: Any) -> ModelMemory:
-    """The model's memory, made when it is first asked for."""
-    state = state_of(model)
-    with state.lock:
-        state.drafting = state.drafting or ModelMemory()
-        return state.drafting
-
-
-def placement(model: Any) -> str:
-    """The device and the type of a model, which change what its steps cost."""
-    return f"{model.device} {model.dtype}"
 
 
 def sources_of(

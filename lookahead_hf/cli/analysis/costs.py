@@ -129,7 +129,7 @@ def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
 
 def _learned(model: Any, columns: int, stats: SpeculativeStats) -> dict[int, float]:
     """What the model's calls have learned about their steps at this length."""
-    from lookahead_hf.drafting.session import memory_of, placement
+    from lookahead_hf.drafting.memory import memory_of, placement
 
     on_device = "device" if stats.engine == "device" else ""
     mode = {"packed": "packed", "replayed": "graphs"}.get(str(stats.execution), on_device)

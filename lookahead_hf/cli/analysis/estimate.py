@@ -20,8 +20,9 @@ from lookahead_hf.cli.analysis.replay import (
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.cost_model import KEPT_SAMPLES
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.registry import Resources
-from lookahead_hf.drafting.session import memory_of, placement, sources_of
+from lookahead_hf.drafting.session import sources_of
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 
 TOP = 64

@@ -18,7 +18,7 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.cost_model import KEPT_SAMPLES, SIZES, CostCurve
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.session import memory_of
+from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.rows import Rows
 from tests.helpers.distributed.ranks import (
     BUDGET,
