@@ -112,7 +112,7 @@ def main() -> None:
     plain, fast = (done[len(done) // 2] for done in by_time)
     if plain.ids != fast.ids:
         raise SystemExit("the texts differ, as near ties in half precision may fall either way")
-    about = "{model}, {dtype}, {threads} CPU threads".format(**machine(model))
+    about = "{model}, {dtype}, {threads} of {cores} CPU cores".format(**machine(model))
     picture = draw(plain, fast, pieces_of(tokenizer, plain.ids), chosen.splitlines()[0], about)
     options.picture.write_text(picture)
     print(f"{plain.times[-1]:.2f} s plain, {fast.times[-1]:.2f} s speculative")

@@ -37,7 +37,9 @@ class Letters(Drafter):
         return self.following.get(tuple(text[-self.match :]), [])
 
 
-TASK = "Write a short letter to {name} and say thank you for the order of {article}."
+TASK = """Write this letter to {name}: "Dear NAME, thank you for the order of ARTICLE. It will
+be sent within three working days. If anything is missing, please call us, and we will send it at
+once. Yours sincerely, the sales team." The article is {article}."""
 EARLIER = ({"name": "Ms Jones", "article": "a lamp"}, {"name": "Dr Wu", "article": "two chairs"})
 
 model, tokenizer = load()
