@@ -49,7 +49,10 @@ def timed(generate: Any, **arguments: Any) -> tuple[Any, float]:
 
 
 def compare(model: Any, plain_seconds: float, seconds: float) -> None:
-    """Print the times of a plain and a speculative call, and the steps of the speculative one."""
+    """Print the times of a plain and a speculative call, and what speculation did."""
     stats = lookahead_hf.last_stats(model)
+    drafted = f"{stats.num_accepted} of {stats.num_drafted} draft tokens accepted"
+    gain = f"{plain_seconds / seconds:.1f} times as fast"
     print(f"plain:       {plain_seconds:.2f} s, 1.00 tokens per step")
-    print(f"speculative: {seconds:.2f} s, {stats.tokens_per_step:.2f} tokens per step")
+    print(f"speculative: {seconds:.2f} s, {stats.tokens_per_step:.2f} tokens per step, {drafted}")
+    print(f"             {gain}")

@@ -7,12 +7,18 @@ from _model import ask, compare, load, timed
 
 import lookahead_hf
 
+FUNCTION = """def area(width, height):
+    if width < 0 or height < 0:
+        raise ValueError("negative size")
+    return width * height"""
+LIST = "milk, bread, butter, cheese, apples, pears, plums, rice, pasta, flour, sugar, salt, tea"
+
 model, tokenizer = load()
 inputs = ask(
     tokenizer,
-    "Count from one to thirty in words.",
+    f"Print this function again:\n\n```python\n{FUNCTION}\n```",
     "Hi!",
-    "Copy this sentence twice: the cat sat on the mat and looked at the moon.",
+    f"Print this list again: {LIST}",
 )
 sampling = {"max_new_tokens": 64, "do_sample": True, "temperature": 0.7, "top_p": 0.9}
 

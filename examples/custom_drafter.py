@@ -1,8 +1,8 @@
-"""Write a drafter of your own: a bad draft costs speed, but never changes the text."""
+"""Write a drafter of your own: this one knows how the letters of an office go on."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from _model import ask, compare, load, timed
 
@@ -11,32 +11,47 @@ from lookahead_hf import Drafter, DraftTree, SpeculativeConfig
 from lookahead_hf.rows import Rows
 
 
-class Glossary(Drafter):
-    """Completes terms that are likely to come up, from any of their tokens on."""
+class Letters(Drafter):
+    """Drafts what followed the latest tokens of the text in earlier letters.
 
-    name = "glossary"
+    A letter that goes on in another way costs speed, but never changes the text.
+    """
 
-    def __init__(self, tokenizer: Any, terms: list[str]) -> None:
-        self.terms = [tokenizer(term, add_special_tokens=False).input_ids for term in terms]
+    name = "letters"
+
+    def __init__(self, letters: Sequence[Sequence[int]], match: int = 3, length: int = 12) -> None:
+        self.match = match
+        self.following: dict[tuple[int, ...], list[Sequence[int]]] = {}
+        for ids in letters:
+            for at in range(match, len(ids)):
+                known = self.following.setdefault(tuple(ids[at - match : at]), [])
+                known.append(ids[at : at + length])
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return DraftTree.from_chains(
-            [] if rows.finished[row] else self.endings(rows.last_token(row))
+            [] if rows.finished[row] else self.endings(rows.context(row).tolist())
             for row in range(rows.num_rows)
         )
 
-    def endings(self, last: int) -> list[list[int]]:
-        return [ids[at + 1 :] for ids in self.terms for at in range(len(ids)) if ids[at] == last]
+    def endings(self, text: list[int]) -> list[Sequence[int]]:
+        return self.following.get(tuple(text[-self.match :]), [])
 
+
+TASK = """Write this letter to {name}: "Dear NAME, thank you for the order of ARTICLE. It will
+be sent within three working days. If anything is missing, please call us, and we will send it at
+once. Yours sincerely, the sales team." The article is {article}."""
+EARLIER = ({"name": "Ms Jones", "article": "a lamp"}, {"name": "Dr Wu", "article": "two chairs"})
 
 model, tokenizer = load()
-inputs = ask(tokenizer, "What is the difference between supervised and reinforcement learning?")
-terms = [" machine learning model", " decision trees", " linear regression", " labeled data"]
-glossary = Glossary(tokenizer, terms)
-# With a fixed budget every draft is verified; "auto" would first measure what drafts cost.
-config = SpeculativeConfig(drafters=(glossary,), budget=4)
 limits = {"max_new_tokens": 96, "do_sample": False}
+letters = []  # in your program, a file of what has been sent
+for order in EARLIER:
+    asked = ask(tokenizer, TASK.format(**order))
+    letters.append(model.generate(**asked, **limits)[0, asked.input_ids.shape[1] :].tolist())
 
+inputs = ask(tokenizer, TASK.format(name="Mr Smith", article="a table"))
+# To keep the built-in drafters: drafters=("ngram", "recycling", Letters(letters)).
+config = SpeculativeConfig(drafters=(Letters(letters),))
 plain, plain_seconds = timed(model.generate, **inputs, **limits)
 fast, seconds = timed(model.generate, **inputs, **limits, speculative=config)
 

@@ -9,11 +9,17 @@ import lookahead_hf
 FUNCTION = """def area(width, height):
     if width < 0 or height < 0:
         raise ValueError("negative size")
-    return width * height"""
+    return width * height
+
+
+def volume(width, height, depth):
+    if depth < 0:
+        raise ValueError("negative size")
+    return area(width, height) * depth"""
 
 model, tokenizer = load()
-inputs = ask(tokenizer, f"Print this function again:\n\n```python\n{FUNCTION}\n```")
-limits = {"max_new_tokens": 64, "do_sample": False}
+inputs = ask(tokenizer, f"Print this code again:\n\n```python\n{FUNCTION}\n```")
+limits = {"max_new_tokens": 96, "do_sample": False}
 
 plain, plain_seconds = timed(model.generate, **inputs, **limits)
 fast, seconds = timed(model.generate, **inputs, **limits, speculative=True)

@@ -47,6 +47,25 @@ def save_tiny_chat(folder: Path) -> Path:
     return folder
 
 
+def save_looping_chat(folder: Path) -> Path:
+    """The same for a model that writes eight tokens over and over, whatever the prompt is.
+
+    The next token hangs on the last one alone: no layer adds anything to its embedding.
+    """
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_chat(folder))
+    embedding = model.get_input_embeddings().weight
+    last = torch.arange(len(embedding))
+    following = torch.where(last < 8, last + 8, last - last % 8 + (last + 1) % 8)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        known = following < len(embedding)
+        model.lm_head.weight[following[known]] = embedding[known]
+    model.save_pretrained(folder)
+    return folder
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Every byte is a token."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,0 +1,79 @@
+"""SVG elements for the pictures of the README, which need no script and no font of their own."""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import escape
+
+CHARACTER, BIG = 6.9, 8.4
+"""Width in pixels of a character of ordinary and of large text."""
+
+_FONTS = 'ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace'
+_STYLE = """text{font:11.5px %s;white-space:pre;fill:%s}
+text.big{font-size:14px;font-weight:600}text.dim{fill:#8b949e}"""
+
+
+def text(x: float, y: float, content: str, style: str = "") -> str:
+    """A line of text that is equally wide in every monospaced font.
+
+    Args:
+        x: Left end in pixels.
+        y: Base line in pixels.
+        content: What to write.
+        style: Names of classes: "big", "dim", or a colour of the document.
+    """
+    content = "".join(each if each.isprintable() else "?" for each in content)
+    width = len(content) * (BIG if "big" in style.split() else CHARACTER)
+    named = f' class="{style}"' if style else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs"'
+    return f"<text {place}{named}>{escape(content)}</text>"
+
+
+def box(x: float, y: float, width: float, height: float, style: str) -> str:
+    """A rectangle with round corners in a colour of the document."""
+    size = f'width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="2" class="{style}"/>'
+
+
+def between(start: float, end: float, total: float, content: str) -> str:
+    """Show elements from `start` to `end`, in a loop of `total` seconds.
+
+    Viewers that do not animate show what stays to the end of the loop.
+    """
+    values, times, hidden = "0;1", f"0;{start / total:.4f}", ""
+    if end < total:
+        values, times, hidden = "0;1;0", f"{times};{end / total:.4f}", ' opacity="0"'
+    return (
+        f'<g{hidden}>{content}<animate attributeName="opacity" values="{values}" '
+        f'keyTimes="{times}" calcMode="discrete" dur="{total:.2f}s" repeatCount="indefinite"/></g>'
+    )
+
+
+def document(
+    width: float,
+    height: float,
+    title: str,
+    content: str,
+    colours: dict[str, str],
+    ink: str,
+    paper: str = "none",
+) -> str:
+    """A whole picture.
+
+    Args:
+        width: Pixels.
+        height: Pixels.
+        title: What a screen reader says.
+        content: Its elements.
+        colours: Colour of each class.
+        ink: Colour of text that has no class.
+        paper: Colour behind everything.
+    """
+    style = _STYLE % (_FONTS, ink) + "".join(
+        f"text.{name},rect.{name}{{fill:{colour}}}" for name, colour in colours.items()
+    )
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'role="img"><title>{escape(title)}</title><style>{style}</style>'
+        f'<rect {size} rx="8" fill="{paper}"/>{content}</svg>\n'
+    )
