@@ -150,7 +150,7 @@ class SpeculativeConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Build a configuration from the dict that `to_dict` returned, or from one of vLLM's.
 
-        vLLM's `speculative_config` has a `method` ("ngram", "suffix", "draft_model" or "mtp") and
+        vLLM's `speculative_config` has a `method` ("ngram", "suffix" or "draft_model") and
         usually `num_speculative_tokens`. A log message says how it is read.
 
         Raises:

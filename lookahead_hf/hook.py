@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,11 +68,25 @@ class Hook:
         # A method is pickled by its name, which would find this hook or the class's method again.
         is_method = isinstance(self._found, MethodType) and self._found.__self__ is self._model
         found = self._found.__func__ if is_method else self._found
-        return self._model, found, is_method, self.default
+        return self._model, found, is_method, _storable(self.default)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        hook = Hook.__new__(Hook)
+        memo[id(self)] = hook
+        hook.__setstate__((*copy.deepcopy(self.__getstate__()[:3], memo), self.default))
+        return hook
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._model, found, is_method, self.default = state
         self._found = MethodType(found, self._model) if is_method else found
+
+
+def _storable(default: Any) -> Any:
+    """Return a default without what cannot be stored: None for one with a pool or a drafter."""
+    try:
+        return default and (default.to_dict() and default)
+    except ValueError:
+        return None
 
 
 def _put(model: Any, generate: Any) -> None:
@@ -96,6 +111,7 @@ def enable(model: _Model, default: Any = None) -> _Model:
             DistributedDataParallel, PEFT or a quantiser's wrapper.
         default: What calls without `speculative=` do where no generation config sets it: any value
             that `speculative=` takes. None leaves the default as it is, at first plain `generate`.
+            A default with a pool or a drafter object is not stored in pickles.
 
     Returns:
         The same object.

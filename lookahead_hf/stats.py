@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import add
@@ -212,10 +213,6 @@ def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStat
     )
 
 
-def _by_place(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip_longest(first, second, fillvalue=0))
-
-
 def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
     shared = {key: first[key] + second[key] for key in first if key in second}
     return {**first, **second, **shared}
@@ -226,11 +223,12 @@ def _traced(first: Trace | None, second: Trace | None) -> Trace | None:
 
 
 def _listed(first: str | None, second: str | None) -> str | None:
-    return ", ".join(dict.fromkeys(each for each in (first, second) if each)) or None
+    parts = [part for each in (first, second) if each for part in each.split(", ")]
+    return ", ".join(dict.fromkeys(parts)) or None
 
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {
-    "accepted_histogram": _by_place,
+    "accepted_histogram": lambda a, b: tuple(map(sum, zip_longest(a, b, fillvalue=0))),
     "max_width": max,
     "per_source": _by_key,
     "budget_histogram": _by_key,
@@ -269,7 +267,8 @@ def tell(model: Any, record: SpeculativeStats) -> None:
             listener(record)
         except Exception as error:  # the text is there, and must not be lost
             message = f"a callback of on_stats raised {type(error).__name__}: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            with suppress(RuntimeWarning):  # where warnings are errors
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def last_stats(model: Any) -> SpeculativeStats | None:
@@ -302,7 +301,9 @@ def totals(model: Any) -> Totals:
 
 def reset_totals(model: Any) -> None:
     """Let `totals` begin at zero again."""
-    state_of(unwrap(model)).totals = None
+    state = state_of(unwrap(model))
+    with state.lock:
+        state.totals = None
 
 
 def on_stats(model: Any, callback: Callable[[SpeculativeStats], None]) -> Callable[[], None]:
@@ -311,7 +312,8 @@ def on_stats(model: Any, callback: Callable[[SpeculativeStats], None]) -> Callab
     Args:
         model: As for `enable`.
         callback: Called when the text is complete, in the thread of the call. An exception that it
-            raises becomes a warning. If it refers to the model, it keeps the model alive.
+            raises becomes a warning. A speculative call that it makes is told to it, too. If it
+            refers to the model, it keeps the model alive.
 
     Returns:
         A function that stops the calls.

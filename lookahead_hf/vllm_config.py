@@ -17,7 +17,6 @@ _KEYS = {
         "suffix_decoding_min_token_prob",
     ),
     "draft_model": ("model",),
-    "mtp": (),
 }
 """The methods that are understood, and the keys that each has for itself."""
 
@@ -30,6 +29,20 @@ def is_vllm(values: Mapping[str, Any]) -> bool:
     return not values.keys().isdisjoint(("method", "num_speculative_tokens"))
 
 
+def _method(values: Mapping[str, Any]) -> str:
+    """Return the method; a model alone means a draft model.
+
+    Raises:
+        ValueError: The method is unknown.
+    """
+    method = values.get("method", "draft_model" if "model" in values else None)
+    if method == "mtp":
+        raise ValueError('method="mtp" is not supported: no drafter reads such heads of a model')
+    if not isinstance(method, str) or method not in _KEYS:
+        raise ValueError(f"method={method!r} is not known; known: {', '.join(_KEYS)}")
+    return method
+
+
 def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `SpeculativeConfig` that do what vLLM's `speculative_config` asks for.
 
@@ -38,11 +51,9 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The method is unknown, or a key has no counterpart.
     """
-    method = values.get("method")
-    if not isinstance(method, str) or method not in _KEYS:
-        raise ValueError(f"method={method!r} is not known; known: {', '.join(_KEYS)}")
+    method = _method(values)
     known = {"method", "num_speculative_tokens", *_KEYS[method]}
-    if unknown := [name for name in values if name not in known]:
+    if unknown := [str(name) for name in values if name not in known]:
         raise ValueError(
             f"method={method!r} does not take {', '.join(unknown)} here: leave out what is not one "
             f"of {', '.join(sorted(known))}"
@@ -63,10 +74,13 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def _drafters(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if method == "ngram":
         limits = {"max_ngram": "prompt_lookup_max", "min_ngram": "prompt_lookup_min"}
-        options = {ours: values[theirs] for ours, theirs in limits.items() if theirs in values}
+        given = {ours: values.get(theirs) for ours, theirs in limits.items()}
+        options = {ours: value for ours, value in given.items() if value is not None}
+        if any(type(value) is not int for value in options.values()):
+            raise ValueError(f"prompt_lookup_min and prompt_lookup_max must be ints, not {options}")
         return {"drafters": ("ngram",), "options": {"ngram": options}}
     if method == "suffix":  # it remembers the texts of earlier requests unless told not to
         if values.get("suffix_decoding_max_cached_requests") == 0:
             return {"drafters": ("ngram",)}
         return {"drafters": ("ngram", "pool"), "learn": True}
-    return {"drafters": ("assistant",) if method == "draft_model" else (method,)}
+    return {"drafters": ("assistant",)}

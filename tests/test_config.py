@@ -164,8 +164,11 @@ def test_what_vllm_calls_speculative_config(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle3"}, "'eagle3' is not known; known: ngram, suffix, draft_model, mtp"),
+        ({"method": "eagle3"}, "'eagle3' is not known; known: ngram, suffix, draft_model"),
         ({"num_speculative_tokens": 5}, "method=None is not known"),
+        ({"method": "mtp"}, '"mtp" is not supported'),
+        ({"method": "ngram", "prompt_lookup_max": "4"}, "must be ints"),
+        ({"method": "ngram", 1: 2}, "does not take 1 here"),
         (
             {"method": "ngram", "quantization": "fp8", "x": 1},
             "'ngram' does not take quantization, x here",

@@ -15,7 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import lookahead_hf
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.hook import Hook
+from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.calls import run
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import prompt, tiny
@@ -151,6 +153,13 @@ def test_a_copy_has_a_hook_of_its_own(
     else:
         assert "generate" not in vars(other)
     assert isinstance(vars(model)["generate"], Hook)
+
+
+def test_a_default_with_objects_is_shared_by_copies_and_not_stored(model: Any) -> None:
+    default = SpeculativeConfig(pool=NgramPool())
+    lookahead_hf.enable(model, default=default)
+    assert vars(copy.deepcopy(model))["generate"].default.pool is default.pool
+    assert vars(pickle.loads(pickle.dumps(model)))["generate"].default is None
 
 
 def test_everywhere_reaches_every_model_and_goes(model: Any, decoding: PlainDecoding) -> None:

@@ -63,7 +63,7 @@ class PromptLookup:
             return [], 0.0
         # A text that is shorter from there on repeats itself.
         chain = np.resize(context[start : start + max_nodes], max_nodes)
-        beyond = np.flatnonzero(chain >= self._vocab_size)
+        beyond = np.flatnonzero((chain < 0) | (chain >= self._vocab_size))
         chain = chain[: beyond[0]] if len(beyond) else chain
         return chain.tolist(), ONLY_CONTINUATION[level_of(length)]
 

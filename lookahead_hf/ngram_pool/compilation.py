@@ -131,13 +131,25 @@ def compile_in_background() -> None:
 
 
 def _compile_quietly() -> None:
+    global _failure
     try:
         if not _is_saved():
             _compile_elsewhere()
         if threading.main_thread().is_alive():
             compile_now()
-    except Exception:  # calls decode plainly, and report that
+    except Exception as error:  # calls continue without indexes, and report that
+        _failure = error
         logger.info("numba's functions could not be compiled", exc_info=True)
+
+
+def _forget_threads() -> None:
+    """Begin anew in a forked process, which has none of the threads."""
+    global _compiling, _background, _child
+    _compiling, _background, _child = threading.Lock(), None, None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 def _is_saved() -> bool:
@@ -152,9 +164,14 @@ def _is_saved() -> bool:
     return all(map(is_saved, _modules))
 
 
+_IN_CHILD = "LOOKAHEAD_HF_COMPILING"
+"""Set in the environment of the process that compiles, which starts no other."""
+
 _CHILD = """\
-import os
-if hasattr(os, "SCHED_IDLE"):
+import sys
+sys.path[:] = [path for path in sys.path if path]  # not the current directory
+import contextlib, os
+with contextlib.suppress(OSError, AttributeError):
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 import lookahead_hf.drafting.registry
 from lookahead_hf import ngram_pool
@@ -170,15 +187,24 @@ def _compile_elsewhere() -> None:
     compiles. If this one ends first, the other goes on and fills the disk for the next.
     """
     global _child
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # The executable of a packaged program is the program.
+    if _IN_CHILD in os.environ or getattr(sys, "frozen", False) or not sys.executable:
+        return
+    paths = os.pathsep.join(filter(None, sys.path))
+    env = os.environ | {"PYTHONPATH": paths, _IN_CHILD: "1"}
     nothing = subprocess.DEVNULL
     try:
         _child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD], env=env, stdin=nothing, stdout=nothing, stderr=nothing
+            [sys.executable, "-c", _CHILD],
+            env=env,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,  # an interrupt at a prompt is not for it
         )
         while _child.poll() is None and threading.main_thread().is_alive():
             time.sleep(0.1)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever forbids processes here
         logger.info("no process compiles numba's functions: %r", error)
     finally:
         _child = None

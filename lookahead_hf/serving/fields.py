@@ -59,22 +59,36 @@ def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedReque
         ValueError: A field has a value that is not allowed.
     """
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
-    return ServedRequest(_speculative(asked, config), _text_of(prediction))
+    return ServedRequest(allowed(asked, config), _text_of(prediction))
 
 
-def _speculative(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
+def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:
+    """Return how a request may speculate.
+
+    Args:
+        asked: The value that the request gives.
+        config: The server's own configuration, whose pool a request may read.
+
+    Raises:
+        ValueError: The value is not allowed.
+    """
     if asked is None or asked is False:
         return asked
     if asked is True:
         return config
-    for name, remedy in OF_THE_SERVER.items():
-        if isinstance(asked, Mapping) and asked.get(name):
-            raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
+    _check(asked if isinstance(asked, Mapping) else {})
     of_request = SpeculativeConfig.resolve(asked)
     assert of_request is not None
+    _check(vars(of_request))  # another field may have brought it about
     if of_request.drafters is None or "pool" in of_request.drafters:
         return dataclasses.replace(of_request, pool=config.pool)
     return of_request
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    for name, remedy in OF_THE_SERVER.items():
+        if fields.get(name):
+            raise ValueError(f"a request cannot set {name}, which is the server's: {remedy}")
 
 
 def _text_of(prediction: Any) -> str | None:

@@ -24,7 +24,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import SpeculationFallbackError
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.options import Request
-from lookahead_hf.serving.fields import ServedRequest, current
+from lookahead_hf.serving.fields import ServedRequest, allowed, current
 from lookahead_hf.serving.metrics import Metrics
 from lookahead_hf.serving.middleware import SpeculativeFields
 
@@ -173,16 +173,13 @@ class ServedGenerate:
         if request.is_cancelled:
             raise Cancelled
         config = kwargs.get("generation_config")
-        if request.speculative is not None:
-            kwargs["speculative"] = request.speculative
-        elif getattr(config, "speculative", None) is None:
-            kwargs["speculative"] = self._config
         if request.prediction is not None:
             kwargs["prediction"] = request.prediction
         keeps_stats = kwargs.get("streamer") is not None or _takes_streamer(self._model, config)
         if keeps_stats:
             kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._keep_stats)
         try:
+            kwargs["speculative"] = self._speculative(request, config)
             output = self._generate(*args, **kwargs)
         except (ValueError, SpeculationFallbackError) as error:
             request.refusal = str(error)
@@ -190,6 +187,19 @@ class ServedGenerate:
         if not keeps_stats:
             self._keep_stats(request)
         return output
+
+    def _speculative(self, request: ServedRequest, config: Any) -> Any:
+        """Return how to speculate: as the request says, else the model, else the server.
+
+        A client can send a generation config of its own, which must not open files either.
+        """
+        if request.speculative is not None:
+            return request.speculative
+        asked = getattr(config, "speculative", None)
+        of_model = getattr(self._model.generation_config, "speculative", None)
+        if asked is not None and asked != of_model:
+            return allowed(asked, self._config)
+        return self._config if of_model is None else of_model
 
     def _keep_stats(self, request: ServedRequest) -> None:
         request.stats = lookahead_hf.last_stats(self._model)

@@ -43,6 +43,13 @@ def test_chains_respect_the_limits_of_the_call() -> None:
     assert lookup.propose(rows, 1).num_nodes == 1
 
 
+def test_ids_that_are_no_tokens_end_a_chain() -> None:
+    rows = Rows(np.array([[1, 2, 3, -200, 5, 1, 2]]))
+    rows.emit(0, 3)
+    tree = PromptLookup([NgramDrafter()], vocab_size=30, max_new_tokens=90).propose(rows, 5)
+    assert tree.num_nodes == 0
+
+
 def test_a_text_that_repeats_itself_goes_on() -> None:
     rows = Rows(np.array([[7, 1, 2, 1]]))
     rows.emit(0, 2)

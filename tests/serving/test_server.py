@@ -142,6 +142,14 @@ def test_a_wrong_value_is_a_bad_request(
         served.ask(stream=stream, extra_body={"speculative": speculative})
 
 
+def test_a_generation_config_of_a_request_opens_no_pool(served: Served) -> None:
+    from openai import BadRequestError
+
+    asked = {"generation_config": json.dumps({"speculative": {"pool": "/etc/passwd"}})}
+    with pytest.raises(BadRequestError, match="--pool FILE"):
+        served.ask(extra_body=asked)
+
+
 def test_what_transformers_refuses_it_still_refuses(served: Served) -> None:
     for body in (b"{", b"[]", b'{"no_such_field": 1}'):
         connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
