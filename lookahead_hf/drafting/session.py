@@ -189,7 +189,7 @@ class DraftSession:
             if not ngram_pool.available():
                 return None
             tree = self._lookup.propose(rows, most)
-            return self._lookup.propose(rows, self._budget.choose(tree))
+            return likeliest_chain(tree, self._budget.choose(tree))
         self._scheduler.begin_step()
         self._ensemble.asked = self._scheduler.asked
         self._ensemble.next_asked = self._scheduler.next_asked
