@@ -72,8 +72,8 @@ class FallbackReason(str, Enum):
     )
     STATEFUL = (
         "stateful",
-        "the model keeps a recurrent state, which cannot be rolled back",
-        "load an architecture that caches only K and V: no argument of the call helps",
+        "the model keeps a recurrent state that cannot be rolled back in this call",
+        "load an architecture whose states are layers of a DynamicCache, such as Qwen3.5",
     )
     ENCODER_DECODER = (
         "encoder_decoder",

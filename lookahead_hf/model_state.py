@@ -41,6 +41,9 @@ class ModelState:
         attention_users: Calls in progress that have our attention under the model's.
         position_users: Calls in progress that have replaced how the model counts positions.
         undo_positions: What puts the model's own counting back.
+        mixer_users: Calls in progress that have our forward under that of the model's mixers.
+        undo_mixers: What puts the mixers' own forwards back.
+        stepwise_mixers: Mixers that get a block's tokens one by one, None before the self test.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -61,6 +64,9 @@ class ModelState:
     attention_users: set[object] = field(default_factory=set)
     position_users: set[object] = field(default_factory=set)
     undo_positions: list[Callable[[], None]] = field(default_factory=list)
+    mixer_users: set[object] = field(default_factory=set)
+    undo_mixers: list[Callable[[], None]] = field(default_factory=list)
+    stepwise_mixers: frozenset[int] | None = None
 
     def is_first(self, warning: str) -> bool:
         """Return whether a warning is the model's first of its kind, and remember it."""

@@ -20,6 +20,7 @@ from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
+from lookahead_hf.runner.recurrent import layers as recurrent
 from lookahead_hf.verification import device
 from lookahead_hf.wrappers import unwrap
 
@@ -106,7 +107,7 @@ def _measure(runner: Runner, context_length: int, sizes: list[int]) -> None:
     vocab = int(compat.text_config(model).vocab_size)
     ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
     rows = Rows(ids)
-    with attention.laid_under(model):
+    with attention.laid_under(model), recurrent.laid_under(model):
         prompt = torch.from_numpy(ids).to(model.device)
         runner.start(prompt, compat.DynamicCache(config=model.config))
         for row in range(num_rows):

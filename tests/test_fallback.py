@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 import lookahead_hf
 from lookahead_hf import fallback
@@ -123,9 +123,9 @@ def test_encoder_decoder(decoding: PlainDecoding, monkeypatch: pytest.MonkeyPatc
 
 
 def test_recurrent_state() -> None:
-    config = MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=8)
+    config = RwkvConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(Unserved, match="stateful"):
-        support.check_setup(MambaForCausalLM(config).eval())
+        support.check_setup(RwkvForCausalLM(config).eval())
 
 
 def test_a_decoding_loop_of_its_own(decoding: PlainDecoding) -> None:

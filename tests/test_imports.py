@@ -74,11 +74,13 @@ LAYERS = {
     ),
     "runner": (
         """cuda.capture cuda.transfer execution masks non_finite packed_weights
-        flat passthrough_kwargs prefix_tuning shared_change torch_compile tree_attention""",
-        "attention guards implicit_positions outputs packed_linear positions",
+        flat passthrough_kwargs prefix_tuning recurrent.mixer shared_change torch_compile
+        tree_attention""",
+        "attention guards implicit_positions outputs packed_linear positions recurrent.layers",
         "cuda.step layout packed_steps",
         "cuda.graph_set host",
-        "cuda.graphs self_test",
+        "cuda.graphs recurrent.trial",
+        "self_test",
         "cuda.runner support",
     ),
     "serving": ("fields metrics", "middleware", "server"),

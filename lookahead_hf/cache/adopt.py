@@ -35,6 +35,7 @@ class AdoptedCache:
         masks: Sequence[str] = ("",),
         trims: bool = True,
         returned: bool = False,
+        num_columns: int | None = None,
     ) -> None:
         """Take the content over.
 
@@ -45,9 +46,11 @@ class AdoptedCache:
             masks: Name of each layer's mask, or a single name for all layers.
             trims: Whether layers with a window hold no more than the window.
             returned: Whether the caller sees the cache afterwards.
+            num_columns: Columns of the prompt, for a cache that holds nothing by column.
         """
         self.original, self._text = original, self_attention(original)
-        self.num_columns = int(original.get_seq_length())
+        held = original.get_seq_length() if num_columns is None else num_columns
+        self.num_columns = int(held)
         self.slots = SlotCache(num_rows)
         self.columns: list[np.ndarray] | None = None
         self.slots.lengths[:] = self.num_columns
@@ -88,12 +91,12 @@ class AdoptedCache:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             content = hf_layers.read(layer)
             if content is None:
-                self.slots.add_empty()
+                self.slots.add_other(layer)
                 continue
             keys, values = (self._to_slots(states, self.slots.groups[name]) for states in content)
             if self._unattended is not None:
                 self._unattended.keep(layer, content)
-            self.slots.add(name, keys, values)  # before the release, for `_put_back`
+            self.slots.add(name, keys, values, layer)  # before the release, for `_put_back`
             hf_layers.release(layer, is_users_cache(self.original))
 
     def _put_back(self) -> None:
@@ -177,6 +180,11 @@ class AdoptedCache:
         for layer, ours in zip(self._text.layers, self.slots.layers, strict=True):
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, num_columns)
+        return self.original
+
+    def emptied(self, new: Cache) -> Cache:
+        """Return the original with the layers of a new cache."""
+        self.original.layers = new.layers
         return self.original
 
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from lookahead_hf.compat import (
+    HYBRID_LAYERS,
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EmptyLayer,
+    StateLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -19,7 +21,10 @@ Content = tuple[torch.Tensor, torch.Tensor]
 """K and V by column, [rows, kv_heads, columns, head_dim] each."""
 
 
-SERVED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+SERVED = (
+    *(DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer),
+    *HYBRID_LAYERS,
+)
 """Layer types that can be taken over; a subclass may do anything."""
 
 
@@ -30,14 +35,20 @@ def unserved_layer(cache: Cache) -> str | None:
     kinds = [type(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is not None:
         kinds.append(cache.layer_class_to_replicate)
-    return next((kind.__name__ for kind in kinds if kind not in {*SERVED, EmptyLayer}), None)
+    return next(
+        (kind.__name__ for kind in kinds if kind not in {*SERVED, StateLayer, EmptyLayer}), None
+    )
 
 
 def most_columns(layer: Any) -> int | None:
     """Return the most columns that a layer holds, None for all."""
-    if type(layer) is DynamicSlidingWindowLayer:
+    if _slides(layer):
         return int(layer.sliding_window) - 1
     return int(layer.max_cache_len) if type(layer) is StaticSlidingWindowLayer else None
+
+
+def _slides(layer: Any) -> bool:
+    return isinstance(layer, DynamicSlidingWindowLayer)  # the served types alone get here
 
 
 def window(layer: Any) -> int | None:
@@ -92,7 +103,7 @@ def fill(layer: Any, content: Content, num_columns: int) -> None:
         _fill_static(layer, content, num_columns)
         return
     layer.keys, layer.values = content
-    if type(layer) is DynamicSlidingWindowLayer:
+    if _slides(layer):
         layer.cumulative_length = num_columns
 
 

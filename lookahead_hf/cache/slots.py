@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache.storage import Extent, Stores
-from lookahead_hf.compat import Cache, DynamicLayer, EmptyLayer
+from lookahead_hf.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyLayer, StateLayer
 from lookahead_hf.draft import place_in_row
 from lookahead_hf.kernels import PathTable
 
@@ -68,6 +68,15 @@ class SlotLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         block = self.group.block
         return (self.group.longest + query_length if block is None else block.visible), 0
+
+
+class StateSlotLayer(StateLayer, SlotLayer):
+    """A layer with K and V in slots, and beside them the state of a layer of transformers."""
+
+    def __init__(self, slots: SlotLayer, of: Any) -> None:
+        SlotLayer.__init__(self, slots.group, slots.stores)
+        for name in vars(StateLayer(of.number_of_states)).keys() - {"device", "dtype"}:
+            setattr(self, name, getattr(of, name))
 
 
 class SlotGroup:
@@ -244,16 +253,24 @@ class SlotCache(Cache):
         """Every group once."""
         return list(dict.fromkeys(self.groups.values()))
 
-    def add(self, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append a layer of the group of that name, from stores `[rows, slots, heads, dim]`."""
+    def add(self, name: str, keys: torch.Tensor, values: torch.Tensor, of: Any = None) -> None:
+        """Append a layer of the group of that name.
+
+        Args:
+            name: The group's name.
+            keys: K, [rows, slots, heads, dim].
+            values: V, the same.
+            of: The layer of transformers that held them, and may go on holding a state.
+        """
         group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
         group.layers.append(stores)
         group.capacity = keys.shape[1]
-        self.layers.append(SlotLayer(group, stores))
+        ours = SlotLayer(group, stores)
+        self.layers.append(StateSlotLayer(ours, of) if isinstance(of, HYBRID_LAYERS) else ours)
 
-    def add_empty(self) -> None:
-        """Append a layer that holds nothing, as it shares the K and V of another layer."""
-        self.layers.append(EmptyLayer())
+    def add_other(self, layer: Any) -> None:
+        """Append a layer without K and V: the same if it holds a state, else one with nothing."""
+        self.layers.append(layer if isinstance(layer, StateLayer) else EmptyLayer())
 
     def fix(self, slots: int) -> None:
         """Make room for `slots` now, and let the attention read all of them in every forward."""

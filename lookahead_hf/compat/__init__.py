@@ -21,3 +21,4 @@ from lookahead_hf.compat.caches import *
 from lookahead_hf.compat.forwards import *
 from lookahead_hf.compat.generation import *
 from lookahead_hf.compat.positions import *
+from lookahead_hf.compat.states import *

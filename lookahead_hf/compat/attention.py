@@ -21,6 +21,7 @@ from transformers.modeling_utils import (
 )
 
 from lookahead_hf.compat.forwards import mask_sources, text_config
+from lookahead_hf.compat.states import STATE_ATTENTION, WITHOUT_ATTENTION
 from lookahead_hf.model_state import state_of
 
 
@@ -105,7 +106,8 @@ def mask_kinds(model: nn.Module) -> tuple[str, ...]:
     """
     config = text_config(model)
     if takes_mask_dict(model):
-        return tuple(sorted(set(config.layer_types)))
+        kinds = {STATE_ATTENTION.get(kind, kind) for kind in config.layer_types}
+        return tuple(sorted(kinds - WITHOUT_ATTENTION)) or ("full_attention",)
     sliding = any("create_sliding_window_causal_mask" in each for each in mask_sources(model))
     windowed = getattr(config, "sliding_window", None) is not None
     return ("sliding_attention",) if sliding and windowed else ("full_attention",)
@@ -127,4 +129,7 @@ def takes_mask_dict(model: nn.Module) -> bool:
 def layer_masks(model: nn.Module) -> tuple[str, ...]:
     """Return the name of each layer's mask, or one name if all layers take the same mask."""
     kinds = mask_kinds(model)
-    return tuple(text_config(model).layer_types) if takes_mask_dict(model) else kinds
+    if not takes_mask_dict(model):
+        return kinds
+    types = (STATE_ATTENTION.get(kind, kind) for kind in text_config(model).layer_types)
+    return tuple(kinds[0] if kind in WITHOUT_ATTENTION else kind for kind in types)

@@ -24,6 +24,7 @@ class DecoderNames:
         positions: The positions; None if the decoder counts them itself.
         columns: Replaces `positions` for a decoder that counts; None if it takes no such argument.
         skips_pads: Whether `columns` does not count the prompt's pads.
+        cache: The cache.
     """
 
     ids: str
@@ -31,11 +32,12 @@ class DecoderNames:
     positions: str | None
     columns: str | None = None
     skips_pads: bool = False
+    cache: str = "past_key_values"
 
     @property
     def prepared(self) -> frozenset[str]:
         """Arguments that `generate` prepares and that every step sets anew."""
-        names = {self.ids, self.mask, "past_key_values", "use_cache", "logits_to_keep"}
+        names = {self.ids, self.mask, self.cache, "use_cache", "logits_to_keep"}
         return frozenset(names | ({self.positions} if self.positions else set()))
 
 
@@ -47,6 +49,9 @@ def decoder_names(model: Any) -> DecoderNames:
         skips_pads = model.config.model_type == "whisper"
         names = "decoder_input_ids", "decoder_attention_mask"
         return DecoderNames(*names, None, columns, skips_pads)
+    arguments = forward_arguments(model)
+    if "cache_params" in arguments:  # no position and no K and V, but states alone
+        return DecoderNames("input_ids", "attention_mask", None, cache="cache_params")
     return DecoderNames("input_ids", "attention_mask", "position_ids")
 
 

@@ -14,7 +14,8 @@ from lookahead_hf.compat.forwards import decoder_names, mask_sources, text_confi
 
 def counts_positions(model: Any) -> bool:
     """Return whether the decoder counts positions from the length of its cache."""
-    return decoder_names(model).positions is None
+    names = decoder_names(model)
+    return names.positions is None and names.cache == "past_key_values"
 
 
 def counted_tables(model: Any) -> list[nn.Module]:

@@ -54,6 +54,8 @@ def assemble(call: PreparedCall) -> DecodingSession:
     drafters = build_drafters(
         model, request, call.num_rows, call.do_sample, encoder_inputs, call.processors
     )
+    if request.draws(call.do_sample):
+        support.check_trees(model)
     support.check_trial(model)
     shape, by_kernel = _block_shape(call)
 
@@ -78,7 +80,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
         vocab_size=int(compat.text_config(model).vocab_size),
         max_new_tokens=positions.num_draftable(model, position_ids, call.num_new),
         runner=runner,
-        chains=request.config.draft_invariant and not by_kernel,
+        chains=runner.only_chains or (request.config.draft_invariant and not by_kernel),
         processes=processes,
         complete=verifier.complete,
     )

@@ -8,6 +8,7 @@ from typing import Any
 from lookahead_hf.generation.assembly import assemble
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.runner import attention, implicit_positions
+from lookahead_hf.runner.recurrent import layers as recurrent
 
 
 def decode(call: PreparedCall) -> Any:
@@ -26,8 +27,9 @@ def decode(call: PreparedCall) -> Any:
     runner = timed(session.runner, launch="forward", commit="commit")
     verifier = timed(session.verifier, first="verify", read="verify")
     attends, counts = attention.laid_under(call.model), implicit_positions.laid_under(call.model)
+    states = recurrent.laid_under(call.model)
     # Entered twice, since an interrupt may fall just where the inner one is left.
-    with attends, counts, attends, counts, ExitStack() as stack:
+    with attends, counts, states, attends, counts, states, ExitStack() as stack:
         stack.enter_context(session)
         verifier.first(rows, session.prefill(stack))
         drafts.begin(rows)

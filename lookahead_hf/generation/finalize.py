@@ -33,7 +33,7 @@ def finish(session: DecodingSession, columns: int) -> Any:
         rows = session.rows
         last = [[rows.last_token(row)] for row in range(rows.num_rows)]
         session.runner.feed(last, rows.num_emitted - 1)  # of which nothing is kept
-    return _hand_back(session, columns - 1) if returned else None
+    return session.runner.hand_back(columns - 1) if returned else None
 
 
 def break_off(session: DecodingSession) -> None:
@@ -44,7 +44,7 @@ def break_off(session: DecodingSession) -> None:
     """
     try:
         if session.call.returns_cache and session.runner.has_cache:
-            _hand_back(session, int(session.runner.fed.min()))
+            session.runner.hand_back(int(session.runner.fed.min()))
     finally:
         session.processes.broke_off()
 
@@ -80,8 +80,3 @@ def _catch_up(session: DecodingSession, columns: int) -> None:
         observe(session, row, list(range(lacking[row])), outputs)
         for index in range(lacking[row]):
             session.verifier.feed_pad(rows, row, outputs.logits[row, index])
-
-
-def _hand_back(session: DecodingSession, num_fed: int) -> Any:
-    cache = session.runner.cache
-    return cache.hand_back(cache.num_columns + num_fed)

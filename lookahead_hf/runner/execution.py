@@ -21,6 +21,7 @@ READS_LENGTHS = "its rotary positions look at the length in every forward"
 WATCHED = "calls of torch are being watched"
 HOOKS = "modules have hooks"
 REPLACED = "a forward was replaced"
+STATES = "its layers keep a recurrent state"
 WAITS = "a forward waits for the device"
 
 # What speaks against capturing now; a later call may find it otherwise.

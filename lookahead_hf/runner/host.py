@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from lookahead_hf.runner import (
 from lookahead_hf.runner.layout import BlockInputs, BlockLayout
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.packed_steps import PackedSteps
+from lookahead_hf.runner.recurrent.layers import RecurrentLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Runner:
         execution: How the steps were run, as in `SpeculativeStats`.
         num_fed: Tokens that the model was fed, padding included.
         most_nodes: Most nodes that a row's draft can have, None for any number.
+        only_chains: Whether drafts must be chains, as a recurrent state has one past.
+        recurrent: The layers that keep such a state, None without any or before the prompt.
     """
 
     execution: str | None = execution.MODEL
@@ -88,6 +92,10 @@ class Runner:
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
+        self.only_chains = bool(compat.mixers(model))
+        self.recurrent: RecurrentLayers | None = None
+        if self.only_chains and model.device.type == "cuda":
+            self.execution = execution.STATES
         self._mask_dict = compat.takes_mask_dict(model)
 
     @property
@@ -129,7 +137,7 @@ class Runner:
             mask = mask.to("cpu").numpy().astype(bool)
             attended = np.pad(mask, ((0, 0), (virtual, 0)), constant_values=True)
         self._extras = passthrough_kwargs.passed_on(model_kwargs, self._names)
-        cache = outputs.past_key_values
+        cache = outputs[self._names.cache]
         returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
         position_ids = positions.of_prompt(self.model, input_ids, model_kwargs)
         assert position_ids is not None
@@ -140,14 +148,11 @@ class Runner:
         """Run a prompt without padding, [rows, columns], outside of `generate`."""
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         position_ids = columns[None].repeat(self.num_rows, 1)
-        outputs = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        )
-        self._take_over(outputs.past_key_values, None, position_ids)
+        given = {self._names.ids: input_ids, self._names.cache: cache}
+        if self._names.positions is not None:
+            given[self._names.positions] = position_ids
+        outputs = self.model(**given, use_cache=True, return_dict=True)
+        self._take_over(outputs[self._names.cache], None, position_ids)
 
     def _take_over(
         self,
@@ -157,12 +162,18 @@ class Runner:
         returned: bool = False,
     ) -> None:
         takes = compat.layer_masks(self.model)
-        self._cache = AdoptedCache(cache, attended, self.num_rows, takes, self._trims, returned)
+        columns = position_ids.shape[-1] if self._names.cache == "cache_params" else None
+        self._cache = AdoptedCache(
+            cache, attended, self.num_rows, takes, self._trims, returned, columns
+        )
         groups = self.cache.slots.groups
         self._kinds = [kind.within(groups[kind.name].window) for kind in self._kinds]
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
+        if self.only_chains:
+            by_token, slots = self._shape is not None, self.cache.slots
+            self.recurrent = RecurrentLayers(self.model, slots, self.num_rows, by_token)
         self._layout = BlockLayout(
             self.model, self.cache, self._kinds, self._extras, self._next_position
         )
@@ -233,7 +244,9 @@ class Runner:
         """Run the model on a block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
         columns = implicit_positions.step(inputs.columns)
-        with attention.step(device, inputs.trees, inputs.flat), columns, self._packed.step():
+        states = nullcontext() if self.recurrent is None else self.recurrent.step()
+        in_step = attention.step(device, inputs.trees, inputs.flat)
+        with in_step, columns, states, self._packed.step():
             outputs = self.model(**given, return_dict=True)
         num_tokens = given[self._names.ids].numel()
         self.num_fed += num_tokens
@@ -270,10 +283,9 @@ class Runner:
         Returns:
             Accepted tokens whose K and V had to be moved.
         """
-        slots = self.cache.slots
         accepted = verdict.num_accepted
         moved = self._close_gaps(verdict, accepted) if len(verdict.path) else 0
-        slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
+        self.keep(np.where(verdict.num_emitted > 0, accepted + 1, 0))
         return moved
 
     def _close_gaps(self, verdict: Verdict, accepted: np.ndarray) -> int:
@@ -295,6 +307,19 @@ class Runner:
 
     def end(self) -> None:
         """End the call; its cache was handed back, or nobody needs it."""
+
+    def hand_back(self, num_fed: int) -> compat.Cache:
+        """Return the cache as plain leaves it after `num_fed` tokens behind the prompt.
+
+        A recurrent state cannot go back. If a row has gone further, or an exception left the layers
+        apart, the cache is returned empty, and a later call on it reads the text again.
+        """
+        cache = self.cache
+        if self.recurrent is not None:
+            if not self.recurrent.are_at(num_fed):
+                return cache.emptied(compat.empty_cache(self.model))
+            self.recurrent.settle()
+        return cache.hand_back(cache.num_columns + num_fed)
 
     @property
     def fed(self) -> np.ndarray:
@@ -318,6 +343,8 @@ class Runner:
 
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]."""
+        if self.recurrent is not None:
+            self.recurrent.keep(counts)
         self.cache.slots.lengths += counts
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner.shared_change import SharedChange
+from lookahead_hf.runner.shared_change import SharedChange, set_own
 
 Columns = tuple[torch.Tensor, torch.Tensor]
 """Column of every token of a block, [rows, width], and of every slot it sees, [rows, slots]."""
@@ -45,9 +45,9 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
         if undo:
             return
         for table in compat.counted_tables(model):
-            _put(table, "forward", _looked_up(table), undo)
+            set_own(table, "forward", _looked_up(table), undo)
         for module in compat.relative_biases(model):
-            _put(module, "compute_bias", _by_column(module.compute_bias), undo)
+            set_own(module, "compute_bias", _by_column(module.compute_bias), undo)
 
     def take_out() -> None:
         while undo:
@@ -55,21 +55,6 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
             undo.pop()
 
     return SharedChange(state.position_users, put, take_out)
-
-
-def _put(
-    module: Any, name: str, function: Callable[..., Any], undo: list[Callable[[], None]]
-) -> None:
-    """Give one module object a method of its own, and add to `undo` what undoes that."""
-    own = vars(module)
-    found = {name: own[name]} if name in own else {}
-
-    def take_away() -> None:
-        own.pop(name, None)
-        own.update(found)
-
-    undo.append(take_away)  # first, for interrupts
-    own[name] = function
 
 
 def _looked_up(table: Any) -> Callable[..., torch.Tensor]:

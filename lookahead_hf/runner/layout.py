@@ -74,7 +74,7 @@ class BlockLayout:
             **passthrough_kwargs.widened(self._passed, width),
             self._names.ids: torch.from_numpy(tokens).to(self._device),
             self._names.mask: None,
-            "past_key_values": self._cache.for_model,
+            self._names.cache: self._cache.for_model,
             "use_cache": True,
         }
         if self._names.positions is not None:
@@ -88,7 +88,8 @@ class BlockLayout:
             return BlockInputs(inputs, columns=columns)  # each token sees every slot
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
         built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
-        inputs[self._names.mask] = built if self._mask_dict else next(iter(built.values()))
+        one = next(iter(built.values()))
+        inputs[self._names.mask] = compat.with_states(built) if self._mask_dict else one
         return BlockInputs(inputs, self._trees(built, seen), columns)
 
     def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:
@@ -189,7 +190,7 @@ class BlockLayout:
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
         """Columns for a model that counts positions itself; None for one that is given them."""
-        if self._names.positions is not None:
+        if not compat.counts_positions(self._model):
             return None
         kind = self._kinds[0]  # of several only where the slots' columns are not asked for
         columns = self._columns(self._cache.slots.groups[kind.name], depths, ahead)

@@ -14,6 +14,7 @@ from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, tree_attention
 from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.recurrent import trial
 
 TRIED = frozenset(
     {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
@@ -97,9 +98,9 @@ def _try(model: Any, is_flat: bool = False) -> str:
 
     Any exception counts as a fault, since a call would meet it too, but lack of memory is raised.
     """
-    name = type(model).__name__
+    name, is_recurrent = type(model).__name__, bool(compat.mixers(model))
     try:
-        difference = _differs_by(model, is_flat)
+        difference = trial.differs_by(model) if is_recurrent else _differs_by(model, is_flat)
     except Exception as error:
         # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
         if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
@@ -107,7 +108,8 @@ def _try(model: Any, is_flat: bool = False) -> str:
         logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
         return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
     logger.info("in its self test %s differed by %.2g standard deviations", name, difference)
-    is_same = difference < TOLERANCE.get(model.dtype, TOLERANCE_HALF)
+    limits = trial.TOLERANCE if is_recurrent else TOLERANCE
+    is_same = difference < limits.get(model.dtype, TOLERANCE_HALF)
     return "" if is_same else f"{name} gives other logits for blocks"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 _lock = threading.RLock()
 
@@ -47,3 +48,18 @@ class SharedChange:
             self._users.discard(self)
             if not self._users:
                 self._undo()
+
+
+def set_own(
+    module: Any, name: str, function: Callable[..., Any], undo: list[Callable[[], None]]
+) -> None:
+    """Give one module object a method of its own, and add to `undo` what undoes that."""
+    own = vars(module)
+    found = {name: own[name]} if name in own else {}
+
+    def take_away() -> None:
+        own.pop(name, None)
+        own.update(found)
+
+    undo.append(take_away)  # first, for interrupts
+    own[name] = function

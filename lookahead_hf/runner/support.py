@@ -47,7 +47,7 @@ def check_call(
         model_kwargs: As prepared by `generate`.
         is_checked: Whether `check_kind` has passed, and `check_cache` with the caller's cache.
     """
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(compat.decoder_names(model).cache)
     if not is_checked:
         check_kind(model)
     if not (is_checked and compat.is_users_cache(cache)):
@@ -59,7 +59,7 @@ def check_call(
 
 def check_trial(model: Any) -> None:
     """Raise Unserved where a model of an unknown type fails its self test."""
-    if compat.decoder_names(model).positions is None:
+    if compat.decoder_names(model).positions is None and not compat.mixers(model):
         return
     found, fix = self_test.refusal(model)
     if found:
@@ -96,8 +96,7 @@ def check_kind(model: Any) -> None:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
     if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
         raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
-    if compat.is_stateful(model):
-        raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
+    check_states(model)
     names = compat.decoder_names(model)
     missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
     if missing:
@@ -115,6 +114,21 @@ def check_kind(model: Any) -> None:
         raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
 
 
+def check_states(model: Any) -> None:
+    """Raise Unserved where nothing is known of a state that the model keeps."""
+    mixers = compat.mixers(model)
+    if compat.is_stateful(model) and not mixers:
+        raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
+    if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
+        raise Unserved(FallbackReason.STATEFUL, "a layer with several states of its own")
+
+
+def check_trees(model: Any) -> None:
+    """Raise Unserved where the model's drafts have to be chains."""
+    if compat.mixers(model):
+        raise Unserved(FallbackReason.STATEFUL, f"{type(model).__name__} verifies chains alone")
+
+
 def check_room(
     model: Any,
     input_ids: torch.Tensor,  # [rows, columns]; with the caller's cache perhaps only new ones
@@ -123,7 +137,7 @@ def check_room(
 ) -> None:
     """Raise Unserved where a cache has no room for a call's longest text; plain reports that."""
     room = hf_layers.room(
-        compat.self_attention(model_kwargs["past_key_values"]), compat.window(model)
+        compat.self_attention(model_kwargs[compat.decoder_names(model).cache]), compat.window(model)
     )
     columns = input_ids.shape[1]
     if not compat.counts_positions(model):
@@ -138,7 +152,7 @@ def on_device(model: Any, input_ids: torch.Tensor) -> bool:
     """Return whether steps can stay on the device: the model is there and takes positions."""
     everywhere = all(parameter.device == input_ids.device for parameter in model.parameters())
     takes_positions = not compat.counts_positions(model) and not prefix_tuning.of_model(model).count
-    return everywhere and takes_positions
+    return everywhere and takes_positions and not compat.mixers(model)
 
 
 def check_invariance(model: Any) -> None:
@@ -191,8 +205,7 @@ def check_setup(model: Any) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
         raise Unserved(FallbackReason.ENCODER_DECODER, name)
-    if compat.is_stateful(model):
-        raise Unserved(FallbackReason.STATEFUL, name)
+    check_states(model)
     if compat.has_own_loop(model):
         raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
     sharding.check(model)

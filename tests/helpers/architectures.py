@@ -96,6 +96,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},

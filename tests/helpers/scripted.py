@@ -91,6 +91,19 @@ class RandomTrees:
         return tokens, parents
 
 
+class RandomChains:
+    """Chains that follow the right path for a random number of tokens and then leave it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+
+    def __call__(self, rest: list[int]) -> Tree:
+        length = self.random.choice((0, 1, 3, 5, 7))
+        right = self.random.randint(0, length + 2)
+        tokens = enumerate(rest[:length])
+        return chain([token if at < right else (token + 1) % VOCAB for at, token in tokens])
+
+
 def scripted(
     truths: Sequence[Sequence[int]], script: Callable[[list[int]], Tree]
 ) -> SpeculativeConfig:

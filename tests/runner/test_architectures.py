@@ -32,19 +32,22 @@ NOT_BUILT = words(
 )
 """Types of which `tests.helpers.architectures` builds no model that generates."""
 
-STATEFUL = words(
+STATEFUL = words("deepseek_v4 inkling2_text inkling_text recurrent_gemma rwkv xlstm")
+
+RECURRENT = words(
     """
-    bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba
-    mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
-    recurrent_gemma rwkv xlstm zamba zamba2 zaya
+    bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe
+    lfm3 mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+    qwen3_next zamba zamba2 zaya
     """
 )
+"""Types whose drafts are chains, run by the host."""
 
 UNSERVED = words(
     """
     axk2 bart bigbird_pegasus blenderbot blenderbot-small bloom cpmant ctrl deepseek_v32 doge
-    dots3_note_text git glm_moe_dsa gpt_neo gpt_neox_japanese hy_v4 inkling2_text inkling_text
-    lfm2_moe lfm3 marian mbart minimax mllama moshi moss_transcribe_diarize mvp openai-gpt pegasus
+    dots3_note_text git glm_moe_dsa gpt_neo gpt_neox_japanese hy_v4 marian
+    mbart minimax mllama moshi moss_transcribe_diarize mvp openai-gpt pegasus
     plbart prophetnet reformer roformer trocr whisper xlm xlnet
     """
 )
@@ -97,9 +100,14 @@ def test_an_architecture_writes_plains_text(
             stats = generated(model, call, plain)
         assert stats.fallback_reason == expected_fallback(model_type)
         if stats.fallback_reason is None:
-            assert stats.engine == engine
             assert min(row.num_accepted for row in stats.row_stats) > 0
+            if model_type in RECURRENT:
+                assert stats.max_width == 1
+                continue
+            assert stats.engine == engine
             assert stats.num_moved > 0
+    if model_type in RECURRENT:
+        return
     if model_type in NOT_CAPTURED:
         assert "waits for the device" in stats.execution
     elif stats.fallback_reason is None:

@@ -45,6 +45,7 @@ class AssistantModel:
             ValueError: It has an encoder, but there is no input for it.
         """
         support.check_setup(model)
+        support.check_trees(model)
         ids, attended = _left_padded(contexts)
         mask = torch.from_numpy(attended).to(model.device)
         if model.config.is_encoder_decoder:

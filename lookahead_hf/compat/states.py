@@ -1,0 +1,108 @@
+"""Layers that keep a recurrent state in the cache, and the modules that read and write it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import cache_utils
+
+from lookahead_hf.compat.caches import EmptyLayer
+
+_HYBRIDS = (
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
+HYBRID_LAYERS = tuple(getattr(cache_utils, name) for name in _HYBRIDS if hasattr(cache_utils, name))
+"""Types of layers of a cache that hold K and V, and beside them a state."""
+
+StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", EmptyLayer)
+"""Type of a layer of a cache that holds a state and no K and V."""
+
+STATE_ATTENTION = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""What the attention of layer types with K, V and a state is."""
+
+WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mlp", "moe"})
+"""Layer types without attention."""
+
+_STATES = frozenset(
+    {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
+)
+"""Methods of a cache that read and write states."""
+
+
+def mixers(model: nn.Module) -> list[Any]:
+    """Return the modules whose forward reads and writes a state in the cache."""
+    kinds: list[tuple[Any, Any]] = [(type(module), module) for module in model.modules()]
+    return [module for kind, module in kinds if _uses_state(kind)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _uses_state(module_class: Any) -> bool:
+    forward = getattr(module_class, "forward", None)
+    code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
+    return code is not None and bool(_STATES & set(code.co_names))
+
+
+def states_of(mixer: Any, cache: Any) -> list[tuple[dict[int, torch.Tensor], int]]:
+    """Return where a mixer's states are: dicts of tensors [rows, ...], each with its key."""
+    layer = cache.layers[mixer.layer_idx]
+    held = [(kept, key) for kept in (layer.conv_states, layer.recurrent_states) for key in kept]
+    return [(kept, key) for kept, key in held if kept[key] is not None]
+
+
+def without_padding(mixer: Any) -> Callable[..., Any]:
+    """Return a mixer's forward that pads a short block to its own length only.
+
+    In torch, transformers computes the delta rule and Mamba 2 in chunks, and pads a block to a
+    whole chunk of 64 or 256 tokens. At 17 tokens of Qwen3.5-0.8B chunks of 17 take 1 ms instead of
+    13. The forward is the module's own where it has no such function, runs on another device, or
+    was replaced.
+    """
+    own: Callable[..., Any] = mixer.forward
+    is_stock = not any("forward" in vars(m) or "_hf_hook" in vars(m) for m in mixer.modules())
+    if not is_stock or any(parameter.device.type != "cpu" for parameter in mixer.parameters()):
+        return own
+    function = inspect.unwrap(type(mixer).forward)
+    found = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    short = {name: _short(f) for name, f in found.items() if _takes_chunk_size(f)}
+    if not short:
+        return own
+    copied = FunctionType(
+        function.__code__,
+        {**function.__globals__, **short},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copied, mixer)
+
+
+def _takes_chunk_size(function: Any) -> bool:
+    return (
+        isinstance(function, FunctionType)
+        and "chunk_size" in inspect.signature(function).parameters
+    )
+
+
+def _short(function: Any) -> Callable[..., Any]:
+    usual = inspect.signature(function).parameters["chunk_size"].default
+
+    def short(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call with chunks no longer than the block; the first argument is [rows, tokens, ...]."""
+        size = min(kwargs.pop("chunk_size", usual), x.shape[1])
+        return function(x, *args, chunk_size=size, **kwargs)
+
+    return short
+
+
+def with_states(masks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Add to a block's masks what layers with a state look for: padding is in no block."""
+    names = {name: masks.get(kind) for name, kind in STATE_ATTENTION.items()}
+    return {**dict.fromkeys(WITHOUT_ATTENTION), **names, **masks}
