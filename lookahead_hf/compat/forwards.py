@@ -47,7 +47,11 @@ def decoder_names(model: Any) -> DecoderNames:
         skips_pads = model.config.model_type == "whisper"
         names = "decoder_input_ids", "decoder_attention_mask"
         return DecoderNames(*names, None, columns, skips_pads)
-    return DecoderNames("input_ids", "attention_mask", "position_ids")
+    names = "input_ids", "attention_mask"
+    if "position_ids" in forward_arguments(model):
+        return DecoderNames(*names, "position_ids")
+    told = "position_ids" in forward_arguments(model.get_decoder())  # through the model's kwargs
+    return DecoderNames(*names, None, "position_ids" if told else None)
 
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:

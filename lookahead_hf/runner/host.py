@@ -131,18 +131,27 @@ class Runner:
         self._take_over(cache, attended, position_ids, returned)
         return outputs
 
-    def start(self, input_ids: torch.Tensor, cache: compat.Cache) -> None:
-        """Run a prompt without padding, [rows, columns], outside of `generate`."""
+    def start(
+        self, input_ids: torch.Tensor, cache: compat.Cache, mask: torch.Tensor | None = None
+    ) -> None:
+        """Run a prompt outside of `generate`.
+
+        Args:
+            input_ids: Its tokens, [rows, columns].
+            cache: An empty cache.
+            mask: 1 for what is attended, [rows, columns]; only for a model that counts positions.
+        """
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         position_ids = columns[None].repeat(self.num_rows, 1)
+        names = self._names
+        given = {names.positions: position_ids} if names.positions else {names.mask: mask}
         outputs = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
+            **{names.ids: input_ids}, **given, past_key_values=cache, use_cache=True, return_dict=True
         )
-        self._take_over(outputs.past_key_values, None, position_ids)
+        attended = None
+        if mask is not None and not names.positions:
+            attended = mask.to("cpu").numpy().astype(bool)
+        self._take_over(outputs.past_key_values, attended, position_ids)
 
     def _take_over(
         self,

@@ -51,7 +51,7 @@ def check_call(
 
 def check_trial(model: Any) -> None:
     """Raise Unserved where a model of an unknown type fails its self test."""
-    if compat.decoder_names(model).positions is None:
+    if model.config.is_encoder_decoder:
         return
     found, fix = self_test.refusal(model)
     if found:
