@@ -143,14 +143,14 @@ class Runner:
         """
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         position_ids = columns[None].repeat(self.num_rows, 1)
-        names = self._names
-        given = {names.positions: position_ids} if names.positions else {names.mask: mask}
-        outputs = self.model(
-            **{names.ids: input_ids}, **given, past_key_values=cache, use_cache=True, return_dict=True
-        )
+        given = {"position_ids": position_ids} if self._names.positions else {}
         attended = None
-        if mask is not None and not names.positions:
+        if mask is not None:
+            given["attention_mask"] = mask
             attended = mask.to("cpu").numpy().astype(bool)
+        outputs = self.model(
+            input_ids=input_ids, **given, past_key_values=cache, use_cache=True, return_dict=True
+        )
         self._take_over(outputs.past_key_values, attended, position_ids)
 
     def _take_over(

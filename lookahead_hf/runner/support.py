@@ -13,7 +13,9 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.runner import prefix_tuning, self_test
 from lookahead_hf.runner.attention import SERVED
 
-MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+MASK_KINDS = frozenset(
+    {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
+)
 
 UNSERVED_TYPES = frozenset(
     {"bloom", "cpmant", "ctrl", "deepseek_v4", "git", "minimax", "moshi", "mpt", "openai-gpt"}

@@ -42,9 +42,8 @@ STATEFUL = words(
 
 UNSERVED = words(
     """
-    axk2 bloom cpmant ctrl deepseek_v32 doge dots3_note_text git glm_moe_dsa gpt_neo
-    gpt_neox_japanese hy_v4 inkling2_text inkling_text lfm2_moe lfm3 minimax mllama moshi openai-gpt
-    prophetnet reformer roformer xlm xlnet
+    bloom cpmant ctrl doge git gpt_neo gpt_neox_japanese inkling2_text inkling_text lfm2_moe lfm3
+    minimax mllama moshi openai-gpt prophetnet reformer roformer xlm xlnet
     """
 )
 """Types whose biases or windows count slots, which have layers of other kinds, or whose attention
