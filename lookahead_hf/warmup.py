@@ -15,7 +15,7 @@ from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, positions, support
+from lookahead_hf.runner import attention, implicit_positions, positions, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
@@ -107,7 +107,8 @@ def _measure(runner: Runner, context_length: int, sizes: list[int]) -> None:
     vocab = int(compat.text_config(model).vocab_size)
     ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
     rows = Rows(ids)
-    with attention.laid_under(model), recurrent.laid_under(model):
+    counts, states = implicit_positions.laid_under(model), recurrent.laid_under(model)
+    with attention.laid_under(model), counts, states:
         prompt = torch.from_numpy(ids).to(model.device)
         runner.start(prompt, compat.DynamicCache(config=model.config))
         for row in range(num_rows):

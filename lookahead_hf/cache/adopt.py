@@ -93,10 +93,10 @@ class AdoptedCache:
             if content is None:
                 self.slots.add_other(layer)
                 continue
-            keys, values = (self._to_slots(states, self.slots.groups[name]) for states in content)
+            stores = [self._to_slots(states, self.slots.groups[name]) for states in content]
             if self._unattended is not None:
                 self._unattended.keep(layer, content)
-            self.slots.add(name, keys, values, layer)  # before the release, for `_put_back`
+            self.slots.add(name, *stores, of=layer)  # before the release, for `_put_back`
             hf_layers.release(layer, is_users_cache(self.original))
 
     def _put_back(self) -> None:
@@ -190,12 +190,13 @@ class AdoptedCache:
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
         most = hf_layers.most_columns(layer)
         first = 0 if most is None else max(0, num_columns - most)
-        stores = ours.stores
-        keys = self._to_columns(stores.k_store, stores.dropped, first, num_columns)
-        values = self._to_columns(stores.v_store, stores.dropped, first, num_columns)
+        dropped = ours.stores.dropped
+        content = tuple(
+            self._to_columns(store, dropped, first, num_columns) for store in ours.tensors
+        )
         if self._unattended is not None:
-            self._unattended.restore(layer, (keys, values), first)
-        hf_layers.fill(layer, (keys, values), num_columns)
+            self._unattended.restore(layer, content, first)
+        hf_layers.fill(layer, content, num_columns)
 
     def _to_columns(
         self, store: torch.Tensor, dropped: np.ndarray, first: int, last: int
@@ -209,7 +210,7 @@ class AdoptedCache:
 
 
 class _Unattended:
-    """K and V of prompt columns that rows do not attend, which a later call may attend.
+    """What prompt columns hold that rows do not attend, which a later call may attend.
 
     They are kept where the caller sees the cache, and restored when it is handed back.
     """
@@ -219,11 +220,11 @@ class _Unattended:
         self._kept: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
 
     def keep(self, layer: object, content: hf_layers.Content) -> None:
-        """Copy the columns out of a layer's newest ones, [rows, kv_heads, columns, dim] each."""
+        """Copy the columns out of a layer's newest ones, [rows, heads, columns, dim] each."""
         first = self._is_unattended.shape[1] - content[0].shape[2]
         chosen = self._is_unattended[:, first:]
-        keys, values = (states.transpose(1, 2)[chosen] for states in content)
-        self._kept[id(layer)] = chosen.nonzero()[:, 1] + first, (keys, values)
+        kept = tuple(states.transpose(1, 2)[chosen] for states in content)
+        self._kept[id(layer)] = chosen.nonzero()[:, 1] + first, kept
 
     def restore(self, layer: object, content: hf_layers.Content, first: int) -> None:
         """Write the columns into `content`, a layer's columns from `first` on."""

@@ -8,6 +8,7 @@ import torch
 
 from lookahead_hf.compat import (
     HYBRID_LAYERS,
+    INDEXED_LAYERS,
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -17,13 +18,14 @@ from lookahead_hf.compat import (
     StaticSlidingWindowLayer,
 )
 
-Content = tuple[torch.Tensor, torch.Tensor]
-"""K and V by column, [rows, kv_heads, columns, head_dim] each."""
+Content = tuple[torch.Tensor, ...]
+"""K and V by column, and the keys of an indexer, [rows, heads, columns, head_dim] each."""
 
 
 SERVED = (
     *(DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer),
     *HYBRID_LAYERS,
+    *INDEXED_LAYERS,
 )
 """Layer types that can be taken over; a subclass may do anything."""
 
@@ -75,13 +77,16 @@ def room(cache: Cache, sliding: int | None) -> int | None:
 
 
 def read(layer: Any) -> Content | None:
-    """Return K and V of the newest columns, as views if possible; None if there are none."""
+    """Return what the newest columns hold, as views if possible; None if there are none."""
     if not getattr(layer, "is_initialized", False) or layer.keys is None:
         return None
+    content: Content = (layer.keys, layer.values)
+    if getattr(layer, "is_indexer_initialized", False):
+        content += (layer.indexer_keys[:, None],)
     if not isinstance(layer, StaticLayer):
-        return layer.keys, layer.values
+        return content
     seen = slice(0, min(int(layer.get_seq_length()), layer.max_cache_len))
-    return layer.keys[:, :, seen], layer.values[:, :, seen]
+    return tuple(states[:, :, seen] for states in content)
 
 
 def release(layer: Any, users: bool) -> None:
@@ -92,24 +97,28 @@ def release(layer: Any, users: bool) -> None:
     """
     if not (users and isinstance(layer, StaticLayer)):
         layer.keys = layer.values = None
+        if isinstance(layer, INDEXED_LAYERS) and not isinstance(layer, StaticLayer):
+            layer.indexer_keys = None
 
 
 def fill(layer: Any, content: Content, num_columns: int) -> None:
-    """Store K and V of the newest of all columns, in a static layer's own tensors if it has them.
+    """Store what the newest of all columns hold, in a static layer's own tensors if it has them.
 
     There are as many of them as the layer holds after `num_columns`.
     """
     if isinstance(layer, StaticLayer):
         _fill_static(layer, content, num_columns)
         return
-    layer.keys, layer.values = content
+    layer.keys, layer.values = content[:2]
+    if len(content) > 2:
+        layer.indexer_keys = content[2][:, 0]
     if _slides(layer):
         layer.cumulative_length = num_columns
 
 
 def _fill_static(layer: Any, content: Content, num_columns: int) -> None:
     held = content[0].shape[2]
-    for name, states in zip(("keys", "values"), content, strict=True):
+    for name, states in zip(("keys", "values"), content, strict=False):
         store = getattr(layer, name)
         if store is None:
             shape = (*states.shape[:2], layer.max_cache_len, states.shape[3])
@@ -117,5 +126,8 @@ def _fill_static(layer: Any, content: Content, num_columns: int) -> None:
             setattr(layer, name, store)
         store[:, :, :held].copy_(states)
     layer.cumulative_length.fill_(held)
+    for states in content[2:]:
+        layer.indexer_keys[:, :held].copy_(states[:, 0])
+        layer.indexer_cumulative_length.fill_(held)
     if hasattr(layer, "cumulative_length_int"):
         layer.cumulative_length_int = num_columns

@@ -34,9 +34,10 @@ class SlotLayer(DynamicLayer):
     contiguous memory.
     """
 
-    def __init__(self, group: SlotGroup, stores: Stores) -> None:
+    def __init__(self, group: SlotGroup, stores: Stores, index: Stores | None = None) -> None:
+        """`index` has the keys of the layer's indexer in `k_store`, and no values."""
         super().__init__()
-        self.group, self.stores = group, stores
+        self.group, self.stores, self.index = group, stores, index
         keys = stores.k_store
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
@@ -50,17 +51,32 @@ class SlotLayer(DynamicLayer):
                 head_dim].
             value_states: The same of V.
         """
-        block, keys, values = self.group.block, self.stores.k_store, self.stores.v_store
+        keys = self._written(self.stores.k_store, key_states.transpose(1, 2))
+        values = self._written(self.stores.v_store, value_states.transpose(1, 2))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the keys of the block's indexer, [rows, width, dim]; show all visible slots."""
+        assert self.index is not None
+        return self._written(self.index.k_store, indexer_key_states[:, :, None])[:, :, 0]
+
+    def _written(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Write states, [rows, width, heads, dim]; return the visible slots of the store."""
+        block = self.group.block
         assert block is not None
-        for store, states in ((keys, key_states), (values, value_states)):
-            if block.start is not None:
-                store[:, block.start : block.start + block.width].copy_(states.transpose(1, 2))
-            else:
-                flat = store.view(-1, *store.shape[2:])
-                slots = self.group.flat_slots_on(store.device)
-                flat.index_copy_(0, slots, states.transpose(1, 2).reshape(-1, *store.shape[2:]))
-        seen = slice(0, block.visible)
-        return keys[:, seen].transpose(1, 2), values[:, seen].transpose(1, 2)
+        if block.start is not None:
+            store[:, block.start : block.start + block.width].copy_(states)
+        else:
+            flat = store.view(-1, *store.shape[2:])
+            slots = self.group.flat_slots_on(store.device)
+            flat.index_copy_(0, slots, states.reshape(-1, *store.shape[2:]))
+        return store[:, : block.visible]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """K, V and the indexer's keys if there are any, [rows, slots, heads, dim] each."""
+        index = [] if self.index is None else [self.index.k_store]
+        return [self.stores.k_store, self.stores.v_store, *index]
 
     def get_seq_length(self) -> int:
         return self.group.extent.longest
@@ -123,8 +139,9 @@ class SlotGroup:
 
     @property
     def stores(self) -> list[torch.Tensor]:
-        """K and V of every layer, [rows, capacity, kv_heads, head_dim] each."""
-        return [store for layer in self.layers for store in (layer.k_store, layer.v_store)]
+        """What every layer holds, [rows, capacity, heads, head_dim] each."""
+        pairs = [store for layer in self.layers for store in (layer.k_store, layer.v_store)]
+        return [store for store in pairs if store.shape[3]]  # an indexer has no values
 
     @property
     def path_table(self) -> PathTable:
@@ -253,19 +270,33 @@ class SlotCache(Cache):
         """Every group once."""
         return list(dict.fromkeys(self.groups.values()))
 
-    def add(self, name: str, keys: torch.Tensor, values: torch.Tensor, of: Any = None) -> None:
+    def add(
+        self,
+        name: str,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        indexer_keys: torch.Tensor | None = None,
+        *,
+        of: Any = None,
+    ) -> None:
         """Append a layer of the group of that name.
 
         Args:
             name: The group's name.
             keys: K, [rows, slots, heads, dim].
             values: V, the same.
+            indexer_keys: Keys of the layer's indexer, the same, None without one.
             of: The layer of transformers that held them, and may go on holding a state.
         """
         group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
-        group.layers.append(stores)
+        index = None
+        if indexer_keys is not None:
+            index = Stores(
+                indexer_keys, indexer_keys.new_empty(*indexer_keys.shape[:3], 0), group.dropped
+            )
+        group.layers += [stores] if index is None else [stores, index]
         group.capacity = keys.shape[1]
-        ours = SlotLayer(group, stores)
+        ours = SlotLayer(group, stores, index)
         self.layers.append(StateSlotLayer(ours, of) if isinstance(of, HYBRID_LAYERS) else ours)
 
     def add_other(self, layer: Any) -> None:

@@ -34,13 +34,16 @@ def attention_configs(model: nn.Module) -> list[Any]:
 def registry_configs(model: nn.Module) -> list[Any]:
     """Return those of them whose modules look the name up in the registry.
 
-    Falcon's modules, and some remote code, compare the name with the few that they know: any other
-    name makes them choose the wrong one.
+    Falcon's modules, sparse attention and some remote code compare the name with the few that they
+    know: any other name makes them choose the wrong one.
     """
     state = state_of(model)
     if state.fixed_attention is None:
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        fixed = {id(part.config) for part in parts if not part._can_set_attn_implementation()}
+        compares = any("_attn_implementation in (" in each for each in mask_sources(model))
+        fixed = {
+            id(part.config) for part in parts if compares or not part._can_set_attn_implementation()
+        }
         state.fixed_attention = fixed
     return [c for c in attention_configs(model) if id(c) not in state.fixed_attention]
 

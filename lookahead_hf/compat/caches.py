@@ -17,6 +17,13 @@ from lookahead_hf.compat.forwards import text_config
 EmptyLayer = getattr(cache_utils, "DummyLayer", DynamicLayer)
 """Type of a layer without K and V of its own; up to 5.19 an ordinary layer that stays empty."""
 
+INDEXED_LAYERS = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicIndexedLayer", "StaticIndexedLayer")
+    if hasattr(cache_utils, name)
+)
+"""Types of layers that also hold the keys by which sparse attention chooses tokens."""
+
 CACHES = (DynamicCache, StaticCache)
 """Types of caches that are nothing but a list of layers; subclasses do not count."""
 

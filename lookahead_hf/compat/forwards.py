@@ -52,7 +52,11 @@ def decoder_names(model: Any) -> DecoderNames:
     arguments = forward_arguments(model)
     if "cache_params" in arguments:  # no position and no K and V, but states alone
         return DecoderNames("input_ids", "attention_mask", None, cache="cache_params")
-    return DecoderNames("input_ids", "attention_mask", "position_ids")
+    names = "input_ids", "attention_mask"
+    if "position_ids" in arguments:
+        return DecoderNames(*names, "position_ids")
+    told = "position_ids" in forward_arguments(model.get_decoder())  # through the model's kwargs
+    return DecoderNames(*names, None, "position_ids" if told else None)
 
 
 def forward_arguments(model: nn.Module) -> frozenset[str]:

@@ -144,15 +144,27 @@ class Runner:
         self._take_over(cache, attended, position_ids, returned)
         return outputs
 
-    def start(self, input_ids: torch.Tensor, cache: compat.Cache) -> None:
-        """Run a prompt without padding, [rows, columns], outside of `generate`."""
+    def start(
+        self, input_ids: torch.Tensor, cache: compat.Cache, mask: torch.Tensor | None = None
+    ) -> None:
+        """Run a prompt outside of `generate`.
+
+        Args:
+            input_ids: Its tokens, [rows, columns].
+            cache: An empty cache.
+            mask: 1 for what is attended, [rows, columns]; only for a model that counts positions.
+        """
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         position_ids = columns[None].repeat(self.num_rows, 1)
         given = {self._names.ids: input_ids, self._names.cache: cache}
         if self._names.positions is not None:
             given[self._names.positions] = position_ids
+        attended = None
+        if mask is not None:
+            given[self._names.mask] = mask
+            attended = mask.to("cpu").numpy().astype(bool)
         outputs = self.model(**given, use_cache=True, return_dict=True)
-        self._take_over(outputs[self._names.cache], None, position_ids)
+        self._take_over(outputs[self._names.cache], attended, position_ids)
 
     def _take_over(
         self,

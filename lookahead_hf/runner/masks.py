@@ -51,6 +51,7 @@ def of_model(model: Any) -> list[MaskKind]:
     config = compat.text_config(model)
     limits = {
         "full_attention": {},
+        "indexed_attention": {},
         "sliding_attention": {"window": getattr(config, "sliding_window", None)},
         "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
     }

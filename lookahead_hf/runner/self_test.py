@@ -12,7 +12,7 @@ from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, tree_attention
+from lookahead_hf.runner import attention, implicit_positions, tree_attention
 from lookahead_hf.runner.host import BlockShape, Runner
 from lookahead_hf.runner.recurrent import trial
 
@@ -118,35 +118,55 @@ def _differs_by(model: Any, is_flat: bool) -> float:
     """Largest difference to plain's logits, in standard deviations of these."""
     vocab = compat.text_config(model).vocab_size
     text = np.random.default_rng(0).integers(vocab // 8, vocab, TEXT)
-    ids = torch.from_numpy(text)[None].to(model.device)
-    positions = torch.arange(TEXT, device=ids.device)[None]  # as plain `generate` gives them
-    given = {"input_ids": ids, "position_ids": positions}
-    expected = model(**given, use_cache=False, return_dict=True).logits[0].float()
-    got = _ragged(model, text, ids[:, :PROMPT].repeat(2, 1), is_flat)
+    ids = torch.from_numpy(text)[None].repeat(2, 1).to(model.device)
+    mask = None
+    if compat.counts_positions(model):
+        mask = torch.ones_like(ids)
+        mask[1, :2] = 0  # whether it counts pads shows here only
+        expected = _plain_by_steps(model, ids, mask)
+    else:
+        positions = torch.arange(TEXT, device=ids.device)[None]  # as plain `generate` gives them
+        given = {"input_ids": ids[:1], "position_ids": positions}
+        outputs = model(**given, use_cache=False, return_dict=True)
+        expected = outputs.logits[:, PROMPT:].float().repeat(2, 1, 1)
+    attended = None if mask is None else mask[:, :PROMPT]
+    got = _ragged(model, text, ids[:, :PROMPT], attended, is_flat)
     worst = max(float((logits.float() - expected[at]).abs().max()) for at, logits in got)
     return worst / float(expected.std())
 
 
+def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Plain's logits of the tokens behind the prompt, [rows, tokens, vocab]; a token a step."""
+    given: dict[str, Any] = {"use_cache": True, "return_dict": True}
+    given["past_key_values"] = compat.DynamicCache(config=model.config)
+    model(input_ids=ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], **given)
+    steps = [
+        model(input_ids=ids[:, at : at + 1], attention_mask=mask[:, : at + 1], **given).logits
+        for at in range(PROMPT, TEXT)
+    ]
+    return torch.cat(steps, 1).float()
+
+
 def _ragged(
-    model: Any, text: np.ndarray, prompt: torch.Tensor, is_flat: bool
-) -> list[tuple[int, torch.Tensor]]:
-    """Logits of two rows that advance by different counts, each with its place in the text."""
+    model: Any, text: np.ndarray, prompt: torch.Tensor, mask: torch.Tensor | None, is_flat: bool
+) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """Logits of two rows that advance by different counts, each with its row and place behind the
+    prompt."""
     runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
     decoy = int(text[0])
-    with attention.laid_under(model):
-        runner.start(prompt, compat.DynamicCache(config=model.config))
+    with attention.laid_under(model), implicit_positions.laid_under(model):
+        runner.start(prompt, compat.DynamicCache(config=model.config), mask)
         for row in range(2):
             rows.emit(row, int(text[PROMPT]))
         after = text[PROMPT + 1 : PROMPT + 4].tolist()
         draft = DraftTree.from_rows([(after, [-1, 0, 1]), ([decoy, after[0]], [-1, -1])])
         first = runner.launch(rows, draft).logits
-        got = [(PROMPT + i, first[0, i]) for i in range(4)]
-        got += [(PROMPT, first[1, 0]), (PROMPT + 1, first[1, 2])]
+        got = [((0, i), first[0, i]) for i in range(4)]
+        got += [((1, 0), first[1, 0]), ((1, 1), first[1, 2])]
         paths = [[0, 1, 2], [1]]
         for row, path in enumerate(paths):
             for token in text[PROMPT + 1 : PROMPT + 2 + len(path)].tolist():
                 rows.emit(row, token)
         runner.commit(Verdict.from_rows(paths, paths, np.ones(2, bool)))
-        ends = rows.num_emitted + PROMPT - 1
         second = runner.launch(rows, DraftTree.empty(2)).logits
-    return got + [(int(ends[row]), second[row, 0]) for row in range(2)]
+    return got + [((row, int(rows.num_emitted[row]) - 1), second[row, 0]) for row in range(2)]

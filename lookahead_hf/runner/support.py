@@ -19,7 +19,9 @@ from lookahead_hf.runner import (
 )
 from lookahead_hf.runner.attention import SERVED
 
-MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+MASK_KINDS = frozenset(
+    {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
+)
 
 UNSERVED_TYPES = frozenset(
     {"bloom", "cpmant", "ctrl", "deepseek_v4", "git", "minimax", "moshi", "mpt", "openai-gpt"}
@@ -59,7 +61,7 @@ def check_call(
 
 def check_trial(model: Any) -> None:
     """Raise Unserved where a model of an unknown type fails its self test."""
-    if compat.decoder_names(model).positions is None and not compat.mixers(model):
+    if model.config.is_encoder_decoder:
         return
     found, fix = self_test.refusal(model)
     if found:
@@ -83,6 +85,8 @@ def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, A
         return False
     if position_ids.dim() != 2 or prefix_tuning.of_model(model).count or compat.has_hooks(model):
         return False
+    if compat.mixers(model):
+        return False  # a state belongs to a row
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"} or torch_compile.is_compiled(model):
         return False

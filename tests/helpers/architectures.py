@@ -54,9 +54,12 @@ _SMALL: dict[str, Any] = {
 
 _ALL_HEADS = {"num_key_value_heads": 4}
 _WITH_ALL_HEADS = (
-    *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text"),
-    *("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"),
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"),
 )
+# A few tokens are chosen of 34. An embedding of zeros, as pads have, or few heads would give tokens
+# equal scores, and then anything may decide.
+_SPARSE = {"index_topk": 6, "index_n_heads": 16, "pad_token_id": None}
+_WITH_INDEXERS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 _WITH_FOUR_LAYERS = ("lfm3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HYBRID = {
@@ -67,7 +70,20 @@ _HYBRID = {
 
 _OF_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_WITH_ALL_HEADS, _ALL_HEADS),
+    **dict.fromkeys(_WITH_INDEXERS, {**_ALL_HEADS, **_SPARSE}),
     **dict.fromkeys(_WITH_FOUR_LAYERS, {"num_hidden_layers": 4}),
+    "dots3_note_text": {
+        **{**_ALL_HEADS, **_SPARSE},
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "per_layer_config": {
+            1: {
+                **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
+                **{"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8},
+                **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+            }
+        },
+    },
+    "glm_moe_dsa": {**_ALL_HEADS, **_SPARSE, "indexer_types": ["full", "shared"]},
     "bailing_hybrid": {**_ALL_HEADS, "layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64},

@@ -45,14 +45,20 @@ RECURRENT = words(
 
 UNSERVED = words(
     """
-    axk2 bart bigbird_pegasus blenderbot blenderbot-small bloom cpmant ctrl deepseek_v32 doge
-    dots3_note_text git glm_moe_dsa gpt_neo gpt_neox_japanese hy_v4 marian
-    mbart minimax mllama moshi moss_transcribe_diarize mvp openai-gpt pegasus
-    plbart prophetnet reformer roformer trocr whisper xlm xlnet
+    bloom cpmant ctrl doge git gpt_neo gpt_neox_japanese mllama moshi openai-gpt prophetnet reformer
+    roformer xlm xlnet
     """
 )
-"""Types whose forward takes no positions (BART's family as a lone decoder), whose biases or windows
-count slots, which have layers of other kinds, or whose attention needs certain strides."""
+"""Types whose biases or windows count slots, which have layers of other kinds, or whose attention
+needs certain strides."""
+
+COUNTED = words(
+    """
+    bart bigbird_pegasus blenderbot blenderbot-small marian mbart moss_transcribe_diarize mvp
+    pegasus plbart trocr whisper
+    """
+)
+"""Types whose steps need the columns of their tokens, so that they run on the host."""
 
 NOT_CAPTURED = ("dbrx", "jetmoe", "longcat_flash")
 """Types that route tokens to their experts on the host."""
@@ -104,11 +110,11 @@ def test_an_architecture_writes_plains_text(
             if model_type in RECURRENT:
                 assert stats.max_width == 1
                 continue
-            assert stats.engine == engine
+            assert stats.engine == engine or model_type in COUNTED
             assert stats.num_moved > 0
     if model_type in RECURRENT:
         return
     if model_type in NOT_CAPTURED:
         assert "waits for the device" in stats.execution
-    elif stats.fallback_reason is None:
+    elif stats.fallback_reason is None and model_type not in COUNTED:
         assert stats.execution == "replayed"
