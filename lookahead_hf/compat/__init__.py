@@ -20,4 +20,5 @@ from lookahead_hf.compat.attention import *
 from lookahead_hf.compat.caches import *
 from lookahead_hf.compat.forwards import *
 from lookahead_hf.compat.generation import *
+from lookahead_hf.compat.mtp import *
 from lookahead_hf.compat.positions import *

@@ -27,6 +27,8 @@ _CLASSES = {
     "pool": "PoolDrafter",
     "assistant": "AssistantDrafter",
     "lookahead": "LookaheadDrafter",
+    "mtp": "MtpDrafter",
+    "medusa": "MedusaDrafter",
 }
 
 
@@ -35,6 +37,8 @@ class Resources:
     """What the drafters of one call can use.
 
     Attributes:
+        target: The model, whose heads may draft.
+        use_mtp: Whether the caller asks for its multi-token-prediction layers.
         predictions: Token ids that the caller expects of each row.
         assistant: The model that the caller passed to draft with.
         tokenizers: The target's and the assistant's tokenizer, if the caller passed them.
@@ -48,6 +52,8 @@ class Resources:
         settings: Settings of the call for assistants, by their names in generation configs.
     """
 
+    target: Any = None
+    use_mtp: bool = False
     predictions: Sequence[np.ndarray] | None = None
     assistant: Any = None
     tokenizers: tuple[Any, Any] = (None, None)
@@ -69,8 +75,9 @@ def build(
     """Make the drafters of one call.
 
     Args:
-        drafters: Names and objects; None is the default set. Predictions, an assistant and a pool
-            add the drafters of their names; without predictions, "prediction" is left out.
+        drafters: Names and objects; None is the default set. Predictions, an assistant, a pool and
+            `use_mtp` add the drafters of their names; without predictions, "prediction" is left
+            out.
         options: Options by drafter name, checked by the drafter.
         resources: What the drafters can use.
 
@@ -85,6 +92,7 @@ def build(
     if resources.predictions is not None and "prediction" not in wanted:
         wanted.insert(0, "prediction")
     given = {"assistant": resources.assistant, "pool": resources.pool}
+    given["mtp"] = resources.use_mtp or None
     wanted += [name for name, what in given.items() if what is not None and name not in wanted]
     built: list[Drafter] = []
     for drafter in wanted:
@@ -153,6 +161,8 @@ def _given(name: str, resources: Resources) -> tuple[list[Any], dict[str, Any]]:
             "vocab_size": resources.vocab_size,
             "tokenizer": target_tokenizer,
         }
+    if name in ("mtp", "medusa"):
+        return [resources.target], {"vocab_size": resources.vocab_size}
     if name != "assistant":
         return [], {}
     if resources.assistant is None:

@@ -48,7 +48,6 @@ class Runner:
     """Runs a model with ragged rows, in a cache that it takes over for the length of a call.
 
     Attributes:
-        prompt: The prompt's hidden states, kept by the prefill for drafting.
         execution: How the steps were run, as in `SpeculativeStats`.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
@@ -215,7 +214,8 @@ class Runner:
         known = state_of(self.model).run_blocks
         self._is_new = kind not in known
         known.add(kind)
-        return StepOutputs(logits=outputs.logits, of_model=outputs)
+        states = compat.last_hidden_states(outputs)
+        return StepOutputs(logits=outputs.logits, of_model=outputs, hidden_states=states)
 
     def is_contaminated(self, step: StepOutputs, live: np.ndarray) -> bool:
         """Whether a draft may have made NaN of the logits of a live row, [rows] bool."""

@@ -1,0 +1,163 @@
+"""Drafts from the multi-token-prediction layers that a checkpoint has beside its model.
+
+DeepSeek-V3 (arXiv:2412.19437) trains layers that read the model's last hidden states together with
+the next tokens, and predict one token further each. Going on from a layer's own output drafts more
+tokens than there are layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.config import check_int
+from lookahead_hf.distributed import sharding
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.sources.heads.drafter import (
+    MOST_TOKENS,
+    HeadsDrafter,
+    kept_heads,
+    on_device,
+    taken,
+)
+from lookahead_hf.rows import Rows
+
+NUM_DRAFT = 3
+
+
+class MtpDrafter(HeadsDrafter):
+    """Runs the layers over the verified tokens, in a cache of their own, and then ahead of them.
+
+    Layer k reads the hidden states of a token and the token `k + 1` places behind it. So the last
+    hidden states that are known meet drafted tokens in all layers but the first. These columns are
+    dropped from the cache after the draft, and the layers read the hidden states again in the next
+    step. In the cache a row may have columns that stand for nothing, where another row kept more.
+    """
+
+    name: ClassVar[str] = "mtp"
+
+    def __init__(
+        self,
+        target: Any,
+        *,
+        num_draft: int | None = None,
+        top_k: int = 3,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Draft with a model's own layers, which the first call loads.
+
+        Args:
+            target: The model.
+            num_draft: Tokens to write ahead; each costs one forward of one layer for all rows. None
+                is the number of layers, or 3 for a single one. Beyond the number of layers, the
+                last one goes on from its own output.
+            top_k: Tokens to propose at each place, the likeliest first.
+            vocab_size: Token ids of the target; higher ids are never drafted.
+
+        Raises:
+            ValueError: An option is out of its range, or the model has no layers that are served.
+        """
+        super().__init__(top_k, 1, vocab_size)
+        if num_draft is not None:
+            check_int("mtp: num_draft", num_draft, 1, MOST_TOKENS)
+        if sharding.is_spread(target):
+            raise ValueError(
+                'the drafter "mtp" needs the whole model in the process that drafts, but it is '
+                "split over processes: leave the drafter out"
+            )
+        key = compat.text_config(target).name_or_path, target.device, target.dtype
+        self._heads = kept_heads(target, "mtp", key, lambda: compat.load_mtp(target))
+        self._heads.tie_with_main_model(target)  # whose layers may have been replaced
+        layers = len(self._heads.layers)
+        self._num_draft = num_draft or (layers if layers > 1 else NUM_DRAFT)
+        self._num_tail = layers - 1
+        self._cache: Any = None
+        self._states: list[torch.Tensor] = []  # not read yet, [rows, columns, hidden] each
+        self._columns: list[np.ndarray] = []  # as in `compat.mtp_cache`, [rows, columns] each
+
+    def begin(self, rows: Rows) -> None:
+        self._cache, self._states, self._columns = None, [], []
+        if self.hidden_states is None:
+            return
+        width = self.hidden_states.shape[1]
+        columns = np.full((rows.num_rows, width), -1, np.int64)
+        for row in range(rows.num_rows):
+            length = rows.prompt_length(row)
+            count = min(width, length)  # a cache may hold the beginning; pads are on the left
+            columns[row, width - count :] = np.arange(length - count, length)
+        self._states, self._columns = [self.hidden_states], [columns]
+        self.hidden_states = None
+
+    def _keep(self, rows: Rows, verdict: Verdict, states: torch.Tensor) -> None:
+        going = verdict.live & ~verdict.finished
+        counts = np.where(going, verdict.num_accepted + 1, 0)
+        places = np.zeros((rows.num_rows, int(counts.max())), np.int64)
+        columns = np.full_like(places, -1)
+        for row in np.flatnonzero(going).tolist():
+            count = int(counts[row])
+            places[row, 1:count] = verdict.accepted(row) + 1
+            end = len(rows.context(row)) - 1
+            columns[row, :count] = np.arange(end - count, end)
+        self._states.append(taken(states, places))
+        self._columns.append(columns)
+
+    @torch.no_grad()
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        columns, places = self._unread()
+        if not columns.size:
+            return DraftTree.empty(rows.num_rows)
+        states = taken(torch.cat(self._states, 1), places)
+        if self._cache is None:
+            self._cache = compat.mtp_cache(rows.num_rows, states.device)
+        after = np.zeros_like(columns)  # the token behind each column's
+        for row, column in enumerate(columns):
+            after[row, column >= 0] = rows.context(row)[column[column >= 0] + 1]
+        known = self._cache.columns.shape[1] + max(0, columns.shape[1] - self._num_tail)
+        try:
+            logits = self._write(states, *on_device(np.stack([columns, after]), states.device))
+        finally:
+            compat.crop_mtp_cache(self._cache, known)
+        tail = slice(max(0, columns.shape[1] - self._num_tail), None)
+        self._states, self._columns = [states[:, tail]], [columns[:, tail]]
+        return self._tree(rows, logits)
+
+    def _unread(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the columns to read, moved to the right, and their places in the states."""
+        if not self._columns:
+            return np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
+        columns = np.concatenate(self._columns, 1)
+        width = int((columns >= 0).sum(1).max())
+        places = np.argsort(columns >= 0, 1, kind="stable")[:, columns.shape[1] - width :]
+        return np.take_along_axis(columns, places, 1), places
+
+    def _write(
+        self,
+        states: torch.Tensor,  # [rows, width, hidden]
+        columns: torch.Tensor,  # [rows, width]
+        tokens: torch.Tensor,  # [rows, width]
+    ) -> torch.Tensor:
+        """Draft the likeliest chain without waiting for the device; return its logits.
+
+        Returns:
+            Logits of the places ahead, [rows, `num_draft`, vocab].
+        """
+        heads, cache, logits = self._heads, self._cache, []
+        cache.columns = torch.cat([cache.columns, columns], 1)
+        for depth in range(self._num_draft):
+            layer = min(depth, self._num_tail)
+            if depth > layer:  # on from its own output
+                columns, states = columns[:, -1:] + 1, states[:, -1:]
+                tokens = tokens[:, -1:]
+                cache.columns = torch.cat([cache.columns, columns], 1)
+            positions = columns + 1 + layer
+            states = heads.forward_layer(layer, states, positions, cache, input_ids=tokens)
+            logits.append(heads._project_to_logits(states[:, -1:]).to(states.device))
+            tokens = torch.cat([tokens[:, 1:], logits[-1].argmax(-1)], 1)
+        return torch.cat(logits, 1)
+
+    def end(self, rows: Rows) -> None:
+        self._cache, self._states, self._columns = None, [], []
+        self.hidden_states = None
