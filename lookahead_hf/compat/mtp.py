@@ -50,6 +50,8 @@ def load_mtp(model: Any) -> Any:
     try:
         with torch.inference_mode(False):  # later calls may run outside of it
             heads = kind.from_pretrained(model, device_map={"": device})
+            if model.config.dtype != model.dtype:  # the model was cast after it was loaded
+                heads.to(model.dtype)
     except Exception as error:
         raise ValueError(
             f"the multi-token-prediction layers of this {name} cannot be loaded from "

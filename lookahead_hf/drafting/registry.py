@@ -37,8 +37,6 @@ class Resources:
     """What the drafters of one call can use.
 
     Attributes:
-        target: The model, whose heads may draft.
-        use_mtp: Whether the caller asks for its multi-token-prediction layers.
         predictions: Token ids that the caller expects of each row.
         assistant: The model that the caller passed to draft with.
         tokenizers: The target's and the assistant's tokenizer, if the caller passed them.
@@ -50,10 +48,10 @@ class Resources:
         own_pool: Returns the pool that is kept with the model.
         learn: Whether generated texts are added to the pool.
         settings: Settings of the call for assistants, by their names in generation configs.
+        target: The model, whose heads may draft.
+        use_mtp: Whether the caller asks for its multi-token-prediction layers.
     """
 
-    target: Any = None
-    use_mtp: bool = False
     predictions: Sequence[np.ndarray] | None = None
     assistant: Any = None
     tokenizers: tuple[Any, Any] = (None, None)
@@ -65,6 +63,8 @@ class Resources:
     own_pool: Callable[[], Any] | None = None
     learn: bool = False
     settings: Mapping[str, Any] | None = None
+    target: Any = None
+    use_mtp: bool = False
 
 
 def build(

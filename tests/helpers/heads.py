@@ -59,6 +59,11 @@ def with_layers(model_type: str, num_layers: int = 1) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         layers = MtpModel(model, num_layers).eval()
+        for parameter in layers.layers.parameters():  # it leaves some as they are in memory
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+        for buffer in layers.layers.buffers():
+            buffer.zero_()
     model.generation_config.eos_token_id = None
     return enlarged(model, 3.0), layers
 
