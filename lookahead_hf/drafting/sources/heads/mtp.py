@@ -68,7 +68,7 @@ class MtpDrafter(HeadsDrafter):
                 'the drafter "mtp" needs the whole model in the process that drafts, but it is '
                 "split over processes: leave the drafter out"
             )
-        key = compat.text_config(target).name_or_path, target.device, target.dtype
+        key = target.config.name_or_path, target.device, target.dtype
         self._heads = kept_heads(target, "mtp", key, lambda: compat.load_mtp(target))
         self._heads.tie_with_main_model(target)  # whose layers may have been replaced
         layers = len(self._heads.layers)
