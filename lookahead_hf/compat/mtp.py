@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import cache_utils, modeling_layers
 
+from lookahead_hf.compat.attention import set_attention_name
 from lookahead_hf.compat.forwards import text_config
 
 LAST_HIDDEN_STATES = {"output_hidden_states": -1}
@@ -51,7 +52,7 @@ def load_mtp(model: Any) -> Any:
         with torch.inference_mode(False):  # later calls may run outside of it
             heads = kind.from_pretrained(model, device_map={"": device})
             if model.config.dtype != model.dtype:  # the model was cast after it was loaded
-                heads.to(model.dtype)
+                heads.layers.to(model.dtype)  # and not what they share with the model
     except Exception as error:
         raise ValueError(
             f"the multi-token-prediction layers of this {name} cannot be loaded from "
@@ -77,9 +78,10 @@ def serving_batches(heads: Any, attention: str) -> Any:
             f"predicts with {', '.join(unknown)}: leave the drafter out"
         )
     windows = [heads.config.sliding_window if kind != "full_attention" else None for kind in kinds]
-    heads.config._attn_implementation_internal = attention
+    set_attention_name(heads.config, attention)
     heads.create_masks_for_mtp_layer = functools.partial(_masks, windows)
-    return heads.eval()
+    heads.layers.eval()
+    return heads
 
 
 def mtp_cache(num_rows: int, device: torch.device) -> Any:

@@ -27,6 +27,9 @@ from lookahead_hf.rows import Rows
 
 NUM_DRAFT = 3
 
+PIECE = 512
+"""Most tokens of a long prompt that are read at once: a mask has as many rows."""
+
 
 class MtpDrafter(HeadsDrafter):
     """Runs the layers over the verified tokens, in a cache of their own, and then ahead of them.
@@ -73,7 +76,7 @@ class MtpDrafter(HeadsDrafter):
         self._heads.tie_with_main_model(target)  # whose layers may have been replaced
         layers = len(self._heads.layers)
         self._num_draft = num_draft or (layers if layers > 1 else NUM_DRAFT)
-        self._num_tail = layers - 1
+        self._num_layers = min(layers, self._num_draft)
         self._cache: Any = None
         self._states: list[torch.Tensor] = []  # not read yet, [rows, columns, hidden] each
         self._columns: list[np.ndarray] = []  # as in `compat.mtp_cache`, [rows, columns] each
@@ -112,16 +115,20 @@ class MtpDrafter(HeadsDrafter):
         states = taken(torch.cat(self._states, 1), places)
         if self._cache is None:
             self._cache = compat.mtp_cache(rows.num_rows, states.device)
-        after = np.zeros_like(columns)  # the token behind each column's
-        for row, column in enumerate(columns):
-            after[row, column >= 0] = rows.context(row)[column[column >= 0] + 1]
-        known = self._cache.columns.shape[1] + max(0, columns.shape[1] - self._num_tail)
-        try:
-            logits = self._write(states, *on_device(np.stack([columns, after]), states.device))
-        finally:
-            compat.crop_mtp_cache(self._cache, known)
-        tail = slice(max(0, columns.shape[1] - self._num_tail), None)
-        self._states, self._columns = [states[:, tail]], [columns[:, tail]]
+        ahead = columns + 1 + np.arange(self._num_layers)[:, None, None]  # what each layer reads
+        for row in range(rows.num_rows):
+            context = rows.context(row)
+            ahead[:, row] = context[ahead[:, row].clip(max=len(context) - 1)]
+        on_it, *tokens = on_device(np.concatenate([columns[None], ahead]), states.device)
+        known = max(0, columns.shape[1] - self._num_layers + 1)
+        last = max(0, known - 1) // PIECE * PIECE
+        for start in range(0, last, PIECE):
+            piece = slice(start, start + PIECE)
+            self._read(states[:, piece], on_it[:, piece], [each[:, piece] for each in tokens])
+        num_kept = self._cache.columns.shape[1] + known - last
+        logits = self._write(states[:, last:], on_it[:, last:], tokens[0][:, last:])
+        compat.crop_mtp_cache(self._cache, num_kept)
+        self._states, self._columns = [states[:, known:]], [columns[:, known:]]
         return self._tree(rows, logits)
 
     def _unread(self) -> tuple[np.ndarray, np.ndarray]:
@@ -133,30 +140,49 @@ class MtpDrafter(HeadsDrafter):
         places = np.argsort(columns >= 0, 1, kind="stable")[:, columns.shape[1] - width :]
         return np.take_along_axis(columns, places, 1), places
 
+    def _read(
+        self, states: torch.Tensor, columns: torch.Tensor, tokens: list[torch.Tensor]
+    ) -> None:
+        """Let all layers read columns behind which the text is known; see `_write`."""
+        self._extend(columns)
+        for layer, ids in enumerate(tokens):
+            states = self._run(layer, states, columns, ids)
+
     def _write(
         self,
         states: torch.Tensor,  # [rows, width, hidden]
         columns: torch.Tensor,  # [rows, width]
         tokens: torch.Tensor,  # [rows, width]
     ) -> torch.Tensor:
-        """Draft the likeliest chain without waiting for the device; return its logits.
+        """Read the newest columns, and draft the likeliest chain without waiting for the device.
 
         Returns:
             Logits of the places ahead, [rows, `num_draft`, vocab].
         """
-        heads, cache, logits = self._heads, self._cache, []
-        cache.columns = torch.cat([cache.columns, columns], 1)
+        logits: list[torch.Tensor] = []
+        self._extend(columns)
         for depth in range(self._num_draft):
-            layer = min(depth, self._num_tail)
+            layer = min(depth, self._num_layers - 1)
             if depth > layer:  # on from its own output
-                columns, states = columns[:, -1:] + 1, states[:, -1:]
-                tokens = tokens[:, -1:]
-                cache.columns = torch.cat([cache.columns, columns], 1)
-            positions = columns + 1 + layer
-            states = heads.forward_layer(layer, states, positions, cache, input_ids=tokens)
-            logits.append(heads._project_to_logits(states[:, -1:]).to(states.device))
+                columns, states, tokens = columns[:, -1:] + 1, states[:, -1:], tokens[:, -1:]
+                self._extend(columns)
+            states = self._run(layer, states, columns, tokens)
+            logits.append(self._heads._project_to_logits(states[:, -1:]).to(states.device))
             tokens = torch.cat([tokens[:, 1:], logits[-1].argmax(-1)], 1)
         return torch.cat(logits, 1)
+
+    def _extend(self, columns: torch.Tensor) -> None:
+        self._cache.columns = torch.cat([self._cache.columns, columns], 1)
+
+    def _run(
+        self, layer: int, states: torch.Tensor, columns: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a layer, whose tokens are `layer + 1` places behind the columns."""
+        positions = columns + 1 + layer
+        ran: torch.Tensor = self._heads.forward_layer(
+            layer, states, positions, self._cache, input_ids=tokens
+        )
+        return ran
 
     def end(self, rows: Rows) -> None:
         self._cache, self._states, self._columns = None, [], []
