@@ -12,7 +12,9 @@ from typing import Any
 from lookahead_hf import vllm_config
 from lookahead_hf.warn import warn_caller
 
-BUILT_IN_DRAFTERS = ("ngram", "recycling", "prediction", "pool", "assistant", "lookahead")
+BUILT_IN_DRAFTERS = (
+    *("ngram", "recycling", "prediction", "pool", "assistant", "lookahead", "mtp", "medusa"),
+)
 """The drafters that a configuration can name."""
 
 DEFAULT_DRAFTERS = ("ngram", "recycling")
@@ -134,8 +136,9 @@ class SpeculativeConfig:
         """The names of the drafters that a call may build."""
         given = DEFAULT_DRAFTERS if self.drafters is None else self.drafters
         named = {drafter for drafter in given if isinstance(drafter, str)}
-        # The call's arguments bring these two.
-        return named | {"prediction", "assistant"} | ({"pool"} if self.pool is not None else set())
+        # The call's arguments bring these three.
+        named |= {"prediction", "assistant", "mtp"}
+        return named | ({"pool"} if self.pool is not None else set())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for a generation config or a file.
@@ -150,7 +153,7 @@ class SpeculativeConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Build a configuration from the dict that `to_dict` returned, or from one of vLLM's.
 
-        vLLM's `speculative_config` has a `method` ("ngram", "suffix" or "draft_model") and
+        vLLM's `speculative_config` has a `method` ("ngram", "suffix", "draft_model" or "mtp") and
         usually `num_speculative_tokens`. A log message says how it is read.
 
         Raises:

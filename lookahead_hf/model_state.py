@@ -27,6 +27,7 @@ class ModelState:
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
         packed: Packed copies of the weights of linear layers, on a CPU.
         graphs: Captured steps with their K and V, on a GPU.
+        heads: Heads that draft, by the drafter's name, each with what it was loaded for.
         stats: What the latest call did, None after a plain one.
         stats_of_thread: The same of a thread's own latest call, as the attribute `stats`.
         totals: Sums over the calls so far, None before the first.
@@ -50,6 +51,7 @@ class ModelState:
     drafting: ModelMemory | None = None
     packed: PackedLinears | None = None
     graphs: ModelGraphs | None = None
+    heads: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     stats: SpeculativeStats | None = None
     stats_of_thread: threading.local = field(default_factory=threading.local)
     totals: Totals | None = None
@@ -79,6 +81,7 @@ class ModelState:
         """Free what takes memory; a later call makes it anew."""
         with self.lock:
             self.packed = None
+            self.heads.clear()
             graphs, self.graphs = self.graphs, None
         if graphs is not None:
             graphs.release()

@@ -17,6 +17,7 @@ _KEYS = {
         "suffix_decoding_min_token_prob",
     ),
     "draft_model": ("model",),
+    "mtp": (),
 }
 """The methods that are understood, and the keys that each has for itself."""
 
@@ -36,8 +37,6 @@ def _method(values: Mapping[str, Any]) -> str:
         ValueError: The method is unknown.
     """
     method = values.get("method", "draft_model" if "model" in values else None)
-    if method == "mtp":
-        raise ValueError('method="mtp" is not supported: no drafter reads such heads of a model')
     if not isinstance(method, str) or method not in _KEYS:
         raise ValueError(f"method={method!r} is not known; known: {', '.join(_KEYS)}")
     return method
@@ -83,4 +82,8 @@ def _drafters(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if values.get("suffix_decoding_max_cached_requests") == 0:
             return {"drafters": ("ngram",)}
         return {"drafters": ("ngram", "pool"), "learn": True}
+    if method == "mtp":
+        ahead = values.get("num_speculative_tokens")
+        own = {} if ahead is None else {"num_draft": ahead}
+        return {"drafters": ("mtp",), "options": {"mtp": own}}
     return {"drafters": ("assistant",)}

@@ -147,6 +147,11 @@ def test_resolve() -> None:
             {"drafters": ("assistant",)},
             "pass the model 'small/one' to each call, as assistant_model=",
         ),
+        (
+            {"method": "mtp"},
+            {"drafters": ("mtp",), "options": {"mtp": {"num_draft": 5}}},
+            "num_draft",
+        ),
     ],
 )
 def test_what_vllm_calls_speculative_config(
@@ -166,7 +171,6 @@ def test_what_vllm_calls_speculative_config(
     [
         ({"method": "eagle3"}, "'eagle3' is not known; known: ngram, suffix, draft_model"),
         ({"num_speculative_tokens": 5}, "method=None is not known"),
-        ({"method": "mtp"}, '"mtp" is not supported'),
         ({"method": "ngram", "prompt_lookup_max": "4"}, "must be ints"),
         ({"method": "ngram", 1: 2}, "does not take 1 here"),
         (

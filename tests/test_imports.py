@@ -56,7 +56,9 @@ LAYERS = {
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
         """_numba budget sources._recycling_numba sources.assistant.growth sources.lookahead
         sources.ngram sources.prediction user_drafter""",
-        "prompt_lookup sources.assistant.drafter sources.pool sources.recycling",
+        """prompt_lookup sources.assistant.drafter sources.heads.drafter sources.pool
+        sources.recycling""",
+        "sources.heads.medusa sources.heads.mtp",
         "calibration",
         "memory tree",
         "ensemble",

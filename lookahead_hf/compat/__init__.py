@@ -20,5 +20,6 @@ from lookahead_hf.compat.attention import *
 from lookahead_hf.compat.caches import *
 from lookahead_hf.compat.forwards import *
 from lookahead_hf.compat.generation import *
+from lookahead_hf.compat.mtp import *
 from lookahead_hf.compat.positions import *
 from lookahead_hf.compat.states import *

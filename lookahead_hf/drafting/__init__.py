@@ -9,6 +9,8 @@ _HOME = {
     "AssistantDrafter": "sources.assistant.drafter",
     "Drafter": "drafter",
     "LookaheadDrafter": "sources.lookahead",
+    "MedusaDrafter": "sources.heads.medusa",
+    "MtpDrafter": "sources.heads.mtp",
     "NgramDrafter": "sources.ngram",
     "PoolDrafter": "sources.pool",
     "PredictionDrafter": "sources.prediction",

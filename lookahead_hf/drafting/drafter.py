@@ -79,9 +79,14 @@ class BuiltInDrafter(Drafter):
 
     Attributes:
         sees_all: Whether it must observe steps before and in which it is not asked, too.
+        reads_hidden_states: Whether it reads the target's last hidden states.
+        hidden_states: If so, those of the prompt at `begin`, [rows, columns, hidden], or None if
+            drafting begins later; and those of the step at `observe`, [rows, width, hidden].
     """
 
     sees_all: ClassVar[bool] = True
+    reads_hidden_states: ClassVar[bool] = False
+    hidden_states: torch.Tensor | None = None
 
     @property
     def kept_as(self) -> str:

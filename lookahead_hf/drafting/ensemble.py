@@ -81,10 +81,11 @@ class Ensemble(Drafter):
         before, self._settled = self._settled, exclusive
         return seconds, [now - then for now, then in zip(exclusive, before, strict=True)]
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
         self._working = [True] * len(self._sources)
         self.asked = self.next_asked = [True] * len(self._sources)
-        for index in range(len(self._sources)):
+        for index, source in enumerate(self._sources):
+            _show(source, hidden_states)
             self._guarded(index, "begin", rows)
         self.settle()
 
@@ -101,9 +102,15 @@ class Ensemble(Drafter):
         )
         return self._merged
 
-    def prepare(self, logits: torch.Tensor, copy: HostCopy | None = None) -> None:
-        """Let the sources begin to read a step's logits; see `BuiltInDrafter`."""
+    def prepare(
+        self,
+        logits: torch.Tensor,
+        copy: HostCopy | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> None:
+        """Let the sources begin to read a step's outputs; see `BuiltInDrafter`."""
         for index, source in self._seeing():
+            _show(source, hidden_states)
             if isinstance(source, BuiltInDrafter):
                 self._guarded(index, "prepare", logits)
                 if copy is not None:
@@ -173,3 +180,9 @@ class Ensemble(Drafter):
             depth = self._max_new_tokens - 1 - rows.num_emitted
         depth[rows.finished] = 0
         return depth
+
+
+def _show(source: Drafter, hidden_states: torch.Tensor | None) -> None:
+    """Give a source the hidden states that it reads; see `BuiltInDrafter`."""
+    if isinstance(source, BuiltInDrafter) and source.reads_hidden_states:
+        source.hidden_states = hidden_states

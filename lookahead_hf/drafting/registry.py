@@ -27,6 +27,8 @@ _CLASSES = {
     "pool": "PoolDrafter",
     "assistant": "AssistantDrafter",
     "lookahead": "LookaheadDrafter",
+    "mtp": "MtpDrafter",
+    "medusa": "MedusaDrafter",
 }
 
 
@@ -46,6 +48,8 @@ class Resources:
         own_pool: Returns the pool that is kept with the model.
         learn: Whether generated texts are added to the pool.
         settings: Settings of the call for assistants, by their names in generation configs.
+        target: The model, whose heads may draft.
+        use_mtp: Whether the caller asks for its multi-token-prediction layers.
     """
 
     predictions: Sequence[np.ndarray] | None = None
@@ -59,6 +63,8 @@ class Resources:
     own_pool: Callable[[], Any] | None = None
     learn: bool = False
     settings: Mapping[str, Any] | None = None
+    target: Any = None
+    use_mtp: bool = False
 
 
 def build(
@@ -69,8 +75,9 @@ def build(
     """Make the drafters of one call.
 
     Args:
-        drafters: Names and objects; None is the default set. Predictions, an assistant and a pool
-            add the drafters of their names; without predictions, "prediction" is left out.
+        drafters: Names and objects; None is the default set. Predictions, an assistant, a pool and
+            `use_mtp` add the drafters of their names; without predictions, "prediction" is left
+            out.
         options: Options by drafter name, checked by the drafter.
         resources: What the drafters can use.
 
@@ -85,6 +92,7 @@ def build(
     if resources.predictions is not None and "prediction" not in wanted:
         wanted.insert(0, "prediction")
     given = {"assistant": resources.assistant, "pool": resources.pool}
+    given["mtp"] = resources.use_mtp or None
     wanted += [name for name, what in given.items() if what is not None and name not in wanted]
     built: list[Drafter] = []
     for drafter in wanted:
@@ -153,6 +161,8 @@ def _given(name: str, resources: Resources) -> tuple[list[Any], dict[str, Any]]:
             "vocab_size": resources.vocab_size,
             "tokenizer": target_tokenizer,
         }
+    if name in ("mtp", "medusa"):
+        return [resources.target], {"vocab_size": resources.vocab_size}
     if name != "assistant":
         return [], {}
     if resources.assistant is None:

@@ -63,7 +63,8 @@ def sources_of(
         )
     own_pool = memory_of(model).own_pool
     try:
-        return build(config.drafters, config.options, replace(resources, own_pool=own_pool))
+        resources = replace(resources, target=model, own_pool=own_pool)
+        return build(config.drafters, config.options, resources)
     except ngram_pool.NumbaMissingError as error:
         _warn_of_numba(error)
         return []
@@ -96,7 +97,13 @@ class DraftSession:
     """Proposes drafts of the size that pays, and never costs the call its text.
 
     If several processes run the rows of a call, all of them get the draft of the one that decides.
+
+    Attributes:
+        reads_hidden_states: Whether a source reads the target's last hidden states.
+        prompt: If so, the prompt's, [rows, columns, hidden], until drafting begins.
     """
+
+    prompt: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -128,6 +135,9 @@ class DraftSession:
             processes: Who decides where several processes run the model; None: this process alone.
             complete: Adds to a draft what its verification needs.
         """
+        self.reads_hidden_states = any(
+            getattr(source, "reads_hidden_states", False) for source in sources
+        )
         self._memory = memory_of(model)
         self._do_sample = do_sample
         self._sources = sources = _take(self, sources)
@@ -163,9 +173,10 @@ class DraftSession:
         """Show the texts to the sources, as soon as numba's functions are compiled or loaded."""
         if not self._processes.decides or self._begun:
             return
+        prompt, self.prompt = self.prompt, None
         if ngram_pool.ready():
             self._begun = True
-            self._guarded(lambda: self._ensemble.begin(rows))
+            self._guarded(lambda: self._ensemble.begin(rows, prompt))
         else:
             _check_numba()
 
@@ -206,7 +217,8 @@ class DraftSession:
         """A step was launched: index what was learned before, and begin to read its logits."""
         if self._begun:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
-            self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy))
+            states = getattr(outputs, "hidden_states", None)
+            self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy, states))
 
     def spoiled(self, outputs: Any) -> None:
         """Rest for some steps, each time for more, since a draft made NaN of its step's logits."""

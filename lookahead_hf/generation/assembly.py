@@ -122,6 +122,7 @@ def build_drafters(
     """
     config, predictions = request.config, request.prediction
     resources = Resources(
+        use_mtp=request.use_mtp,
         predictions=predictions,
         assistant=request.assistant_model,
         tokenizers=(request.tokenizer, request.assistant_tokenizer),

@@ -24,7 +24,10 @@ model's forward in calls that do not need a tokenizer.
 """
 
 CONFLICTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "custom_generate")
-"""Settings of transformers that choose a decoding strategy of their own."""
+"""Settings of transformers that choose a decoding strategy of their own.
+
+Beside a configuration of the caller's, `use_mtp` names a drafter instead.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Request:
         tokenizer: The caller's `tokenizer=`.
         assistant_model: The caller's `assistant_model=`.
         assistant_tokenizer: The caller's `assistant_tokenizer=`.
+        use_mtp: The caller's `use_mtp=`: whether the model's own layers draft, too.
         assistant_settings: What the caller asks of assistants, by generation setting.
         synced_gpus: As `generate` computes it.
         prediction: The caller's guess of every row's text, token ids.
@@ -48,6 +52,7 @@ class Request:
     tokenizer: Any = None
     assistant_model: Any = None
     assistant_tokenizer: Any = None
+    use_mtp: bool = False
     assistant_settings: Mapping[str, Any] = field(default_factory=dict)
     synced_gpus: bool = False
     prediction: Sequence[np.ndarray] | None = None
@@ -114,7 +119,7 @@ class GenerateArguments:
         """
         for name in CONFLICTS:
             value = self.setting(name)
-            if value is None or value is False:
+            if value is None or value is False or (name == "use_mtp" and not is_default):
                 continue
             if is_default:
                 raise Unserved(FallbackReason.DECODING_METHOD, f"{name}={value!r}")
@@ -166,6 +171,8 @@ class GenerateArguments:
         # With an assistant, `generate` refuses calls that our strategy serves.
         for name in ("assistant_model", "assistant_tokenizer"):
             passed.pop(name, None)
+        if self.setting("use_mtp"):
+            passed["use_mtp"] = False
         if streamer is not None:
             passed["streamer"] = streamer
         self._move_stop_strings(passed)

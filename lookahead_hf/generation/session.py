@@ -66,16 +66,19 @@ class DecodingSession:
             Logits after the prompt, [rows, 1, vocab].
         """
         call, model = self.call, self.call.model
+        shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
         stack.enter_context(attention.left_to_kernel(self.by_kernel))
         self.stream.prompt(call.input_ids)
         with self.stats.phase("prefill"):
             outputs = self.runner.prefill(
                 call.input_ids,
                 call.generation_config,
-                call.model_kwargs,
+                {**shown, **call.model_kwargs},
                 lambda: stack.enter_context(compat.set_up_for_decoding(model)),
             )
         self.outputs.prefill(outputs)
+        if shown:
+            self.drafts.prompt = compat.last_hidden_states(outputs)
         self.processes.step()
         logits: torch.Tensor = outputs.logits[:, -1:]
         return logits

@@ -75,6 +75,8 @@ def run(
             arguments.check_conflicts(value, is_default)
         except Unserved as error:
             return _fall_back(model, config, error, lambda: original(*args, **plain))
+        if arguments.setting("use_mtp"):
+            plain["use_mtp"] = False  # transformers drafts so for one row only
         return _serve(model, original, arguments, config, lambda: original(*args, **plain))
     finally:
         _decided.reset(token)
@@ -148,6 +150,7 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
         tokenizer=arguments.tokenizer,
         assistant_model=given.get("assistant_model"),
         assistant_tokenizer=given.get("assistant_tokenizer"),
+        use_mtp=bool(arguments.setting("use_mtp")),
         assistant_settings={name: arguments.setting(name) for name in ASSISTANT_SETTINGS},
         synced_gpus=compat.synced_gpus(model, given.get("synced_gpus")),
         prediction=prediction,

@@ -56,22 +56,24 @@ class FlatBlock:
         masks: Masks of the runs, by the id of the stand-in that the model gets for the mask.
         stand_ins: The stand-ins, [1, 1, 1, 1] each; holding them keeps their ids taken.
         places: Where the forward's logits have those of each row, [rows, width].
+        kept: Tokens of the block that the forward computes logits for, None for all of them.
     """
 
     masks: dict[int, list[RunMask]]
     stand_ins: tuple[torch.Tensor, ...]
     places: np.ndarray
+    kept: np.ndarray | None = None
 
     def of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits by row, [1, any, vocab] to [rows, width, vocab]; copied only where they must be.
 
         Behind a row's own there are copies of its last ones.
         """
-        flat, places = logits[0], self.places
-        if places.size == len(flat) and (places.ravel() == np.arange(places.size)).all():
-            return flat.view(*places.shape, -1)
-        at = torch.from_numpy(places.ravel()).to(flat.device)
-        return flat.index_select(0, at).view(*places.shape, -1)
+        return _by_row(logits[0], self.places)
+
+    def states_of_rows(self, states: torch.Tensor) -> torch.Tensor:
+        """Hidden states by row, [1, tokens, hidden] to [rows, width, hidden]; see `of_rows`."""
+        return _by_row(states[0], self.places if self.kept is None else self.kept[self.places])
 
     def attend(
         self,
@@ -121,3 +123,11 @@ def runs_of(counts: np.ndarray, lengths: np.ndarray) -> list[Run]:
         if count:
             runs.append(Run(slice(row, row + 1), slice(end - count, end), count))
     return runs
+
+
+def _by_row(flat: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Entries of `flat`, [any, size], at `places`, [rows, width]; copied only if necessary."""
+    if places.size == len(flat) and (places.ravel() == np.arange(places.size)).all():
+        return flat.view(*places.shape, -1)
+    at = torch.from_numpy(places.ravel()).to(flat.device)
+    return flat.index_select(0, at).view(*places.shape, -1)

@@ -50,7 +50,6 @@ class Runner:
     """Runs a model with ragged rows, in a cache that it takes over for the length of a call.
 
     Attributes:
-        prompt: The prompt's hidden states, kept by the prefill for drafting.
         execution: How the steps were run, as in `SpeculativeStats`.
         num_fed: Tokens that the model was fed, padding included.
         most_nodes: Most nodes that a row's draft can have, None for any number.
@@ -256,9 +255,9 @@ class Runner:
         """Run the model on a block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
         columns = implicit_positions.step(inputs.columns)
-        states = nullcontext() if self.recurrent is None else self.recurrent.step()
+        remembers = nullcontext() if self.recurrent is None else self.recurrent.step()
         in_step = attention.step(device, inputs.trees, inputs.flat)
-        with in_step, columns, states, self._packed.step():
+        with in_step, columns, remembers, self._packed.step():
             outputs = self.model(**given, return_dict=True)
         num_tokens = given[self._names.ids].numel()
         self.num_fed += num_tokens
@@ -268,8 +267,11 @@ class Runner:
         known = state_of(self.model).run_blocks
         self._is_new = kind not in known
         known.add(kind)
-        logits = outputs.logits if inputs.flat is None else inputs.flat.of_rows(outputs.logits)
-        return StepOutputs(logits=logits, of_model=outputs)
+        logits, states = outputs.logits, compat.last_hidden_states(outputs)
+        if inputs.flat is not None:
+            logits = inputs.flat.of_rows(logits)
+            states = states if states is None else inputs.flat.states_of_rows(states)
+        return StepOutputs(logits=logits, of_model=outputs, hidden_states=states)
 
     def is_contaminated(self, step: StepOutputs, live: np.ndarray) -> bool:
         """Whether a draft may have made NaN of the logits of a live row, [rows] bool."""

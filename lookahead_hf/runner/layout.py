@@ -133,13 +133,14 @@ class BlockLayout:
             "past_key_values": self._cache.for_model,
             "use_cache": True,
         }
-        read = np.flatnonzero(place >= num_fed[row] - 1)
+        read, kept = np.flatnonzero(place >= num_fed[row] - 1), None
         if len(read) < len(row) and "logits_to_keep" in compat.forward_arguments(self._model):
-            inputs["logits_to_keep"], read = torch.from_numpy(read), np.arange(len(read))
+            inputs["logits_to_keep"] = torch.from_numpy(read)
+            kept, read = read, np.arange(len(read))
         first = _offsets(np.where(num_fed > 0, 1 + nodes, 0))[:-1, None]
         shown = first + np.minimum(np.arange(1 + draft.max_nodes), nodes[:, None])
         places = read[np.minimum(shown, len(read) - 1)]
-        return BlockInputs(inputs, flat=FlatBlock(built, tuple(stand_ins.values()), places))
+        return BlockInputs(inputs, flat=FlatBlock(built, tuple(stand_ins.values()), places, kept))
 
     def _run_masks(
         self, runs: list[Run], num_fed: np.ndarray, draft: DraftTree, columns: np.ndarray

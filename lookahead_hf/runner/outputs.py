@@ -20,10 +20,13 @@ class StepOutputs:
     Attributes:
         logits: The target's, [rows, width, vocab]; valid until the next step.
         of_model: What the model's forward returned, None if the step stays on a device.
+        hidden_states: The target's last ones, [rows, width, hidden], if a drafter reads them; valid
+            until the next step.
     """
 
     logits: torch.Tensor
     of_model: Any = None
+    hidden_states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

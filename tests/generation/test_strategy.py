@@ -127,7 +127,6 @@ def test_a_default_does_not_stop_a_model_without_the_hook(model: Any) -> None:
     "settings",
     [
         {"prompt_lookup_num_tokens": 3},
-        {"use_mtp": True},
         {"assistant_early_exit": 1},
         {"custom_generate": lambda *args, **kwargs: None},
         {"custom_generate": "owner/repository"},

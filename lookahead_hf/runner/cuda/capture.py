@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-Captured = tuple[torch.Tensor, ...]
-"""What a captured step returns; its next replay overwrites them."""
+Captured = tuple[Any, ...]
+"""The tensors that a captured step returns; its next replay overwrites them."""
 
 
 @dataclass(slots=True)

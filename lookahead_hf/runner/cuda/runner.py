@@ -99,7 +99,7 @@ class CudaRunner(Runner):
         width, visible = self._sizes(draft)
         recording = self._recording(width, visible)
         self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
-        logits, *decided = self._replay_or_run(recording, width, visible)
+        logits, states, *decided = self._replay_or_run(recording, width, visible)
         finite = None
         if self._scoring is None:
             packed, *scan = decided
@@ -111,7 +111,14 @@ class CudaRunner(Runner):
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
         walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
         copy.send()
-        return DeviceOutputs(logits=logits, copy=copy, walk=walk, has_nan=has_nan, is_finite=finite)
+        return DeviceOutputs(
+            logits=logits,
+            hidden_states=states,
+            copy=copy,
+            walk=walk,
+            has_nan=has_nan,
+            is_finite=finite,
+        )
 
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         self.forget()
@@ -177,7 +184,7 @@ class CudaRunner(Runner):
     def _run(self, width: int, visible: int) -> Captured:
         if self._scoring is None:
             return self._function.run(width, visible)
-        return (self._function.forward(width, visible),)
+        return self._function.forward(width, visible)
 
     def _capture(self, width: int, visible: int) -> Recording | None:
         """Capture the steps that show so many slots.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lookahead_hf import kernels
+from lookahead_hf import compat, kernels
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree
@@ -171,7 +171,7 @@ class StepFunction:
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
 
-    def run(self, width: int, visible: int) -> tuple[torch.Tensor, ...]:
+    def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run everything from the masks to the new lengths, choosing the likeliest tokens.
 
         Args:
@@ -179,15 +179,20 @@ class StepFunction:
             visible: Slots that the attention sees.
 
         Returns:
-            Logits, [rows, width, vocab], `TreeWalk.packed`, and the tensors of a `RowScan` of the
-            logits if a kernel made one.
+            What `forward` returns, `TreeWalk.packed`, and the tensors of a `RowScan` of the logits
+            if a kernel made one.
         """
-        logits = self.forward(width, visible)
+        logits, states = self.forward(width, visible)
         done = self.decide(width, logits, keep_scan=True)
-        return (logits, done.packed, *(done.scan or ()))
+        return (logits, states, done.packed, *(done.scan or ()))
 
-    def forward(self, width: int, visible: int) -> torch.Tensor:
-        """Build masks and positions and run the model; return logits, [rows, width, vocab]."""
+    def forward(self, width: int, visible: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Build masks and positions and run the model.
+
+        Returns:
+            Logits, [rows, width, vocab], and the last hidden states, [rows, width, hidden], if a
+            drafter reads them.
+        """
         state, draft = self._state, self._state.draft(width)
         # The host may have kept less of a text that has ended than the walk accepted.
         state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
@@ -203,8 +208,8 @@ class StepFunction:
             "use_cache": True,
         }
         with attention.step(state.lengths.device, self._trees(built, draft)):
-            logits: torch.Tensor = self._model(**inputs, return_dict=True).logits
-        return logits
+            outputs = self._model(**inputs, return_dict=True)
+        return outputs.logits, compat.last_hidden_states(outputs)
 
     def decide(
         self,

@@ -22,11 +22,11 @@ from lookahead_hf.distributed import sharding
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.assistant.growth import (
-    DEPTH_CLASSES,
-    TENTHS,
+    NUM_BUCKETS,
     Drawn,
     Growth,
     Likeliest,
+    prior_rates,
     tree_of,
 )
 from lookahead_hf.drafting.sources.assistant.model import AssistantModel, Branches
@@ -36,8 +36,6 @@ from lookahead_hf.runner import attention, implicit_positions
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
-
-DRAWN_PRIOR = 0.6
 
 NUM_DRAFT, TOP_K = 8, 3
 
@@ -55,7 +53,7 @@ class AssistantDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "assistant"
-    num_buckets = DEPTH_CLASSES * (TENTHS + 1)
+    num_buckets = NUM_BUCKETS
 
     def __init__(
         self,
@@ -129,8 +127,7 @@ class AssistantDrafter(BuiltInDrafter):
         self.rates = self.prior()
 
     def prior(self) -> np.ndarray:
-        of_tenths = 0.02 + 0.9 * (np.arange(TENTHS) + 0.5) / TENTHS
-        return np.tile([*of_tenths, DRAWN_PRIOR], DEPTH_CLASSES).astype(np.float32)
+        return prior_rates()
 
     @property
     def kept_as(self) -> str:

@@ -22,6 +22,10 @@ DEPTH_CLASSES = 4
 TENTHS = 10
 """Classes of likeliest tokens, by tenths of probability; drawn tokens have their own class."""
 
+NUM_BUCKETS = DEPTH_CLASSES * (TENTHS + 1)
+
+DRAWN_PRIOR = 0.6
+
 Picked = tuple[np.ndarray, np.ndarray, torch.Tensor | None]
 """Token ids and classes, [places, picks]; their distributions, [places, picks, vocab]."""
 
@@ -168,6 +172,12 @@ class Growth(RowDraft):
             like = self.buckets[index * len(self.tokens) // len(tokens)]
             chain._add(index - 1, token, like % (TENTHS + 1), rates)
         return chain
+
+
+def prior_rates() -> np.ndarray:
+    """Acceptance rates of all buckets before anything was learned, [buckets] float32."""
+    of_tenths = 0.02 + 0.9 * (np.arange(TENTHS) + 0.5) / TENTHS
+    return np.tile([*of_tenths, DRAWN_PRIOR], DEPTH_CLASSES).astype(np.float32)
 
 
 def tree_of(growths: Sequence[Growth]) -> DraftTree:

@@ -1,0 +1,106 @@
+"""What all drafters have in common that read the target's last hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from lookahead_hf.config import check_int
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.drafting.sources.assistant.growth import (
+    NUM_BUCKETS,
+    Growth,
+    Likeliest,
+    prior_rates,
+    tree_of,
+)
+from lookahead_hf.model_state import state_of
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.cuda.transfer import pinned
+
+MOST_TOKENS = 64
+"""The upper limit of the options that count tokens."""
+
+
+class HeadsDrafter(BuiltInDrafter):
+    """Drafts from heads, of which each predicts the token at one place ahead of the text."""
+
+    num_buckets = NUM_BUCKETS
+    reads_hidden_states: ClassVar[bool] = True
+
+    def __init__(self, top_k: int, beam: int, vocab_size: int | None) -> None:
+        """Check the options.
+
+        Args:
+            top_k: Tokens to propose at each place, the likeliest first.
+            beam: Nodes at each place that the next place's tokens follow.
+            vocab_size: Token ids of the target; higher ids are never drafted.
+
+        Raises:
+            ValueError: An option is out of its range.
+        """
+        check_int(f"{self.name}: top_k", top_k, 1, MOST_TOKENS)
+        check_int(f"{self.name}: beam", beam, 1, MOST_TOKENS)
+        self._picks, self._beam = Likeliest(top_k, vocab_size), beam
+        self.rates = self.prior()
+
+    def prior(self) -> np.ndarray:
+        return prior_rates()
+
+    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        if self.hidden_states is None:
+            raise RuntimeError("the model's forward returns no hidden states")
+        self._keep(rows, verdict, self.hidden_states)
+        self.hidden_states = None  # the next step overwrites them
+
+    def _keep(self, rows: Rows, verdict: Verdict, states: torch.Tensor) -> None:
+        """Keep what is needed of a step's hidden states, [rows, width, hidden]."""
+        raise NotImplementedError
+
+    def _tree(self, rows: Rows, logits: torch.Tensor) -> DraftTree:
+        """Return the drafts of the live rows.
+
+        Args:
+            rows: The texts.
+            logits: Of the places ahead, the nearest first, [rows, places, vocab].
+        """
+        num_rows, depths = logits.shape[:2]
+        row, place = np.indices((num_rows, depths)).reshape(2, -1)
+        tokens, classes, _ = self._picks.pick(logits, row, place)
+        growths = []
+        for row_number, is_live in enumerate(rows.live.tolist()):
+            growth = Growth([rows.last_token(row_number)] if is_live else [])
+            for at in range(row_number * depths, (row_number + 1) * depths):
+                places = [at] * len(growth.frontier)
+                growth.extend((tokens[places], classes[places], None), self.rates, self._beam, 0.0)
+            growths.append(growth)
+        return tree_of(growths)
+
+
+def taken(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Copy some of each row's hidden states without waiting for the device.
+
+    Args:
+        states: [rows, width, hidden].
+        places: Their indices, [rows, count] int64.
+    """
+    return states.take_along_dim(on_device(places, states.device)[..., None], 1)
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device without waiting for it."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+def kept_heads(model: Any, name: str, key: tuple[Any, ...], load: Callable[[], Any]) -> Any:
+    """Return the heads that are kept with a model, loaded anew if the key has changed."""
+    state = state_of(model)
+    with state.lock:
+        found = state.heads.get(name)
+        if found is None or found[0] != key:
+            found = state.heads[name] = key, load()
+        return found[1]

@@ -1,0 +1,189 @@
+"""Drafts from the multi-token-prediction layers that a checkpoint has beside its model.
+
+DeepSeek-V3 (arXiv:2412.19437) trains layers that read the model's last hidden states together with
+the next tokens, and predict one token further each. Going on from a layer's own output drafts more
+tokens than there are layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.config import check_int
+from lookahead_hf.distributed import sharding
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.sources.heads.drafter import (
+    MOST_TOKENS,
+    HeadsDrafter,
+    kept_heads,
+    on_device,
+    taken,
+)
+from lookahead_hf.rows import Rows
+
+NUM_DRAFT = 3
+
+PIECE = 512
+"""Most tokens of a long prompt that are read at once: a mask has as many rows."""
+
+
+class MtpDrafter(HeadsDrafter):
+    """Runs the layers over the verified tokens, in a cache of their own, and then ahead of them.
+
+    Layer k reads the hidden states of a token and the token `k + 1` places behind it. So the last
+    hidden states that are known meet drafted tokens in all layers but the first. These columns are
+    dropped from the cache after the draft, and the layers read the hidden states again in the next
+    step. In the cache a row may have columns that stand for nothing, where another row kept more.
+    """
+
+    name: ClassVar[str] = "mtp"
+
+    def __init__(
+        self,
+        target: Any,
+        *,
+        num_draft: int | None = None,
+        top_k: int = 3,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Draft with a model's own layers, which the first call loads.
+
+        Args:
+            target: The model.
+            num_draft: Tokens to write ahead; each costs one forward of one layer for all rows. None
+                is the number of layers, or 3 for a single one. Beyond the number of layers, the
+                last one goes on from its own output.
+            top_k: Tokens to propose at each place, the likeliest first.
+            vocab_size: Token ids of the target; higher ids are never drafted.
+
+        Raises:
+            ValueError: An option is out of its range, or the model has no layers that are served.
+        """
+        super().__init__(top_k, 1, vocab_size)
+        if num_draft is not None:
+            check_int("mtp: num_draft", num_draft, 1, MOST_TOKENS)
+        if sharding.is_spread(target):
+            raise ValueError(
+                'the drafter "mtp" needs the whole model in the process that drafts, but it is '
+                "split over processes: leave the drafter out"
+            )
+        key = target.config.name_or_path, target.device, target.dtype
+        self._heads = kept_heads(target, "mtp", key, lambda: compat.load_mtp(target))
+        self._heads.tie_with_main_model(target)  # whose layers may have been replaced
+        layers = len(self._heads.layers)
+        self._num_draft = num_draft or (layers if layers > 1 else NUM_DRAFT)
+        self._num_layers = min(layers, self._num_draft)
+        self._cache: Any = None
+        self._states: list[torch.Tensor] = []  # not read yet, [rows, columns, hidden] each
+        self._columns: list[np.ndarray] = []  # as in `compat.mtp_cache`, [rows, columns] each
+
+    def begin(self, rows: Rows) -> None:
+        self._cache, self._states, self._columns = None, [], []
+        if self.hidden_states is None:
+            return
+        width = self.hidden_states.shape[1]
+        columns = np.full((rows.num_rows, width), -1, np.int64)
+        for row in range(rows.num_rows):
+            length = rows.prompt_length(row)
+            count = min(width, length)  # a cache may hold the beginning; pads are on the left
+            columns[row, width - count :] = np.arange(length - count, length)
+        self._states, self._columns = [self.hidden_states], [columns]
+        self.hidden_states = None
+
+    def _keep(self, rows: Rows, verdict: Verdict, states: torch.Tensor) -> None:
+        going = verdict.live & ~verdict.finished
+        counts = np.where(going, verdict.num_accepted + 1, 0)
+        places = np.zeros((rows.num_rows, int(counts.max())), np.int64)
+        columns = np.full_like(places, -1)
+        for row in np.flatnonzero(going).tolist():
+            count = int(counts[row])
+            places[row, 1:count] = verdict.accepted(row) + 1
+            end = len(rows.context(row)) - 1
+            columns[row, :count] = np.arange(end - count, end)
+        self._states.append(taken(states, places))
+        self._columns.append(columns)
+
+    @torch.no_grad()
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        columns, places = self._unread()
+        if not columns.size:
+            return DraftTree.empty(rows.num_rows)
+        states = taken(torch.cat(self._states, 1), places)
+        if self._cache is None:
+            self._cache = compat.mtp_cache(rows.num_rows, states.device)
+        ahead = columns + 1 + np.arange(self._num_layers)[:, None, None]  # what each layer reads
+        for row in range(rows.num_rows):
+            context = rows.context(row)
+            ahead[:, row] = context[ahead[:, row].clip(max=len(context) - 1)]
+        on_it, *tokens = on_device(np.concatenate([columns[None], ahead]), states.device)
+        known = max(0, columns.shape[1] - self._num_layers + 1)
+        last = max(0, known - 1) // PIECE * PIECE
+        for start in range(0, last, PIECE):
+            piece = slice(start, start + PIECE)
+            self._read(states[:, piece], on_it[:, piece], [each[:, piece] for each in tokens])
+        num_kept = self._cache.columns.shape[1] + known - last
+        logits = self._write(states[:, last:], on_it[:, last:], tokens[0][:, last:])
+        compat.crop_mtp_cache(self._cache, num_kept)
+        self._states, self._columns = [states[:, known:]], [columns[:, known:]]
+        return self._tree(rows, logits)
+
+    def _unread(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the columns to read, moved to the right, and their places in the states."""
+        if not self._columns:
+            return np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
+        columns = np.concatenate(self._columns, 1)
+        width = int((columns >= 0).sum(1).max())
+        places = np.argsort(columns >= 0, 1, kind="stable")[:, columns.shape[1] - width :]
+        return np.take_along_axis(columns, places, 1), places
+
+    def _read(
+        self, states: torch.Tensor, columns: torch.Tensor, tokens: list[torch.Tensor]
+    ) -> None:
+        """Let all layers read columns behind which the text is known; see `_write`."""
+        self._extend(columns)
+        for layer, ids in enumerate(tokens):
+            states = self._run(layer, states, columns, ids)
+
+    def _write(
+        self,
+        states: torch.Tensor,  # [rows, width, hidden]
+        columns: torch.Tensor,  # [rows, width]
+        tokens: torch.Tensor,  # [rows, width]
+    ) -> torch.Tensor:
+        """Read the newest columns, and draft the likeliest chain without waiting for the device.
+
+        Returns:
+            Logits of the places ahead, [rows, `num_draft`, vocab].
+        """
+        logits: list[torch.Tensor] = []
+        self._extend(columns)
+        for depth in range(self._num_draft):
+            layer = min(depth, self._num_layers - 1)
+            if depth > layer:  # on from its own output
+                columns, states, tokens = columns[:, -1:] + 1, states[:, -1:], tokens[:, -1:]
+                self._extend(columns)
+            states = self._run(layer, states, columns, tokens)
+            logits.append(self._heads._project_to_logits(states[:, -1:]).to(states.device))
+            tokens = torch.cat([tokens[:, 1:], logits[-1].argmax(-1)], 1)
+        return torch.cat(logits, 1)
+
+    def _extend(self, columns: torch.Tensor) -> None:
+        self._cache.columns = torch.cat([self._cache.columns, columns], 1)
+
+    def _run(
+        self, layer: int, states: torch.Tensor, columns: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a layer, whose tokens are `layer + 1` places behind the columns."""
+        positions = columns + 1 + layer
+        ran: torch.Tensor = self._heads.forward_layer(
+            layer, states, positions, self._cache, input_ids=tokens
+        )
+        return ran
+
+    def end(self, rows: Rows) -> None:
+        self._cache, self._states, self._columns = None, [], []
+        self.hidden_states = None
