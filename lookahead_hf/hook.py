@@ -13,6 +13,7 @@ from weakref import WeakSet
 from transformers import GenerationMixin
 
 from lookahead_hf import ngram_pool
+from lookahead_hf.batching import methods
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
@@ -60,6 +61,9 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = self.__wrapped__
+        if kwargs.get("cache_implementation") == "paged":  # which calls `generate_batch`
+            with methods.asking(methods.Asked(kwargs.pop("speculative", None))):
+                return original(*args, **kwargs)
         if _speculates(original):
             return original(*args, **kwargs)
         return run(self._model, original, args, kwargs, self.default)
@@ -90,11 +94,20 @@ def _storable(default: Any) -> Any:
 
 
 def _put(model: Any, generate: Any) -> None:
-    """Set a model object's own `generate`; None removes it, which leaves the class's."""
+    """Set a model object's own `generate`; None removes it, which leaves the class's.
+
+    The methods of continuous batching come and go with our hook.
+    """
+    own = vars(model)
     if generate is None:
-        vars(model).pop("generate", None)
+        own.pop("generate", None)
     else:
-        vars(model)["generate"] = generate
+        own["generate"] = generate
+    for name in methods.NAMES:
+        if isinstance(own.get(name), methods.BatchMethod):
+            del own[name]
+        if isinstance(generate, Hook) and hasattr(type(model), name):
+            own.setdefault(name, methods.BatchMethod(model, name))
 
 
 def enable(model: _Model, default: Any = None) -> _Model:
