@@ -62,8 +62,7 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = self.__wrapped__
         if kwargs.get("cache_implementation") == "paged":  # which calls `generate_batch`
-            with methods.asking(methods.Asked(kwargs.pop("speculative", None))):
-                return original(*args, **kwargs)
+            return methods.run_paged(original, args, kwargs)
         if _speculates(original):
             return original(*args, **kwargs)
         return run(self._model, original, args, kwargs, self.default)
@@ -107,7 +106,7 @@ def _put(model: Any, generate: Any) -> None:
         if isinstance(own.get(name), methods.BatchMethod):
             del own[name]
         if isinstance(generate, Hook) and hasattr(type(model), name):
-            own.setdefault(name, methods.BatchMethod(model, name))
+            own.setdefault(name, methods.BatchMethod(model, name, generate))
 
 
 def enable(model: _Model, default: Any = None) -> _Model:
@@ -207,6 +206,9 @@ def enable_everywhere(default: Any = None) -> None:
     if _everywhere is None:
         _everywhere = _class_hook(GenerationMixin.generate)
         GenerationMixin.generate = _everywhere
+        for name in methods.NAMES:
+            method = methods.class_method(GenerationMixin, name, lambda: _default)
+            setattr(GenerationMixin, name, method)
 
 
 def disable_everywhere() -> None:
@@ -219,6 +221,8 @@ def disable_everywhere() -> None:
     # If another library has wrapped our function since, it stays in place and passes calls on.
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
+        for name in methods.NAMES:
+            methods.remove(GenerationMixin, name)
     while _reached:
         model = _reached.pop()
         if not isinstance(vars(model).get("generate"), Hook):
@@ -231,6 +235,8 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         if _everywhere is not generate:
             return original(self, *args, **kwargs)
         _reached.add(self)
+        if kwargs.get("cache_implementation") == "paged":
+            return methods.run_paged(MethodType(original, self), args, kwargs)
         return run(self, MethodType(original, self), args, kwargs, _default)
 
     return generate

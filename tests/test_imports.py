@@ -47,7 +47,7 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "recorder rows",
+        "progress recorder rows",
         "request runner verifier",
         "session",
         "manager",

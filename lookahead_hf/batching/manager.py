@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import queue
+import sys
 import threading
 from collections import deque
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from lookahead_hf import ngram_pool, stats
+from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import NO_EOS, Job, Maker, request_seed
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.compat.batching import (
@@ -55,12 +57,13 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         limits: How much is decoded together.
     """
 
-    def __init__(self, maker: Maker, limits: Limits) -> None:
+    def __init__(self, maker: Maker, limits: Limits, progress: Progress | None = None) -> None:
         """Prepare a run, without a thread.
 
         Args:
             maker: Turns requests into calls of `generate`; it has checked the model.
             limits: How much is decoded together.
+            progress: Shows how the requests get on.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
         self.input_queue: queue.Queue[RequestState] = queue.Queue(limits.max_queue_size)
@@ -82,7 +85,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.distributed_helper = DistributedHelper(None, None)
         self.is_tp_driver = True
 
-        self.limits, self._maker = limits, maker
+        self.limits, self._maker, self._progress = limits, maker, progress
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
         self._num_texts = 0
 
@@ -93,6 +96,17 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         """Wait until the functions that draft are there."""
         ngram_pool.wait_until_loaded(IDLE_SECONDS)
         self.warmed_up = True
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the run as transformers' manager does; an interrupt gives up what waits."""
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            kwargs["hard_stop"] = True
+        super().stop(*args, **kwargs)
+
+    def join(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the thread, which looks up if it is idle."""
+        self._wake_up_loop.set()
+        super().join(*args, **kwargs)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel a request: one that waits at once, one in progress before its next step."""
@@ -141,7 +155,14 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         if record is not None:
             stats.publish(self.model, record)
             stats.tell(self.model, record)
+        if self._progress is not None and output.is_finished():
+            self._progress.finished(record)
         self.output_router.deliver(output)
+
+    def stepped(self, num_live: int, num_new: int) -> None:
+        """Note a step of the rows that decode, and the tokens that it brought."""
+        if self._progress is not None:
+            self._progress.step(num_live, num_new)
 
     def _split(self, state: RequestState) -> list[Job]:
         """The texts of a request, the one with its own id last."""
@@ -156,7 +177,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def _run_generation_loop(self) -> None:
         """Decode whatever comes, until the manager is stopped."""
-        status = self.background_thread_status
+        self.batch_processor = self._maker  # for `stop`, which asks whether there is anything
         try:
             with torch.no_grad():
                 self._decode_all()
@@ -165,15 +186,16 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         except Exception as error:
             self._handle_critical_error(error, None)
         finally:
-            status.mark_as_stopped()
+            if self._progress is not None:
+                self._progress.close()
+            self.background_thread_status.mark_as_stopped()
 
     def _decode_all(self) -> None:
         status = self.background_thread_status
         while not self.stops():
             self.pauses()
             if self._jobs or not self.input_queue.empty():
-                self.batch_processor = new_session(self._maker, self, self.limits.max_slots)
-                run(self.batch_processor)
+                run(new_session(self._maker, self, self.limits.max_slots))
             elif status.local_status == status.FLUSH_AND_STOP:
                 return
             else:

@@ -27,6 +27,9 @@ _STEP = 0x9E3779B1
 """An odd number, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
 
 
+OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of `generate` that a request may have of its own, beside settings."""
+
 NO_EOS = -1
 """What transformers' manager takes for the end of a text where nobody says what ends it."""
 
@@ -53,10 +56,13 @@ class Job:
     Attributes:
         state: What transformers keeps of a request: its prompt, its tokens, its status.
         seed: The seed of its samples.
+        logits: Logits after the prompt, [1, 1, vocab], for other texts of the same prompt; None
+            before the prompt was run.
     """
 
     state: RequestState
     seed: int
+    logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,15 +89,17 @@ class Maker:
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
-        unknown = config.update(num_return_sequences=1, **state.logit_processor_kwargs)
+        own = dict(state.logit_processor_kwargs)
+        objects = {name: own.pop(name) for name in OBJECTS if name in own}
+        unknown = config.update(num_return_sequences=1, **own)
         if unknown:
             raise ValueError(f"generation configs have no {', '.join(unknown)}: leave it out")
         if state.max_new_tokens is not None:
             config.max_new_tokens = state.max_new_tokens
         if state.eos_token_id not in (None, NO_EOS):
             config.eos_token_id = state.eos_token_id
-        mask = torch.ones_like(ids)
-        return {"input_ids": ids, "attention_mask": mask, "generation_config": config}
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
+        return {**given, "generation_config": config}
 
     def call(self, job: Job) -> PreparedCall:
         """Let transformers prepare the call of `generate` that writes the text of a job.

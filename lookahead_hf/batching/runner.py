@@ -48,8 +48,18 @@ class RefilledRunner(Runner):
         if not self.has_cache:
             self._begin_like(alone)
         self._is_nan_alone[row] = False
-        logits: torch.Tensor = outputs.logits[:, -1:]
+        logits: torch.Tensor = outputs.logits[:, -1:].clone()  # of a forward that may keep all
         return logits
+
+    @property
+    def can_share(self) -> bool:
+        """Whether rows keep their whole prompts, so that another row can have a copy."""
+        return self._texts.holds_all
+
+    def share(self, row: int, source: int, length: int) -> None:
+        """Give a free row the first tokens of another row's cache."""
+        self._texts.share(row, source, length)
+        self._is_nan_alone[row] = self._is_nan_alone[source]
 
     def free(self, row: int) -> None:
         """Let go of what a row holds in the cache."""

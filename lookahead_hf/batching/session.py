@@ -46,6 +46,9 @@ class Desk(Protocol):
     def deliver(self, job: Job, stats: SpeculativeStats | None = None) -> None:
         """Pass on what a request has become so far."""
 
+    def stepped(self, num_live: int, num_new: int) -> None:
+        """Note a step of the rows that decode, and the tokens that it brought."""
+
 
 @dataclass(frozen=True, slots=True)
 class RefillSession(Session):
@@ -76,10 +79,12 @@ class RefillSession(Session):
         if self.desk.pauses():
             self.runner.renew_packing(packing(self.maker))
         cancelled, stops = self.desk.cancelled(), self.desk.stops()
+        num_live, num_new = len(self.jobs), 0
         for row, job in list(self.jobs.items()):
-            self._pass_on(row, job)
+            num_new += self._pass_on(row, job)
             if job.state.request_id in cancelled:
                 self._free(row)
+        self.desk.stepped(num_live, num_new)
         if stops:
             return False
         for row in np.flatnonzero(self.rows.finished).tolist():
@@ -96,8 +101,8 @@ class RefillSession(Session):
         try:
             with self.stats.phase("prefill"):
                 self._prefill(row, job)
-        except Unserved:
-            self._alone(row, job)
+        except Unserved as unserved:
+            self._alone(row, job, unserved)
         except Exception as error:
             self._fail(row, job, error)
         else:
@@ -108,16 +113,30 @@ class RefillSession(Session):
         call = self.maker.call(job)
         stream = ColumnStream(None, 1, call.pad)
         verifier = self.maker.verifier(call, stream, job.seed)
-        self.setup.close()
-        logits = self.runner.take(row, call, self._set_up)
+        twin = self._twin(job)
+        if twin is None:
+            self.setup.close()
+            job.logits = self.runner.take(row, call, self._set_up)
+        else:
+            self.runner.share(row, twin, call.input_ids.shape[1])
+            job.logits = self.jobs[twin].logits
+        assert job.logits is not None
         job.state.status = RequestStatus.DECODING
         self.rows.take(row, call.input_ids[0].cpu().numpy(), self.maker.num_draftable(call))
-        self.verifier.take(self.rows, row, verifier, logits)
+        self.verifier.take(self.rows, row, verifier, job.logits)
+
+    def _twin(self, job: Job) -> int | None:
+        """A row that still holds the same prompt, None if there is none."""
+        for row, other in self.jobs.items():
+            same = other.logits is not None and not self.rows.finished[row]
+            if same and other.state.initial_tokens == job.state.initial_tokens:
+                return row if self.runner.can_share else None
+        return None
 
     def _set_up(self) -> None:
         self.setup.enter_context(compat.set_up_for_decoding(self.maker.model))
 
-    def _alone(self, row: int, job: Job) -> None:
+    def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
         settings = self.maker.settings(job)
         device = self.maker.model.device
@@ -130,14 +149,18 @@ class RefillSession(Session):
             self._fail(row, job, error)
             return
         job.state.generated_tokens = ids[0, settings["input_ids"].shape[1] :].tolist()
-        self._finish(row, job, None)
+        self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
-    def _pass_on(self, row: int, job: Job) -> None:
-        """Pass on the tokens of the latest step, and free the row if its text has ended."""
+    def _pass_on(self, row: int, job: Job) -> int:
+        """Pass on the tokens of the latest step, and free the row if its text has ended.
+
+        Returns:
+            How many tokens there are.
+        """
         state, known = job.state, len(job.state.generated_tokens)
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
-            return
+            return 0
         new = self.rows.emitted(row)[known:].tolist()
         state.generated_tokens += new
         if state.record_timestamps:
@@ -147,8 +170,9 @@ class RefillSession(Session):
             self._finish(row, job, self.stats.of_row(row, int(self.rows.num_emitted[row])))
         elif state.streaming and new:
             self.desk.deliver(job)
+        return len(new)
 
-    def _finish(self, row: int, job: Job, stats: SpeculativeStats | None) -> None:
+    def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
         self._free(row)
         job.state.status = RequestStatus.FINISHED
         self.desk.deliver(job, stats)
