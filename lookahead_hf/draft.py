@@ -58,6 +58,17 @@ class DraftTree:
         """The nodes of one row as a slice of the flat arrays."""
         return slice(int(self.row_offsets[row]), int(self.row_offsets[row + 1]))
 
+    def of_row(self, row: int) -> DraftTree:
+        """The draft of one row alone, without evidence."""
+        nodes = self.row(row)
+        return DraftTree(
+            np.array([0, nodes.stop - nodes.start]),
+            self.token_ids[nodes],
+            self.parents[nodes],
+            self.depth[nodes],
+            self.score[nodes],
+        )
+
     @property
     def max_nodes(self) -> int:
         """Number of nodes of the largest row."""

@@ -41,8 +41,8 @@ class FallbackReason(str, Enum):
     )
     CONTINUOUS_BATCHING = (
         "continuous_batching",
-        "the call uses continuous batching",
-        "leave cache_implementation out",
+        "continuous batching cannot be speculated here",
+        "leave cache_implementation out, or call generate",
     )
     NO_CACHE = "no_cache", "decoding without a cache was asked for", "pass use_cache=True"
     CACHE_IMPLEMENTATION = (

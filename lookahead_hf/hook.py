@@ -13,6 +13,7 @@ from weakref import WeakSet
 from transformers import GenerationMixin
 
 from lookahead_hf import ngram_pool
+from lookahead_hf.batching import methods
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
@@ -60,6 +61,8 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original = self.__wrapped__
+        if kwargs.get("cache_implementation") == "paged":  # which calls `generate_batch`
+            return methods.run_paged(original, args, kwargs)
         if _speculates(original):
             return original(*args, **kwargs)
         return run(self._model, original, args, kwargs, self.default)
@@ -90,11 +93,20 @@ def _storable(default: Any) -> Any:
 
 
 def _put(model: Any, generate: Any) -> None:
-    """Set a model object's own `generate`; None removes it, which leaves the class's."""
+    """Set a model object's own `generate`; None removes it, which leaves the class's.
+
+    The methods of continuous batching come and go with our hook.
+    """
+    own = vars(model)
     if generate is None:
-        vars(model).pop("generate", None)
+        own.pop("generate", None)
     else:
-        vars(model)["generate"] = generate
+        own["generate"] = generate
+    for name in methods.NAMES:
+        if isinstance(own.get(name), methods.BatchMethod):
+            del own[name]
+        if isinstance(generate, Hook) and hasattr(type(model), name):
+            own.setdefault(name, methods.BatchMethod(model, name, generate))
 
 
 def enable(model: _Model, default: Any = None) -> _Model:
@@ -194,6 +206,9 @@ def enable_everywhere(default: Any = None) -> None:
     if _everywhere is None:
         _everywhere = _class_hook(GenerationMixin.generate)
         GenerationMixin.generate = _everywhere
+        for name in methods.NAMES:
+            method = methods.class_method(GenerationMixin, name, lambda: _default)
+            setattr(GenerationMixin, name, method)
 
 
 def disable_everywhere() -> None:
@@ -206,6 +221,8 @@ def disable_everywhere() -> None:
     # If another library has wrapped our function since, it stays in place and passes calls on.
     if hook is not None and GenerationMixin.generate is hook:
         GenerationMixin.generate = hook.__wrapped__  # type: ignore[attr-defined]
+        for name in methods.NAMES:
+            methods.remove(GenerationMixin, name)
     while _reached:
         model = _reached.pop()
         if not isinstance(vars(model).get("generate"), Hook):
@@ -218,6 +235,8 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         if _everywhere is not generate:
             return original(self, *args, **kwargs)
         _reached.add(self)
+        if kwargs.get("cache_implementation") == "paged":
+            return methods.run_paged(MethodType(original, self), args, kwargs)
         return run(self, MethodType(original, self), args, kwargs, _default)
 
     return generate

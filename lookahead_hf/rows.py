@@ -128,6 +128,11 @@ class Rows:
         return np.where(self.finished, self._text, self.num_emitted)
 
     @property
+    def num_fed(self) -> np.ndarray:
+        """Tokens of each row that were fed since the prompt, [rows] int64."""
+        return self.num_emitted - 1
+
+    @property
     def num_columns(self) -> int:
         """Generated columns that plain would hold by now: those that the slowest row has."""
         going = self.num_emitted[self.live]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.batching import methods
 from lookahead_hf.hook import Hook
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.calls import run
@@ -52,7 +53,7 @@ def test_enabled_model_decodes_by_us_and_disable_leaves_no_trace(
     assert lookahead_hf.enable(model) is lookahead_hf.enable(model) is model  # twice is once
     assert torch.equal(run(model, speculative=True), expected)
     assert len(decoding.calls) == 1
-    assert set(vars(model)) == {*before[0], "generate"}
+    assert set(vars(model)) == {*before[0], "generate", *methods.NAMES}
     lookahead_hf.disable(model)
     assert [dict(vars(each)) for each in (model, GenerationMixin, GenerationConfig)] == before
     lookahead_hf.disable(model)

@@ -37,6 +37,7 @@ ROOMS = (
     {"generation.assembly"},
     {"generation.decode"},
     {"generation.strategy"},
+    {"batching"},
     {"hook"},
     {"auto", "pipelines", "serving", "warmup"},
     {"cli"},
@@ -45,11 +46,18 @@ ROOMS = (
 """Rooms, lowest first. A room is a module or a whole package; those of a level see no other."""
 
 LAYERS = {
+    "batching": (
+        "progress recorder rows",
+        "request runner verifier",
+        "session",
+        "manager",
+        "methods",
+    ),
     "cache": (
         "hf_layers storage",
         "slots",
         "adopt",
-        "column_map",
+        "column_map refilled",
     ),
     "drafting": (
         """_heap _learning_numba cost_model drafter scheduler sources.assistant.model

@@ -70,6 +70,18 @@ class Drafter(ABC):
                 token, index 1 + i follows node i of the row. They are valid during this call only.
         """
 
+    def begin_row(self, rows: Rows, row: int) -> None:
+        """Another text has taken a row; by default everything begins anew, at the present texts.
+
+        Args:
+            rows: The texts so far.
+            row: The row, which holds a prompt and the first token after it.
+        """
+        self.begin(rows)
+
+    def end_row(self, rows: Rows, row: int) -> None:  # noqa: B027 (an optional hook)
+        """The text of a row has ended, and another one may take the row."""
+
     def end(self, rows: Rows) -> None:  # noqa: B027 (an optional hook)
         """The call is over, also if it ended with an exception."""
 

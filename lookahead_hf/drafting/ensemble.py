@@ -41,7 +41,7 @@ class Ensemble(Drafter):
         calibration: Calibration,
         *,
         vocab_size: int = ANY_TOKEN,
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | np.ndarray | None = None,
     ) -> None:
         """Draft with `sources`, in the order of `calibration`.
 
@@ -49,7 +49,8 @@ class Ensemble(Drafter):
             sources: The drafters; their `rates` are views of the calibration.
             calibration: Learned rates of these sources.
             vocab_size: Tokens with this id or a higher one are never drafted.
-            max_new_tokens: Length of the texts; nodes beyond it are not drafted.
+            max_new_tokens: Length of the texts, for all rows or [rows], which may change later;
+                nodes beyond it are not drafted.
         """
         self._sources = list(sources)
         self._names = unique_names(sources)
@@ -88,6 +89,14 @@ class Ensemble(Drafter):
             _show(source, hidden_states)
             self._guarded(index, "begin", rows)
         self.settle()
+
+    def begin_row(self, rows: Rows, row: int) -> None:
+        for index in range(len(self._sources)):
+            self._guarded(index, "begin_row", rows, row)
+
+    def end_row(self, rows: Rows, row: int) -> None:
+        for index in range(len(self._sources)):
+            self._guarded(index, "end_row", rows, row)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         proposals = [

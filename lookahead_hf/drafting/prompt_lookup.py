@@ -27,7 +27,9 @@ class PromptLookup:
         source: Index of the n-gram source among the sources of the call; None if there is none.
     """
 
-    def __init__(self, sources: Sequence[Drafter], vocab_size: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, sources: Sequence[Drafter], vocab_size: int, max_new_tokens: int | np.ndarray
+    ) -> None:
         """Draft for one call; tokens from `vocab_size` on are never drafted."""
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
         self.source: int | None = None
@@ -40,8 +42,9 @@ class PromptLookup:
         """Return a chain of at most `max_nodes` nodes for each row that has a match."""
         chains: list[list[int]] = []
         rates: list[float] = []
+        left = (self._max_new_tokens - 1 - rows.num_emitted).tolist()
         for row, finished in enumerate(rows.finished.tolist()):
-            most = min(max_nodes, self._max_new_tokens - 1 - int(rows.num_emitted[row]))
+            most = min(max_nodes, left[row])
             is_asked = self.source is not None and most > 0 and not finished
             chain, rate = self._chain(rows.context(row), most) if is_asked else ([], 0.0)
             chains.append(chain)

@@ -28,6 +28,7 @@ from lookahead_hf.runner.outputs import DeviceOutputs
 from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -114,7 +115,7 @@ class DraftSession:
         *,
         do_sample: bool,
         vocab_size: int,
-        max_new_tokens: int,
+        max_new_tokens: int | np.ndarray,
         runner: Runner,
         chains: bool = False,
         processes: Processes | None = None,
@@ -129,7 +130,8 @@ class DraftSession:
             sources: What `sources_of` returned.
             do_sample: Whether tokens are drawn.
             vocab_size: Token ids of the target.
-            max_new_tokens: Length of the texts; nothing beyond it is drafted.
+            max_new_tokens: Length of the texts, one for all rows or [rows]; nothing beyond it is
+                drafted.
             runner: The runner of the target.
             chains: Whether a row's draft must be a chain.
             processes: Who decides where several processes run the model; None: this process alone.
@@ -179,6 +181,16 @@ class DraftSession:
             self._guarded(lambda: self._ensemble.begin(rows, prompt))
         else:
             _check_numba()
+
+    def begin_row(self, rows: Rows, row: int) -> None:
+        """Show the sources another text that has taken a row."""
+        if self._begun:
+            self._guarded(lambda: self._ensemble.begin_row(rows, row))
+
+    def end_row(self, rows: Rows, row: int) -> None:
+        """Tell the sources that the text of a row has ended."""
+        if self._begun:
+            self._guarded(lambda: self._ensemble.end_row(rows, row))
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, an empty one if none is."""

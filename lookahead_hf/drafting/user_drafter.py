@@ -90,6 +90,15 @@ class Adapted(BuiltInDrafter):
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         self._call("observe", rows, _copied(draft), _copied(verdict), logits)
 
+    def begin_row(self, rows: Rows, row: int) -> None:
+        if hasattr(self._drafter, "begin_row"):
+            self._call("begin_row", rows, row)
+        else:
+            self.begin(rows)
+
+    def end_row(self, rows: Rows, row: int) -> None:
+        self._call("end_row", rows, row)
+
     def end(self, rows: Rows) -> None:
         self._call("end", rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,34 +28,96 @@ from lookahead_hf.verification.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True)
-class DecodingSession:
-    """The parts of one call.
+class Session(ABC):
+    """What the loop decodes with; it is entered before the first forward and left after the last.
 
     Attributes:
-        call: The call as transformers prepared it.
         rows: The texts.
         drafts: What drafts.
         runner: The runner of the model.
         verifier: The verifier, which decides what is accepted.
         processes: Who decides where several processes run the model.
-        stream: Feeds the caller's streamer.
-        outputs: Scores, states and attentions that the caller asked for.
         stats: Counts and times the steps.
-        tracer: Keeps every step if the configuration asks for a trace, else None.
-        by_kernel: Whether our kernel does all attention, whatever else would be faster.
     """
 
-    call: PreparedCall
     rows: Rows
     drafts: DraftSession
     runner: Runner
     verifier: Verifier
     processes: Processes
+    stats: StatsRecorder
+
+    @abstractmethod
+    def start(self, stack: ExitStack) -> None:
+        """Run the prompts that are there, and set the model up for the steps.
+
+        Args:
+            stack: Ends with the session; undoes what was set up.
+        """
+
+    def goes_on(self) -> bool:
+        """Return whether another step follows; it may give rows to other texts before that."""
+        return bool(self.rows.live.any())
+
+    def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
+        """Run a step again without its draft if the draft made NaN of a row's logits."""
+        with self.stats.phase("forward"):
+            if not self.runner.is_contaminated(step, self.rows.live):
+                return draft, step
+            self.processes.step()
+            step = self.runner.repeat_without_draft(self.rows)
+        self.drafts.spoiled(step)
+        return DraftTree.empty(self.rows.num_rows), step
+
+    def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
+        """Learn from a committed step: statistics and drafting."""
+        self.stats.observe(draft, verdict, num_moved)
+        with self.stats.phase("draft"):
+            self.drafts.observe(
+                self.rows,
+                draft,
+                verdict,
+                step.logits,
+                self.stats.step_seconds if self.runner.step_is_typical else None,
+            )
+
+    @abstractmethod
+    def output(self) -> Any:
+        """Return what the texts have become, once all of them have ended."""
+
+    def __enter__(self) -> Session:
+        return self
+
+    @abstractmethod
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingSession(Session):
+    """The parts of one call.
+
+    Attributes:
+        call: The call as transformers prepared it.
+        stream: Feeds the caller's streamer.
+        outputs: Scores, states and attentions that the caller asked for.
+        tracer: Keeps every step if the configuration asks for a trace, else None.
+        by_kernel: Whether our kernel does all attention, whatever else would be faster.
+    """
+
+    call: PreparedCall
     stream: ColumnStream
     outputs: RequestedOutputs
-    stats: StatsRecorder
     tracer: Tracer | None
     by_kernel: bool
+
+    def start(self, stack: ExitStack) -> None:
+        logits = self.prefill(stack)
+        with self.stats.phase("verify"):
+            self.verifier.first(self.rows, logits)
+        with self.stats.phase("draft"):
+            self.drafts.begin(self.rows)
+        if self.tracer is not None:
+            self.tracer.observe_prefill(self.rows)
 
     def prefill(self, stack: ExitStack) -> torch.Tensor:
         """Stream and run the prompt, and set the model up for the steps.
@@ -83,39 +146,13 @@ class DecodingSession:
         logits: torch.Tensor = outputs.logits[:, -1:]
         return logits
 
-    def observe_prefill(self) -> None:
-        """Take the first token of every row into the trace."""
-        if self.tracer is not None:
-            self.tracer.observe_prefill(self.rows)
-
-    def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
-        """Run a step again without its draft if the draft made NaN of a row's logits."""
-        with self.stats.phase("forward"):
-            if not self.runner.is_contaminated(step, self.rows.live):
-                return draft, step
-            self.processes.step()
-            step = self.runner.repeat_without_draft(self.rows)
-        self.drafts.spoiled(step)
-        return DraftTree.empty(self.rows.num_rows), step
-
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
-        """Learn from a committed step: requested outputs, statistics and drafting."""
+        """Learn from a committed step: requested outputs, statistics, drafting and the trace."""
         for row in np.flatnonzero(verdict.num_emitted).tolist() if self.outputs.observes else ():
             finalize.observe(self, row, [0, *(verdict.accepted(row) + 1).tolist()], step)
-        self.stats.observe(draft, verdict, num_moved)
-        with self.stats.phase("draft"):
-            self.drafts.observe(
-                self.rows,
-                draft,
-                verdict,
-                step.logits,
-                self.stats.step_seconds if self.runner.step_is_typical else None,
-            )
+        Session.observe(self, draft, step, verdict, num_moved)
         if self.tracer is not None:
             self.tracer.observe(draft, verdict)
-
-    def __enter__(self) -> DecodingSession:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with ExitStack() as stack:

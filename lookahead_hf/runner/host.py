@@ -367,5 +367,5 @@ def _ahead(rows: Rows) -> np.ndarray:
 
     The last token of a text that has ended may be the end of a table of positions.
     """
-    ahead = rows.num_emitted - 1
+    ahead = rows.num_fed
     return np.minimum(ahead, ahead[rows.live].max(initial=0))

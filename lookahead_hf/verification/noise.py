@@ -29,14 +29,30 @@ class Noise:
         device: torch.device | str,
         *,
         max_bytes: int = 64 << 20,
+        seed: int | None = None,
     ) -> None:
-        """`max_bytes`: memory for the newest blocks; at least two are kept."""
+        """Begin where the default generator is, or where `manual_seed` would put it.
+
+        Args:
+            num_rows: Rows of the batch.
+            vocab: Token ids of the target.
+            device: Where the noise is drawn.
+            max_bytes: Memory for the newest blocks; at least two are kept.
+            seed: Draw what plain draws after `manual_seed(seed)`, and leave the default generator
+                alone; None: go on from its state.
+        """
         self._shape = (num_rows, vocab)
         self._device = torch.device(device)
         self._max_blocks = max(2, max_bytes // (4 * num_rows * vocab))
         self._blocks: dict[int, torch.Tensor] = {}  # the newest last
-        self._parked = Parked(self._device)
-        self._replay = Replay(torch.Generator(self._device), self._parked.begin)
+        self._parked: Parked | None = None
+        generator = torch.Generator(self._device)
+        if seed is None:
+            self._parked = Parked(self._device)
+            begin = self._parked.begin
+        else:
+            begin = generator.manual_seed(seed).get_state()
+        self._replay = Replay(generator, begin)
 
     def block(self, step: int) -> torch.Tensor:
         """Return the noise that plain draws at a decoding step, [rows, vocab] float32.
@@ -95,6 +111,9 @@ class Noise:
 
         Should that fail, the generator is again where the call found it.
         """
+        if self._parked is None:
+            self._blocks.clear()
+            return
         state = self._parked.begin
         try:
             self._go_to(num_steps)

@@ -21,7 +21,11 @@ from lookahead_hf.verification.walk import Rules, Walk
 
 
 def choose_verifier(
-    call: PreparedCall, outputs: RequestedOutputs, stream: ColumnStream, processes: Processes
+    call: PreparedCall,
+    outputs: RequestedOutputs,
+    stream: ColumnStream,
+    processes: Processes,
+    seed: int | None = None,
 ) -> Verifier:
     """Choose what verifies a call: row by row where its rules allow that, else in lockstep.
 
@@ -30,6 +34,8 @@ def choose_verifier(
         outputs: Keeps what the caller asked to see of each choice.
         stream: Gets every token.
         processes: Who decides where several processes run the model.
+        seed: The seed of the call's own noise, for a call that shares its steps with others and is
+            verified on the host; None: the default generator's noise.
     """
     where = call.input_ids.device
     processors = RowProcessors(call.processors, call.num_rows)
@@ -54,11 +60,12 @@ def choose_verifier(
         do_sample=call.do_sample,
         in_order=in_order or draws,
         processes=processes,
+        seed=seed,
     )
     if draws:
         return Rejection(rules)
     on_device = is_replayed and not in_order and not outputs and stopping.by_token_and_length
-    on_device = on_device and processes.is_alone and device.admits(call.processors)
+    on_device = on_device and seed is None and processes.is_alone and device.admits(call.processors)
     if on_device and device.serves(where) and support.on_device(call.model, call.input_ids):
         return Device(rules)
     if processes.receive is not None:

@@ -36,6 +36,7 @@ class Rules:
         do_sample: Whether tokens are sampled; otherwise the likeliest is chosen.
         in_order: Whether the default generator itself draws, for tokens chosen in plain's order.
         processes: Who decides where several processes run the model.
+        seed: Samples are those of plain after `manual_seed(seed)`; None: the default generator's.
     """
 
     processors: RowProcessors
@@ -47,6 +48,7 @@ class Rules:
     do_sample: bool = False
     in_order: bool = False
     processes: Processes = Processes()
+    seed: int | None = None
 
 
 class Walk(Verifier):
@@ -62,7 +64,8 @@ class Walk(Verifier):
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
         if self.rules.do_sample and not self.rules.in_order:
-            self._noise = Noise(rows.num_rows, logits.shape[-1], self.rules.device)
+            shape = rows.num_rows, logits.shape[-1]
+            self._noise = Noise(*shape, self.rules.device, seed=self.rules.seed)
         return super().first(rows, logits)
 
     def end(self, rows: Rows) -> None:

@@ -73,12 +73,18 @@ class NgramDrafter(BuiltInDrafter):
         if rows.num_rows == 1 and self._indexes:
             self._go_on(rows.context(0))
         else:
-            self._indexes = [SuffixIndex(*self.limits) for _ in range(rows.num_rows)]
-            for row, index in enumerate(self._indexes):
-                if rows.encoder_ids is not None:
-                    index.add_reference(rows.encoder_ids[row])
-                index.extend(rows.context(row))
+            self._indexes = [self._index(rows, row) for row in range(rows.num_rows)]
         self._num_known = len(rows.context(0))
+
+    def begin_row(self, rows: Rows, row: int) -> None:
+        self._indexes[row] = self._index(rows, row)
+
+    def _index(self, rows: Rows, row: int) -> SuffixIndex:
+        index = SuffixIndex(*self.limits)
+        if rows.encoder_ids is not None:
+            index.add_reference(rows.encoder_ids[row])
+        index.extend(rows.context(row))
+        return index
 
     def _go_on(self, context: np.ndarray) -> None:  # [tokens]
         """Add to a kept index what the context has beyond the known text."""

@@ -100,12 +100,18 @@ class PoolDrafter(BuiltInDrafter):
         limits = {"min_ngram": self._min_ngram, "max_ngram": self._max_ngram}
         return self._pool.grow(context, self.rates, max_nodes, **limits)
 
+    def begin_row(self, rows: Rows, row: int) -> None:
+        """Nothing is kept of single rows."""
+
+    def end_row(self, rows: Rows, row: int) -> None:
+        if self._learn and rows.num_text[row]:
+            text = rows.prompt_length(row)
+            end = text + int(rows.num_text[row])  # pads may follow
+            self._pool.add(rows.context(row)[max(0, text - CONTEXT) : end])
+
     def end(self, rows: Rows) -> None:
-        if self._learn:
-            for row in np.flatnonzero(rows.num_text).tolist():
-                text = rows.prompt_length(row)
-                end = text + int(rows.num_text[row])  # pads may follow
-                self._pool.add(rows.context(row)[max(0, text - CONTEXT) : end])
+        for row in range(rows.num_rows):
+            self.end_row(rows, row)
 
 
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:

@@ -106,6 +106,9 @@ class RecyclingDrafter(BuiltInDrafter):
         self._next_tokens = np.full(shape, -1, np.int32)
         self._next_probs = np.zeros(shape, np.float32)
 
+    def begin_row(self, rows: Rows, row: int) -> None:
+        self._next_tokens[row] = -1
+
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees
 

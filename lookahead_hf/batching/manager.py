@@ -1,0 +1,208 @@
+"""The manager of continuous batching: transformers' own, with speculation behind its queues."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead_hf import ngram_pool, stats
+from lookahead_hf.batching.progress import Progress
+from lookahead_hf.batching.request import NO_EOS, Job, Maker, request_seed
+from lookahead_hf.batching.session import new_session
+from lookahead_hf.compat.batching import (
+    BackgroundThreadStatus,
+    ContinuousBatchingManager,
+    DistributedHelper,
+    OutputRouter,
+    RequestState,
+)
+from lookahead_hf.generation.decode import run
+from lookahead_hf.stats import SpeculativeStats
+
+IDLE_SECONDS = 0.1
+"""Longest time for which an idle run does not look for requests."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a run decodes together.
+
+    Attributes:
+        max_slots: Most texts that are decoded together.
+        max_queue_size: Most requests that wait; adding another one waits; 0: any number.
+        seed: The seed of the run's samples.
+    """
+
+    max_slots: int
+    max_queue_size: int
+    seed: int
+
+
+class SpeculativeBatchingManager(ContinuousBatchingManager):
+    """Decodes requests together and speculatively, behind the methods of transformers' manager.
+
+    Requests are added, cancelled and fetched as with transformers' manager. Every text is the one
+    that `generate` writes for its prompt alone; see `request_seed` for samples. A cancelled request
+    yields nothing more.
+
+    Attributes:
+        limits: How much is decoded together.
+    """
+
+    def __init__(self, maker: Maker, limits: Limits, progress: Progress | None = None) -> None:
+        """Prepare a run, without a thread.
+
+        Args:
+            maker: Turns requests into calls of `generate`; it has checked the model.
+            limits: How much is decoded together.
+            progress: Shows how the requests get on.
+        """
+        # All that the inherited methods read. Their own `__init__` would change the attention.
+        self.input_queue: queue.Queue[RequestState] = queue.Queue(limits.max_queue_size)
+        self.cancel_queue: queue.Queue[str] = queue.Queue()
+        self._request_counter = 0
+        self._request_lock = threading.Lock()
+        self._wake_up_loop = threading.Event()
+        self.background_thread_status = BackgroundThreadStatus()
+        self.output_router = OutputRouter()
+        self.batch_processor: Any = None
+        self._generation_thread = None
+        self.warmed_up = False
+        self._original_attn_impl = None
+        self._use_prefix_sharing = False
+        self.model, self.generation_config = maker.model, copy.copy(maker.generation_config)
+        if self.generation_config.eos_token_id is None:
+            self.generation_config.eos_token_id = NO_EOS  # `generate` says what ends a text
+        self.num_return_sequences = self.generation_config.num_return_sequences or 1
+        self.distributed_helper = DistributedHelper(None, None)
+        self.is_tp_driver = True
+
+        self.limits, self._maker, self._progress = limits, maker, progress
+        self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
+        self._num_texts = 0
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Leave the model's attention as it is."""
+
+    def warmup(self) -> None:
+        """Wait until the functions that draft are there."""
+        ngram_pool.wait_until_loaded(IDLE_SECONDS)
+        self.warmed_up = True
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop the run as transformers' manager does; an interrupt gives up what waits."""
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            kwargs["hard_stop"] = True
+        super().stop(*args, **kwargs)
+
+    def join(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the thread, which looks up if it is idle."""
+        self._wake_up_loop.set()
+        super().join(*args, **kwargs)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Cancel a request: one that waits at once, one in progress before its next step."""
+        with self.input_queue.mutex:
+            waiting = self.input_queue.queue
+            for state in [each for each in waiting if each.request_id == request_id]:
+                waiting.remove(state)
+                self.input_queue.not_full.notify()
+                return
+        self.cancel_queue.put(request_id)
+        self._wake_up_loop.set()
+
+    # What the session asks of its desk, in the thread of the run.
+
+    def take(self) -> Job | None:
+        """Return the next text that waits, None if there is none."""
+        if not self._jobs:
+            with suppress(queue.Empty):
+                self._jobs += self._split(self.input_queue.get_nowait())
+        return self._jobs.popleft() if self._jobs else None
+
+    def cancelled(self) -> set[str]:
+        """Return the ids of requests that were cancelled since the last time."""
+        found = set()
+        while not self.cancel_queue.empty():
+            found.add(self.cancel_queue.get())
+        self._jobs = deque(job for job in self._jobs if job.state.request_id not in found)
+        return found
+
+    def stops(self) -> bool:
+        """Return whether requests in progress are to be given up."""
+        status = self.background_thread_status
+        return bool(status.local_status >= status.HARD_STOP)
+
+    def pauses(self) -> bool:
+        """Wait while somebody else uses the model; return whether there was any need to wait."""
+        if not self.background_thread_status.is_pause_requested():
+            return False
+        self.background_thread_status.pause_and_wait()
+        return True
+
+    def deliver(self, job: Job, record: SpeculativeStats | None = None) -> None:
+        """Pass on what a request has become so far, with statistics of its own at the end."""
+        output = job.state.to_generation_output()
+        output.speculative_stats = record
+        if record is not None:
+            stats.publish(self.model, record)
+            stats.tell(self.model, record)
+        if self._progress is not None and output.is_finished():
+            self._progress.finished(record)
+        self.output_router.deliver(output)
+
+    def stepped(self, num_live: int, num_new: int) -> None:
+        """Note a step of the rows that decode, and the tokens that it brought."""
+        if self._progress is not None:
+            self._progress.step(num_live, num_new)
+
+    def _split(self, state: RequestState) -> list[Job]:
+        """The texts of a request, the one with its own id last."""
+        names = [f"{state.request_id}__child#{child}" for child in range(state.num_children)]
+        states = [state.fork(name) for name in names]
+        first, self._num_texts = self._num_texts, self._num_texts + len(states) + 1
+        jobs = []
+        for index, each in enumerate([*states, state], first):
+            each.num_children = 0
+            jobs.append(Job(each, request_seed(self.limits.seed, index)))
+        return jobs
+
+    def _run_generation_loop(self) -> None:
+        """Decode whatever comes, until the manager is stopped."""
+        self.batch_processor = self._maker  # for `stop`, which asks whether there is anything
+        try:
+            with torch.no_grad():
+                self._decode_all()
+            error = RuntimeError("the run was stopped before this request was begun")
+            self._fail_all_remaining_requests(error, None)
+        except Exception as error:
+            self._handle_critical_error(error, None)
+        finally:
+            if self._progress is not None:
+                self._progress.close()
+            self.background_thread_status.mark_as_stopped()
+
+    def _decode_all(self) -> None:
+        status = self.background_thread_status
+        while not self.stops():
+            self.pauses()
+            if self._jobs or not self.input_queue.empty():
+                run(new_session(self._maker, self, self.limits.max_slots))
+            elif status.local_status == status.FLUSH_AND_STOP:
+                return
+            else:
+                self._wake_up_loop.wait(IDLE_SECONDS)
+                self._wake_up_loop.clear()
+
+    def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
+        while self._jobs:
+            self.output_router.fail_and_deliver(self._jobs.popleft().state, error)
+        super()._fail_all_remaining_requests(error, None)

@@ -1,0 +1,211 @@
+"""`generate_batch` and `init_continuous_batching` of an enabled model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig
+
+from lookahead_hf import fallback
+from lookahead_hf.batching.manager import Limits, SpeculativeBatchingManager
+from lookahead_hf.batching.progress import Progress
+from lookahead_hf.batching.request import Maker
+from lookahead_hf.config import SpeculativeConfig, check_int
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.generation.options import Request
+
+SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
+"""Texts that are decoded together where nobody says how many."""
+
+NAMES = ("generate_batch", "init_continuous_batching")
+"""The methods of a model that speculate in continuous batching."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks beside transformers' own arguments.
+
+    Attributes:
+        speculative: As in `generate`; None where the call does not say.
+        max_slots: Most texts that are decoded together.
+        max_tokens: Most tokens of all of them, prompts included. Each may have an equal share.
+        progress: Whether a bar shows how the requests get on.
+    """
+
+    speculative: Any = None
+    max_slots: int | None = None
+    max_tokens: int | None = None
+    progress: bool = False
+
+
+_asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
+"""What the call in progress asks, for the methods that it calls in turn."""
+
+
+@contextmanager
+def asking(asked: Asked) -> Iterator[None]:
+    """Let the methods of continuous batching that are called inside know what is asked."""
+    token = _asked.set(asked)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a `generate` with cache_implementation="paged", which calls `generate_batch`."""
+    speculative = kwargs.pop("speculative", None)
+    with asking(Asked(speculative)):
+        return original(*args, **kwargs)
+
+
+class BatchMethod:
+    """Stands for one of `NAMES` on a model object; a copy of the model has one of its own."""
+
+    def __init__(self, model: Any, name: str, hook: Any) -> None:
+        """`hook`: stands for the model's `generate`, and holds the default of both."""
+        self._model, self._name, self._hook = model, name, hook
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method of the model's class; `inspect` follows it."""
+        method = getattr(type(self._model), self._name)
+        own: Callable[..., Any] = getattr(method, "replaced", method)
+        return MethodType(own, self._model)
+
+    @property
+    def __name__(self) -> str:
+        return self._name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(self._model, self.__wrapped__, self._hook.default, args, kwargs)
+
+
+def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function that stands for one of `NAMES` on a class, until the class has its own.
+
+    Args:
+        cls: The class.
+        name: The method.
+        default: Returns what calls do where nothing else decides.
+    """
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call(self, MethodType(original, self), default(), args, kwargs)
+
+    method.replaced = original  # type: ignore[attr-defined]
+    return method
+
+
+def remove(cls: type, name: str) -> None:
+    """Give a class, which inherits the method, back what `class_method` stands for."""
+    if hasattr(vars(cls).get(name), "replaced"):
+        delattr(cls, name)
+
+
+def _call(
+    model: Any,
+    original: Callable[..., Any],
+    default: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call one of the methods, speculatively if that is asked for."""
+    names = [each.name for each in fields(Asked)]
+    own = Asked(**{name: kwargs.pop(name) for name in names if name in kwargs})
+    outer = _asked.get()
+    asked = outer if own == Asked() and outer is not None else own
+    if original.__name__ == NAMES[1]:
+        return _manager(model, original, asked, default, *args, **kwargs)
+    if asked.progress is True and "progress_bar" in kwargs:
+        raise ValueError("progress=True replaces progress_bar: leave progress_bar out")
+    with asking(asked):
+        return original(*args, **kwargs)
+
+
+def _manager(
+    model: Any,
+    original: Callable[..., Any],
+    asked: Asked,
+    default: Any,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Make a manager: ours if speculation is asked for and can be served, else transformers'."""
+    given = generation_config, continuous_batching_config, workload_hints
+    config = _wanted(model, asked, generation_config, default)
+    kept = getattr(model, "_cached_continuous_batching_manager", None)
+    if config is None or isinstance(kept, SpeculativeBatchingManager):
+        return original(*given)
+    try:
+        return _ours(model, config, asked, *given)
+    except Unserved as unserved:
+        fallback.report(model, unserved, config.on_fallback)
+        return original(*given)
+
+
+def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
+    """How to speculate: as the call says, else a generation config, else the default."""
+    if asked.speculative is not None:
+        return SpeculativeConfig.resolve(asked.speculative)
+    for config in (generation, model.generation_config):
+        value = getattr(config, "speculative", None)
+        if value is not None:
+            return SpeculativeConfig.resolve_stored(value)
+    return SpeculativeConfig.resolve(default)
+
+
+def _ours(
+    model: Any,
+    config: SpeculativeConfig,
+    asked: Asked,
+    generation_config: Any,
+    batching_config: Any,
+    hints: Any,
+) -> SpeculativeBatchingManager:
+    batching = batching_config or ContinuousBatchingConfig()
+    generation = copy.deepcopy(generation_config or model.generation_config)
+    if batching.return_logprobs:
+        raise _unserved("return_logprobs=True")
+    if batching.cpu_offload_space:
+        raise _unserved(f"cpu_offload_space={batching.cpu_offload_space!r}")
+    if generation.cache_implementation == "paged":
+        generation.cache_implementation = None
+    fallback.check_settings(lambda name: _setting(generation, name))
+    slots = asked.max_slots or batching.max_requests_per_batch
+    if slots is None:
+        slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE
+        slots = max(1, min(slots, getattr(hints, "num_requests", None) or slots))
+    check_int("max_slots", slots, 1, 4096)
+    tokens = asked.max_tokens
+    if tokens is None and batching.num_blocks is not None:
+        tokens = batching.num_blocks * batching.page_size
+    seed = batching.seed
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
+    room = None if tokens is None else tokens // slots
+    maker = Maker(model.eval(), generation, Request(config), room)
+    maker.check()
+    limits = Limits(slots, batching.max_queue_size, seed)
+    bar = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
+    return SpeculativeBatchingManager(maker, limits, bar)
+
+
+def _setting(generation: Any, name: str) -> Any:
+    value = getattr(generation, name, None)
+    return True if name == "use_cache" and value is None else value
+
+
+def _unserved(what: str) -> Unserved:
+    return Unserved(FallbackReason.CONTINUOUS_BATCHING, what, "leave it out")

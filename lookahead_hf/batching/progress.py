@@ -1,0 +1,50 @@
+"""A bar that shows how the requests of a run get on."""
+
+from __future__ import annotations
+
+import time
+
+from transformers.utils.logging import tqdm
+
+from lookahead_hf.stats import SpeculativeStats
+
+EVERY_SECONDS = 0.2
+"""How often the numbers beside the bar change."""
+
+
+class Progress:
+    """Counts finished requests; beside them tokens a second, live rows and tokens per step."""
+
+    def __init__(self, num_requests: int | None) -> None:
+        """`num_requests`: how many there will be, None where that is not known."""
+        self._bar = tqdm(total=num_requests, unit="request")
+        self._begin = self._shown = time.perf_counter()
+        self._tokens = self._emitted = self._steps = 0
+
+    def step(self, num_live: int, num_new: int) -> None:
+        """Note a step.
+
+        Args:
+            num_live: Rows that decode.
+            num_new: Tokens that they have emitted since the last time.
+        """
+        self._tokens += num_new
+        now = time.perf_counter()
+        if now - self._shown < EVERY_SECONDS:
+            return
+        self._shown = now
+        shown = f"{self._tokens / (now - self._begin):.0f} tokens/s, {num_live} live"
+        if self._steps:
+            shown += f", {self._emitted / self._steps:.2f} tokens per step"
+        self._bar.set_postfix_str(shown)
+
+    def finished(self, stats: SpeculativeStats | None) -> None:
+        """Note a request that has ended."""
+        if stats is not None:
+            self._emitted += stats.num_emitted - stats.rows
+            self._steps += stats.row_steps
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()

@@ -1,0 +1,185 @@
+"""A request of continuous batching, prepared as the call of `generate` that it stands for."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.compat.batching import RequestState
+from lookahead_hf.distributed.coordinator import Processes
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.generation.options import Request
+from lookahead_hf.generation.outputs import RequestedOutputs
+from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.runner import positions, prefix_tuning, support
+from lookahead_hf.verification.select import choose_verifier
+from lookahead_hf.verification.verifier import Verifier
+from lookahead_hf.verification.walk import Walk
+
+_STEP = 0x9E3779B1
+"""An odd number, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
+
+
+OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of `generate` that a request may have of its own, beside settings."""
+
+NO_EOS = -1
+"""What transformers' manager takes for the end of a text where nobody says what ends it."""
+
+
+def request_seed(seed: int, index: int) -> int:
+    """Return the seed of one text of a run: `generate` writes the same text after setting it.
+
+    Args:
+        seed: The seed of the run.
+        index: Number of the text, in the order in which requests were added, from 0 on. The texts
+            of one request (`num_return_sequences`) follow each other.
+
+    Returns:
+        A seed for `torch.manual_seed`, below 2^32.
+    """
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
+
+
+@dataclass(eq=False)
+class Job:
+    """One text of a run.
+
+    Attributes:
+        state: What transformers keeps of a request: its prompt, its tokens, its status.
+        seed: The seed of its samples.
+        logits: Logits after the prompt, [1, 1, vocab], for other texts of the same prompt; None
+            before the prompt was run.
+    """
+
+    state: RequestState
+    seed: int
+    logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Turns requests into calls of `generate`.
+
+    Attributes:
+        model: The target.
+        generation_config: The generation config of the run.
+        request: What was asked of speculation.
+        room: Most tokens of a text, its prompt included; None: any number.
+    """
+
+    model: Any
+    generation_config: Any
+    request: Request
+    room: int | None = None
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """Return the arguments of the call of `generate` that writes the text of a job.
+
+        Raises:
+            ValueError: The request sets something that generation configs do not know.
+        """
+        state, config = job.state, copy.deepcopy(self.generation_config)
+        ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
+        own = dict(state.logit_processor_kwargs)
+        objects = {name: own.pop(name) for name in OBJECTS if name in own}
+        unknown = config.update(num_return_sequences=1, **own)
+        if unknown:
+            raise ValueError(f"generation configs have no {', '.join(unknown)}: leave it out")
+        if state.max_new_tokens is not None:
+            config.max_new_tokens = state.max_new_tokens
+        if state.eos_token_id not in (None, NO_EOS):
+            config.eos_token_id = state.eos_token_id
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
+        return {**given, "generation_config": config}
+
+    def call(self, job: Job) -> PreparedCall:
+        """Let transformers prepare the call of `generate` that writes the text of a job.
+
+        Raises:
+            Unserved: The call cannot be decoded together with others.
+            ValueError: Its text may become longer than the room.
+            Exception: Whatever `generate` raises about its arguments.
+        """
+        calls: list[PreparedCall] = []
+
+        def keep(
+            model: Any,
+            input_ids: torch.Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> torch.Tensor:
+            given = logits_processor, stopping_criteria, generation_config, model_kwargs
+            calls.append(PreparedCall(model, input_ids, *given, self.request, is_checked=True))
+            return input_ids
+
+        plain(self.model, **self.settings(job), custom_generate=keep)
+        (call,) = calls
+        self._check(call)
+        return call
+
+    def _check(self, call: PreparedCall) -> None:
+        """Raise Unserved where a call must be decoded alone."""
+        model = call.model
+        support.check_call(model, call.generation_config, call.model_kwargs, is_checked=True)
+        longest = int(call.generation_config.max_length)
+        if self.room is not None and longest > self.room:
+            raise ValueError(
+                f"a prompt of {call.input_ids.shape[1]} tokens and up to {call.num_new} new ones "
+                f"need more than the {self.room} tokens that a request may have: lower "
+                "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
+            )
+        limit, last = positions.room(model), longest - 1
+        if limit is not None and last > limit:
+            detail = f"positions up to {last}, where those of the model change or end at {limit}"
+            raise Unserved(FallbackReason.MODEL, detail)
+
+    def verifier(self, call: PreparedCall, stream: ColumnStream, seed: int) -> Verifier:
+        """Return what verifies the text of a call in a row of its own.
+
+        Raises:
+            Unserved: Its processors or criteria need more than the row's own scores and tokens.
+        """
+        outputs = RequestedOutputs(call.generation_config, 1)
+        chosen = choose_verifier(call, outputs, stream, Processes(), seed)
+        if not isinstance(chosen, Walk) or chosen.rules.in_order:
+            detail = "a logits processor, a criterion or a verification that cannot be kept in rows"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
+        return chosen
+
+    def num_draftable(self, call: PreparedCall) -> int:
+        """Return how many new tokens drafts may cover in a call."""
+        position_ids = positions.of_prompt(self.model, call.input_ids, call.model_kwargs)
+        assert position_ids is not None
+        return positions.num_draftable(self.model, position_ids, call.num_new)
+
+    def check(self) -> None:
+        """Raise Unserved where the model, or the settings of the run, cannot be served at all."""
+        model = self.model
+        support.check_setup(model)
+        support.check_kind(model)
+        if compat.has_own_generate(model) or model.config.is_encoder_decoder:
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
+        if compat.counts_positions(model) or prefix_tuning.of_model(model).count:
+            detail = "a model that counts positions itself"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
+        if self.request.config.draft_invariant:
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
+        trial = Job(RequestState("trial", [0], max_new_tokens=None), 0)
+        self.verifier(self.call(trial), ColumnStream(None, 1, None), 0)
+        support.check_trial(model)
+
+
+def plain(model: Any, **settings: Any) -> Any:
+    """Call transformers' own `generate`, past any hook."""
+    return inspect.unwrap(type(model).generate)(model, **settings)

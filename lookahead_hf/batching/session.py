@@ -1,0 +1,243 @@
+"""A run of the loop over requests that come and go."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.batching.recorder import RowRecorder
+from lookahead_hf.batching.request import Job, Maker, plain
+from lookahead_hf.batching.rows import RefilledRows
+from lookahead_hf.batching.runner import RefilledRunner
+from lookahead_hf.batching.verifier import EachRow
+from lookahead_hf.compat.batching import RequestStatus
+from lookahead_hf.distributed.coordinator import Processes
+from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.fallback import Unserved
+from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.session import Session
+from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.runner import attention
+from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
+from lookahead_hf.stats import SpeculativeStats
+
+
+class Desk(Protocol):
+    """Where requests come in, and where their texts go."""
+
+    def take(self) -> Job | None:
+        """Return the next request that waits, None if there is none."""
+
+    def cancelled(self) -> set[str]:
+        """Return the ids of requests that were cancelled since the last time."""
+
+    def stops(self) -> bool:
+        """Return whether requests in progress are to be given up."""
+
+    def pauses(self) -> bool:
+        """Wait while somebody else uses the model; return whether there was any need to wait."""
+
+    def deliver(self, job: Job, stats: SpeculativeStats | None = None) -> None:
+        """Pass on what a request has become so far."""
+
+    def stepped(self, num_live: int, num_new: int) -> None:
+        """Note a step of the rows that decode, and the tokens that it brought."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefillSession(Session):
+    """Decodes requests together; whenever a text ends, the next request takes its row.
+
+    Attributes:
+        maker: Turns requests into calls.
+        desk: Where requests come from.
+        jobs: The requests in progress, by row.
+        setup: What `generate` sets up for steps, undone while prompts run.
+    """
+
+    rows: RefilledRows
+    runner: RefilledRunner
+    verifier: EachRow
+    stats: RowRecorder
+    maker: Maker
+    desk: Desk
+    jobs: dict[int, Job] = field(default_factory=dict)
+    setup: ExitStack = field(default_factory=ExitStack)
+
+    def start(self, stack: ExitStack) -> None:
+        stack.enter_context(attention.left_to_kernel(False))
+        stack.enter_context(self.setup)
+
+    def goes_on(self) -> bool:
+        """Pass on what the rows have become, and give free rows to the requests that wait."""
+        if self.desk.pauses():
+            self.runner.renew_packing(packing(self.maker))
+        cancelled, stops = self.desk.cancelled(), self.desk.stops()
+        num_live, num_new = len(self.jobs), 0
+        for row, job in list(self.jobs.items()):
+            num_new += self._pass_on(row, job)
+            if job.state.request_id in cancelled:
+                self._free(row)
+        self.desk.stepped(num_live, num_new)
+        if stops:
+            return False
+        for row in np.flatnonzero(self.rows.finished).tolist():
+            while row not in self.jobs and (waiting := self.desk.take()) is not None:
+                self._take(row, waiting)
+        with self.stats.phase("draft"):
+            self.drafts.begin(self.rows)
+        return bool(self.jobs)
+
+    def _take(self, row: int, job: Job) -> None:
+        """Begin a request in a free row; if that fails, the request alone fails."""
+        job.state.status = RequestStatus.PREFILLING
+        self.jobs[row] = job
+        try:
+            with self.stats.phase("prefill"):
+                self._prefill(row, job)
+        except Unserved as unserved:
+            self._alone(row, job, unserved)
+        except Exception as error:
+            self._fail(row, job, error)
+        else:
+            self.drafts.begin_row(self.rows, row)
+            self._pass_on(row, job)
+
+    def _prefill(self, row: int, job: Job) -> None:
+        call = self.maker.call(job)
+        stream = ColumnStream(None, 1, call.pad)
+        verifier = self.maker.verifier(call, stream, job.seed)
+        twin = self._twin(job)
+        if twin is None:
+            self.setup.close()
+            job.logits = self.runner.take(row, call, self._set_up)
+        else:
+            self.runner.share(row, twin, call.input_ids.shape[1])
+            job.logits = self.jobs[twin].logits
+        assert job.logits is not None
+        job.state.status = RequestStatus.DECODING
+        self.rows.take(row, call.input_ids[0].cpu().numpy(), self.maker.num_draftable(call))
+        self.verifier.take(self.rows, row, verifier, job.logits)
+
+    def _twin(self, job: Job) -> int | None:
+        """A row that still holds the same prompt, None if there is none."""
+        for row, other in self.jobs.items():
+            same = other.logits is not None and not self.rows.finished[row]
+            if same and other.state.initial_tokens == job.state.initial_tokens:
+                return row if self.runner.can_share else None
+        return None
+
+    def _set_up(self) -> None:
+        self.setup.enter_context(compat.set_up_for_decoding(self.maker.model))
+
+    def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
+        """Let plain `generate` write a text that cannot be decoded together with others."""
+        settings = self.maker.settings(job)
+        device = self.maker.model.device
+        devices = [] if device.type == "cpu" else [device]
+        try:
+            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+                torch.manual_seed(job.seed)
+                ids = plain(self.maker.model, **settings)
+        except Exception as error:
+            self._fail(row, job, error)
+            return
+        job.state.generated_tokens = ids[0, settings["input_ids"].shape[1] :].tolist()
+        self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
+
+    def _pass_on(self, row: int, job: Job) -> int:
+        """Pass on the tokens of the latest step, and free the row if its text has ended.
+
+        Returns:
+            How many tokens there are.
+        """
+        state, known = job.state, len(job.state.generated_tokens)
+        if row in self.verifier.errors:
+            self._fail(row, job, self.verifier.errors[row])
+            return 0
+        new = self.rows.emitted(row)[known:].tolist()
+        state.generated_tokens += new
+        if state.record_timestamps:
+            state._timestamps += [time.perf_counter()] * len(new)
+        if self.rows.finished[row]:
+            self.drafts.end_row(self.rows, row)
+            self._finish(row, job, self.stats.of_row(row, int(self.rows.num_emitted[row])))
+        elif state.streaming and new:
+            self.desk.deliver(job)
+        return len(new)
+
+    def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
+        self._free(row)
+        job.state.status = RequestStatus.FINISHED
+        self.desk.deliver(job, stats)
+
+    def _fail(self, row: int, job: Job, error: BaseException) -> None:
+        self._free(row)
+        job.state.error = f"{type(error).__name__}: {error}"
+        job.state.status = RequestStatus.FAILED
+        self.desk.deliver(job)
+
+    def _free(self, row: int) -> None:
+        self.jobs.pop(row, None)
+        self.stats.free(row)
+        for part in (self.rows, self.runner, self.verifier):
+            part.free(row)
+
+    def output(self) -> None:
+        """Nothing: texts are passed on as they end."""
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self.drafts.end(self.rows)
+        error = details[0] if details else None
+        if not isinstance(error, BaseException):
+            error = RuntimeError("the run was stopped before this request was complete")
+        for row, job in list(self.jobs.items()):
+            self._fail(row, job, error)
+
+
+def packing(maker: Maker) -> PackedSteps:
+    """Return how steps use packed layers, from what is kept of the model now."""
+    return PackedSteps(maker.model, maker.request.config.packed_weights, LONG_CALL)
+
+
+def new_session(maker: Maker, desk: Desk, max_rows: int) -> RefillSession:
+    """Return a session with free rows only.
+
+    Args:
+        maker: Turns requests into calls.
+        desk: Where requests come from.
+        max_rows: Most texts that are decoded together.
+
+    Raises:
+        ValueError: An option or a pool is wrong.
+    """
+    model, config = maker.model, maker.request.config
+    do_sample = bool(maker.generation_config.do_sample)
+    drafters = build_drafters(model, maker.request, max_rows, do_sample)
+    rows = RefilledRows(max_rows)
+    runner = RefilledRunner(model, max_rows, packing(maker))
+    drafts = DraftSession(
+        model,
+        config,
+        rows,
+        drafters,
+        do_sample=do_sample,
+        vocab_size=int(compat.text_config(model).vocab_size),
+        max_new_tokens=rows.most_new,
+        runner=runner,
+    )
+    parts: dict[str, Any] = {"rows": rows, "drafts": drafts, "runner": runner}
+    return RefillSession(
+        **parts,
+        verifier=EachRow(max_rows),
+        processes=Processes(),
+        stats=RowRecorder(max_rows),
+        maker=maker,
+        desk=desk,
+    )

@@ -1,0 +1,79 @@
+"""A cache whose rows are taken by one text after another."""
+
+from __future__ import annotations
+
+import torch
+
+from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.slots import SlotCache, SlotGroup, SlotLayer
+
+
+class RefilledCache(AdoptedCache):
+    """Slots for texts without padding that come and go; nothing is handed back.
+
+    A token's column is its index in its own text.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        """Begin with empty rows; the layers are made like those of the first prompt."""
+        self.num_columns, self.columns = 0, None
+        self.slots = self.for_model = SlotCache(num_rows)
+        self.pads = self.slots.lengths.copy()
+
+    def take(self, row: int, prompt: SlotCache) -> None:
+        """Copy a prompt's K and V into a free row.
+
+        Args:
+            row: The row.
+            prompt: The cache of the prompt alone.
+        """
+        if not self.slots.layers:
+            self._build_like(prompt)
+        for ours, theirs in zip(self.slots.each_group(), prompt.each_group(), strict=True):
+            held = int(theirs.lengths[0])
+            ours.reserve(held)
+            for store, states in zip(ours.stores, theirs.stores, strict=True):
+                store[row, :held].copy_(states[0, :held])
+        self._set(row, int(prompt.lengths[0]), [int(g.dropped[0]) for g in prompt.each_group()])
+
+    def share(self, row: int, source: int, length: int) -> None:
+        """Give a free row the first tokens of another row, none of which may have been dropped."""
+        for group in self.slots.each_group():
+            for store in group.stores:
+                store[row, :length].copy_(store[source, :length])
+        self._set(row, length, [0] * len(self.slots.each_group()))
+
+    def free(self, row: int) -> None:
+        """Let go of what a row holds."""
+        self._set(row, 0, [0] * len(self.slots.each_group()))
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether no layer drops the tokens that its window has left behind."""
+        return all(group.window is None for group in self.slots.each_group())
+
+    def _set(self, row: int, length: int, dropped: list[int]) -> None:
+        self.slots.lengths[row] = length
+        for group, count in zip(self.slots.each_group(), dropped, strict=True):
+            group.dropped[row] = count
+            for layer in group.layers:
+                layer.dropped[row] = count
+
+    def _build_like(self, prompt: SlotCache) -> None:
+        """Make the groups and layers that the prompt's cache has, with rows of zeros."""
+        names: dict[SlotGroup, str] = {}
+        built: dict[SlotGroup, SlotGroup] = {}
+        for name, group in prompt.groups.items():
+            if group not in built:
+                built[group] = SlotGroup(self.slots.extent, group.window, group.num_kept)
+            names.setdefault(group, name)
+            self.slots.groups[name] = built[group]
+        for layer in prompt.layers:
+            if isinstance(layer, SlotLayer):
+                stores = layer.stores.k_store, layer.stores.v_store
+                self.slots.add(names[layer.group], *map(self._zeros, stores))
+            else:
+                self.slots.add_empty()
+
+    def _zeros(self, store: torch.Tensor) -> torch.Tensor:
+        return store.new_zeros(len(self.pads), *store.shape[1:])

@@ -1,0 +1,114 @@
+"""`generate_batch`: every text is the one that `generate` writes for its prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+import lookahead_hf
+from tests.helpers import models, requests
+from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return lookahead_hf.enable(models.tiny(request.param))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 0}], ids=["greedy", "sampled"]
+)
+def test_every_text_is_that_of_its_prompt_alone(model: Any, sampling: dict[str, Any]) -> None:
+    texts, config = prompts(9), settings(model, eos_token_id=[5, 40], **sampling)
+    found = model.generate_batch(texts, config, seeded(), speculative=DRAFTED, max_slots=3)
+    expected = [alone(model, text, config, index) for index, text in enumerate(texts)]
+    assert [output.generated_tokens for output in found.values()] == expected
+    assert len({len(text) for text in expected}) > 1  # rows are refilled at different times
+    speculated(found.values())
+
+
+@examples(max_examples=6, deadline=None)
+@given(
+    count=st.integers(1, 8),
+    slots=st.integers(1, 5),
+    longest=st.integers(1, 30),
+    seed=st.integers(0, 99),
+    do_sample=st.booleans(),
+    budget=st.integers(0, 9),
+)
+def test_nothing_but_the_request_decides_about_its_text(
+    count: int, slots: int, longest: int, seed: int, do_sample: bool, budget: int
+) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    texts = prompts(count, seed)
+    config = settings(model, max_new_tokens=longest, do_sample=do_sample, eos_token_id=[9, 70])
+    drafted = lookahead_hf.SpeculativeConfig(budget=budget)
+    found = model.generate_batch(texts, config, seeded(), speculative=drafted, max_slots=slots)
+    expected = [alone(model, text, config, index) for index, text in enumerate(texts)]
+    assert [output.generated_tokens for output in found.values()] == expected
+
+
+def test_the_default_of_an_enabled_model_decides() -> None:
+    model = models.tiny("llama")
+    config, texts = settings(model), prompts(2)
+    with lookahead_hf.enabled(model):
+        lookahead_hf.enable(model, default=DRAFTED)
+        speculated(model.generate_batch(texts, config).values())
+        small = seeded(num_blocks=4, max_batch_tokens=64)
+        plain = model.generate_batch(texts, config, small, speculative=False)
+    assert not any(hasattr(output, "speculative_stats") for output in plain.values())
+    assert "generate_batch" not in vars(model)
+
+
+def test_a_request_has_statistics_in_the_words_of_vllm() -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    found = model.generate_batch(prompts(3), settings(model), speculative=DRAFTED)
+    for output, stats in zip(found.values(), speculated(found.values()), strict=True):
+        values = stats.to_dict("vllm")
+        assert stats.num_emitted == len(output.generated_tokens) == 24
+        assert sum(values["acceptance_histogram"]) == values["num_spec_steps"] == stats.row_steps
+        assert stats.num_emitted == 1 + stats.row_steps + stats.num_accepted
+        assert stats.forward_ms > 0
+    assert lookahead_hf.totals(model).num_calls == 3
+
+
+def test_several_texts_of_a_prompt_have_seeds_of_their_own() -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    config = settings(model, do_sample=True, num_return_sequences=3)
+    (text,) = prompts(1)
+    found = model.generate_batch([text], config, seeded(), speculative=DRAFTED, max_slots=2)
+    assert list(found) == ["req_0__child#0", "req_0__child#1", "req_0"]
+    expected = [alone(model, text, config, index) for index in range(3)]
+    assert [output.generated_tokens for output in found.values()] == expected
+    assert len(set(map(tuple, expected))) == 3
+
+
+def test_processors_and_criteria_are_those_of_generate() -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    config = settings(model, repetition_penalty=1.4, no_repeat_ngram_size=3, min_new_tokens=5)
+    config.eos_token_id = 7
+    texts = prompts(5)
+    found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=2)
+    assert [output.generated_tokens for output in found.values()] == [
+        alone(model, text, config) for text in texts
+    ]
+    speculated(found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_half_precision_decodes_to_the_end(dtype: torch.dtype) -> None:
+    model = lookahead_hf.enable(models.tiny("llama").to(dtype))
+    found = model.generate_batch(prompts(5), settings(model), speculative=DRAFTED, max_slots=2)
+    assert [len(output.generated_tokens) for output in found.values()] == [24] * 5
+    speculated(found.values())
+
+
+def test_seeds_of_a_run_differ() -> None:
+    seeds = {requests.request_seed(3, index) for index in range(10_000)}
+    assert len(seeds) == 10_000
+    assert requests.request_seed(3, 0) != requests.request_seed(4, 0)

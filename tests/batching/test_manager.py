@@ -1,0 +1,333 @@
+"""The manager of continuous batching: requests come, are cancelled, fail, and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+import lookahead_hf
+from lookahead_hf.batching import progress, session
+from lookahead_hf.batching.manager import SpeculativeBatchingManager
+from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers import models
+from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
+
+WAIT = 60
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+
+
+@contextmanager
+def running(model: Any, config: Any, max_slots: int = 2, **own: Any) -> Iterator[Any]:
+    manager = model.init_continuous_batching(config, seeded(**own), max_slots=max_slots)
+    assert isinstance(manager, SpeculativeBatchingManager)
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(hard_stop=True)
+
+
+def results(manager: Any, count: int) -> dict[str, Any]:
+    """The results of so many requests."""
+    found = [manager.get_result(timeout=WAIT) for _ in range(count)]
+    return {output.request_id: output for output in found}
+
+
+class Breaks(StoppingCriteria):
+    """Raises once a text has so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise KeyError("a callback that fails")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def broken_after(length: int) -> dict[str, Any]:
+    return {"stopping_criteria": StoppingCriteriaList([Breaks(length)])}
+
+
+def test_requests_stream_whole_steps(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+    with running(model, config) as manager:
+        name = manager.add_request(text, streaming=True, record_timestamps=True)
+        parts = list(manager.request_id_iter(name))
+    *earlier, last = [output.generated_tokens for output in parts]
+    assert last == alone(model, text, config)
+    assert all(last[: len(part)] == part for part in earlier)
+    assert len(parts) == 1 + parts[-1].speculative_stats.row_steps  # the first token, and steps
+    assert len(parts[-1].timestamps) == len(last)
+    speculated(parts[-1:])
+
+
+def test_a_request_has_settings_of_its_own(model: Any) -> None:
+    config, texts = settings(model), prompts(4)
+    own = [{}, {"max_new_tokens": 3}, {"eos_token_id": 9}, {"repetition_penalty": 1.5}]
+    with running(model, config) as manager:
+        names = [manager.add_request(text, **each) for text, each in zip(texts, own, strict=True)]
+        found = results(manager, len(texts))
+    for name, text, each in zip(names, texts, own, strict=True):
+        expected = alone(model, text, settings(model, **each))
+        assert found[name].generated_tokens == expected
+    speculated(found.values())
+
+
+def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
+    config, texts = settings(model), prompts(5)
+    own = [{}, broken_after(len(texts[1]) + 4), {}, {"no_such_setting": 1}, broken_after(0)]
+    with running(model, config, max_slots=3) as manager:
+        names = [manager.add_request(text, **each) for text, each in zip(texts, own, strict=True)]
+        found = results(manager, len(texts))
+    for index in (0, 2):
+        assert found[names[index]].generated_tokens == alone(model, texts[index], config)
+    speculated([found[names[0]], found[names[2]]])
+    assert "a callback that fails" in found[names[1]].error
+    assert "no_such_setting" in found[names[3]].error
+    assert found[names[4]].error is not None
+
+
+def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
+    config, (text,) = settings(model, max_new_tokens=10), prompts(1, longest=1)
+    given = {"speculative": DRAFTED, "max_slots": 2}
+    found = model.generate_batch([text, text * 12], config, max_tokens=40, **given)
+    assert found["req_0"].generated_tokens == alone(model, text, config)
+    assert "12 tokens and up to 10 new ones need more than the 20" in found["req_1"].error
+
+
+def test_a_cancelled_request_leaves_its_row(model: Any) -> None:
+    config = settings(model, max_new_tokens=400)
+    first, second, third = prompts(3)
+    with running(model, config, max_slots=1) as manager:
+        manager.add_request(first, request_id="first", streaming=True)
+        assert manager.get_result(timeout=WAIT).request_id == "first"
+        manager.add_request(second, request_id="second")
+        manager.add_request(third, request_id="third", max_new_tokens=12)
+        manager.cancel_request("second")  # which waits
+        manager.cancel_request("first")  # which is in progress
+        found = manager.get_result(timeout=WAIT)
+        while found.request_id == "first":
+            assert not found.is_finished()
+            found = manager.get_result(timeout=WAIT)
+        assert found.request_id == "third"
+        assert found.generated_tokens == alone(model, third, settings(model, max_new_tokens=12))
+        assert manager.output_router.output_queue.empty()
+
+
+def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
+    config = settings(model, max_new_tokens=400)
+    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    manager.start()
+    names = manager.add_requests(prompts(5), max_new_tokens=400)
+    manager.stop(hard_stop=True)
+    assert not manager.is_running()
+    found = {}
+    while not manager.output_router.output_queue.empty():
+        output = manager.output_router.output_queue.get()
+        found[output.request_id] = output
+    assert set(found) == set(names)
+    assert all("stopped" in output.error for output in found.values())
+    assert manager.add_request([5]) is None  # transformers warns of it
+    manager.start()
+    name = manager.add_request(prompts(1)[0], max_new_tokens=4)
+    assert len(results(manager, 1)[name].generated_tokens) == 4
+    manager.destroy()
+
+
+def test_flushing_decodes_what_is_left(model: Any) -> None:
+    config, texts = settings(model), prompts(5)
+    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    manager.start()
+    names = manager.add_requests(texts, max_new_tokens=24)
+    manager.stop()
+    found = [manager.output_router.output_queue.get_nowait() for _ in names]
+    for output in found:
+        text = texts[names.index(output.request_id)]
+        assert output.generated_tokens == alone(model, text, config)
+
+
+def test_a_pause_keeps_what_is_in_progress(model: Any) -> None:
+    config, (text,) = settings(model, max_new_tokens=200), prompts(1)
+    with running(model, config) as manager:
+        manager.add_request(text, streaming=True)
+        manager.get_result(timeout=WAIT)
+        with manager.pause():
+            waiting = manager.output_router.output_queue
+            while not waiting.empty():
+                waiting.get()
+            assert model.generate(torch.tensor([text]), max_new_tokens=4).shape[1] == len(text) + 4
+            assert waiting.empty()
+        found = manager.get_result(timeout=WAIT)
+        while not found.is_finished():
+            found = manager.get_result(timeout=WAIT)
+    assert found.generated_tokens == alone(model, text, config)
+
+
+def test_two_managers_of_one_model(model: Any) -> None:
+    config, texts = settings(model), prompts(6)
+    with running(model, config) as one, running(model, config) as other:
+        for manager in (one, other):
+            manager.add_requests(texts, max_new_tokens=24)
+        for manager in (one, other):
+            found = results(manager, len(texts))
+            tokens = [found[f"req_{index}"].generated_tokens for index in range(len(texts))]
+            assert tokens == [alone(model, text, config) for text in texts]
+            speculated(found.values())
+
+
+def test_handlers_hear_of_their_requests(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+
+    async def ask(manager: Any) -> list[Any]:
+        heard: asyncio.Queue[Any] = asyncio.Queue()
+        manager.register_result_handler("mine", heard.put_nowait)
+        manager.add_request(text, request_id="mine", streaming=True)
+        found = [await heard.get()]
+        while not found[-1].is_finished():
+            found.append(await heard.get())
+        return found
+
+    with running(model, config) as manager:
+        found = asyncio.run(ask(manager))
+    assert found[-1].generated_tokens == alone(model, text, config)
+
+
+def test_a_full_queue_lets_callers_wait(model: Any) -> None:
+    config, texts = settings(model), prompts(8)
+    with running(model, config, max_slots=1, max_queue_size=1) as manager:
+        adding = threading.Thread(target=manager.add_requests, args=(texts, 24))
+        adding.start()
+        seen = []
+        for _ in texts:
+            seen.append(manager.input_queue.qsize())
+            assert manager.get_result(timeout=WAIT).error is None
+        adding.join()
+    assert max(seen) <= 1
+
+
+def test_texts_of_one_prompt_are_prefilled_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = []
+    take = session.RefilledRunner.take
+    monkeypatch.setattr(
+        session.RefilledRunner, "take", lambda *given: [run.append(1), take(*given)][1]
+    )
+    config = settings(model, do_sample=True, num_return_sequences=4)
+    (text,) = prompts(1)
+    found = model.generate_batch([text], config, seeded(), max_slots=4)
+    assert len(run) == 1
+    assert [output.generated_tokens for output in found.values()] == [
+        alone(model, text, config, index) for index in range(4)
+    ]
+    speculated(found.values())
+
+
+def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
+    texts = [prompts(1)[0]] * 6
+    pools = {learn: NgramPool() for learn in (True, False)}
+    for learn, pool in pools.items():
+        config = lookahead_hf.SpeculativeConfig(
+            drafters=("pool",), pool=pool, learn=learn, budget=6
+        )
+        found = model.generate_batch(texts, settings(model), speculative=config, max_slots=2)
+        stats = [output.speculative_stats for output in found.values()]
+        assert (sum(each.num_accepted for each in stats) > 0) is learn
+        if learn:  # what ended first helps what began later
+            assert stats[-1].num_steps < stats[0].num_steps
+
+
+def test_a_bar_shows_how_requests_get_on(
+    model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "tqdm", tqdm)  # transformers' own can be switched off
+    model.generate_batch(prompts(3), settings(model), progress=True, max_slots=2)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "live" in shown and "tokens per step" in shown
+
+
+def test_what_cannot_be_served_goes_to_transformers(model: Any) -> None:
+    config = settings(model)
+    for own in ({"return_logprobs": True}, {"cpu_offload_space": 1.0}):
+        with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=next(iter(own))):
+            manager = model.init_continuous_batching(config, seeded(num_blocks=2, **own))
+        assert type(manager) is ContinuousBatchingManager
+        model.set_attn_implementation("sdpa")
+        lookahead_hf.hook.state_of(model).warned.clear()
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match="draft_invariant"):
+        strict = lookahead_hf.SpeculativeConfig(draft_invariant=True, on_fallback="error")
+        model.init_continuous_batching(config, speculative=strict)
+
+
+def test_a_text_that_outgrows_the_positions_is_written_alone() -> None:
+    model = lookahead_hf.enable(models.tiny("gpt2", n_positions=48))
+    texts, config = prompts(4, longest=8), settings(model, max_new_tokens=30)
+    texts[2] = (texts[2] * 40)[:40]
+    config.eos_token_id = alone(model, texts[2], settings(model, max_new_tokens=5))[4]
+    found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=2)
+    tokens = [output.generated_tokens for output in found.values()]
+    assert tokens == [alone(model, text, config) for text in texts]
+    assert found["req_2"].speculative_stats.fallback_reason == "model"
+    speculated([found[name] for name in found if name != "req_2"])
+
+
+def test_a_forward_that_fails_fails_everything_and_nobody_waits() -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    config = settings(model)
+    forwards = []
+
+    def fail(*args: Any) -> None:
+        forwards.append(1)
+        if len(forwards) > 5:
+            raise MemoryError("no room")
+
+    model.register_forward_pre_hook(fail)
+    manager = model.init_continuous_batching(config, seeded(), speculative=DRAFTED, max_slots=2)
+    manager.start()
+    manager.add_requests(prompts(4), max_new_tokens=24)
+    errors = [output.error for output in results(manager, 4).values()]
+    assert all("no room" in error for error in errors)
+    manager.stop()
+    assert isinstance(manager.background_thread_status.fatal_error, MemoryError)
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_leave_nothing_behind(model: Any) -> None:
+    chosen = random.Random(5)
+    texts = prompts(2000, 7)
+    config = settings(model, max_new_tokens=12)
+    kept: list[int] = []
+    with running(model, config, max_slots=4) as manager:
+        for first in range(0, len(texts), 200):
+            expected = {}
+            for index in range(first, first + 200):
+                fails = chosen.random() < 0.05
+                own = broken_after(len(texts[index]) + 3) if fails else {}
+                name = manager.add_request(texts[index], **own)
+                expected[name] = None if fails else index
+            for name, output in results(manager, 200).items():
+                assert (output.error is None) is (expected[name] is not None)
+                if expected[name] is not None and expected[name] % 20 == 0:
+                    text = texts[expected[name]]
+                    assert output.generated_tokens == alone(model, text, config)
+            gc.collect()
+            kept.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    assert kept[-1] <= kept[1]
