@@ -10,7 +10,7 @@ import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
-from lookahead_hf.ngram_pool import SuffixIndex
+from lookahead_hf.ngram_pool import SuffixIndexes
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import emit, paths, rows_of
 
@@ -85,13 +85,13 @@ def turn(drafter: NgramDrafter, prompt: list[int], text: list[int]) -> list[list
 def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens that are added to indexes."""
     tokens: list[int] = []
-    extend = SuffixIndex.extend
+    extend = SuffixIndexes.extend
 
-    def noting(self: SuffixIndex, token_ids: Any) -> None:
+    def noting(self: SuffixIndexes, offsets: Any, token_ids: Any) -> None:
         tokens.extend(np.asarray(token_ids).tolist())
-        extend(self, token_ids)
+        extend(self, offsets, token_ids)
 
-    monkeypatch.setattr(SuffixIndex, "extend", noting)
+    monkeypatch.setattr(SuffixIndexes, "extend", noting)
     return tokens
 
 
