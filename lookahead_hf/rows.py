@@ -59,18 +59,17 @@ class Rows:
         """Return a row's attended prompt and emitted tokens, `[length]` int64 (a view)."""
         return self._context[row, : self._prompt_length[row] + self.num_emitted[row]]
 
-    @property
-    def contexts(self) -> tuple[np.ndarray, np.ndarray]:
-        """All rows' contexts, [rows, any] int64 (not a copy), and their lengths, [rows] int64."""
-        return self._context, self._prompt_length + self.num_emitted
+    def last_two(self, dropped: np.ndarray | None = None) -> np.ndarray:
+        """Return the last two tokens of every row's context, [rows, 2] int64, -1 where it has none.
 
-    @property
-    def last_two(self) -> np.ndarray:
-        """The last two tokens of every row's context, -1 where there is none, [rows, 2] int64."""
-        contexts, lengths = self.contexts
-        at = lengths[:, None] + np.array([-2, -1])
-        tokens = np.take_along_axis(contexts, np.maximum(at, 0), 1)
-        return np.where(at < 0, -1, tokens)
+        Args:
+            dropped: Newest tokens of each row to leave out, [rows]; by default none.
+        """
+        ends = self._prompt_length + self.num_emitted - (0 if dropped is None else dropped)
+        at = ends[:, None] + np.array([-2, -1])
+        tokens: np.ndarray = np.take_along_axis(self._context, np.maximum(at, 0), 1)
+        tokens[at < 0] = -1
+        return tokens
 
     def prompt_length(self, row: int) -> int:
         """Return how many attended prompt tokens `context(row)` begins with."""

@@ -92,9 +92,19 @@ class SuffixIndexes:
         self._states = np.zeros((num_rows, functions.NUM_COLUMNS), np.int64)
         self._texts = [np.empty(0, np.int32)] * num_rows
         self._links = [np.empty((0, NUM_KEYS), np.int32)] * num_rows
-        self._heads = [np.full(64, -1, np.int32) for _ in range(num_rows)]
+        self._heads = [np.empty(0, np.int32)] * num_rows
         for row in range(num_rows):
-            self._note(row)
+            self.clear(row)
+
+    def clear(self, row: int) -> None:
+        """Forget the text of a row."""
+        self._states[row] = 0
+        self._texts[row], self._links[row] = (
+            np.empty(0, np.int32),
+            np.empty((0, NUM_KEYS), np.int32),
+        )
+        self._heads[row] = np.full(64, -1, np.int32)
+        self._note(row)
 
     @property
     def nbytes(self) -> int:

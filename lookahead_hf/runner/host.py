@@ -51,10 +51,12 @@ class Runner:
         prompt: The prompt's hidden states, kept by the prefill for drafting.
         execution: How the steps were run, as in `SpeculativeStats`.
         most_nodes: Most nodes that a row's draft can have, None for any number.
+        is_flat: Whether blocks hold the tokens of live rows alone, without padding.
     """
 
     execution: str | None = execution.MODEL
     most_nodes: int | None = None
+    is_flat: bool = False
 
     def __init__(
         self,

@@ -181,19 +181,16 @@ def _flatten_buckets(nodes, count):
 
 
 @jit
-def verified_contexts(
-    contexts, lengths, row_offsets, token_ids, parents, token_offsets, path_offsets, path, live
-):
+def verified_contexts(last_two, row_offsets, token_ids, parents, path_offsets, path, live):
     """The last two tokens at each verified node of the live rows, and where its logits are.
 
     The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
     overwrite those that were only considered, and its end is the end of the row's part.
 
     Args:
-        contexts: Texts of the rows with the emitted tokens, [rows, any] int64.
-        lengths: Their lengths, [rows] int64.
+        last_two: Last two tokens of each row before the step, -1: none, [rows, 2] int64.
         row_offsets, token_ids, parents: Of the draft.
-        token_offsets, path_offsets, path: Of the verdict.
+        path_offsets, path: Of the verdict.
         live: Rows whose text went on, [rows] bool.
 
     Returns:
@@ -203,13 +200,13 @@ def verified_contexts(
         place: Index of each node in the row's logits, [nodes] int64.
         ends: Last node of each live row, [live rows] int64.
     """
-    most = len(token_ids) + len(lengths)
+    most = len(token_ids) + len(live)
     before, last = np.empty(most, np.int64), np.empty(most, np.int64)
     of_row, place = np.empty(most, np.int64), np.empty(most, np.int64)
-    ends = np.empty(len(lengths), np.int64)
+    ends = np.empty(len(live), np.int64)
     is_accepted = np.zeros(most, np.bool_)
     count, num_ends = 0, 0
-    for row in range(len(lengths)):
+    for row in range(len(live)):
         if not live[row]:
             continue
         first, num_nodes = row_offsets[row], row_offsets[row + 1] - row_offsets[row]
@@ -228,18 +225,15 @@ def verified_contexts(
         for node in accepted:
             place[count] = 1 + node
             count += 1
-        length = lengths[row] - (token_offsets[row + 1] - token_offsets[row])
         for at in range(start, count):
             of_row[at] = row
             node = place[at] - 1
             parent = parents[first + node] if node >= 0 else -1
-            newest = contexts[row, length - 1]
             if node < 0:
-                last[at] = newest
-                before[at] = contexts[row, length - 2] if length > 1 else -1
+                before[at], last[at] = last_two[row, 0], last_two[row, 1]
             else:
+                before[at] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
                 last[at] = token_ids[first + node]
-                before[at] = token_ids[first + parent] if parent >= 0 else newest
         ends[num_ends] = count - 1
         num_ends += 1
     return before[:count], last[:count], of_row[:count], place[:count], ends[:num_ends]

@@ -6,7 +6,7 @@ far it follows a path depends on how often matches of that length and number wer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
@@ -74,15 +74,31 @@ class NgramDrafter(BuiltInDrafter):
         return rates_of(ONLY_CONTINUATION)
 
     def begin(self, rows: Rows) -> None:
-        contexts = [rows.context(row) for row in range(rows.num_rows)]
         if rows.num_rows == 1 and self._indexes is not None:
-            self._indexes.extend(*flat([self._beyond_known(contexts[0])]))
+            self._indexes.extend(*flat([self._beyond_known(rows.context(0))]))
         else:
             self._indexes = SuffixIndexes(rows.num_rows, *self.limits)
-            if rows.encoder_ids is not None:
-                self._indexes.extend(*flat([[*ids, BORDER] for ids in rows.encoder_ids]))
-            self._indexes.extend(*flat(contexts))
-        self._num_known = len(contexts[0])
+            self._index(rows, range(rows.num_rows))
+        self._num_known = len(rows.context(0))
+
+    def begin_row(self, rows: Rows, row: int) -> None:
+        """Another text has taken a row."""
+        assert self._indexes is not None, "begin() comes first"
+        self._indexes.clear(row)
+        self._index(rows, [row])
+
+    def _index(self, rows: Rows, chosen: Collection[int]) -> None:
+        """Index the texts of some rows, and of their encoders."""
+        assert self._indexes is not None
+        nothing = np.empty(0, np.int64)
+        texts = [nothing] * rows.num_rows
+        if rows.encoder_ids is not None:
+            for row in chosen:
+                texts[row] = np.append(rows.encoder_ids[row], BORDER)
+            self._indexes.extend(*flat(texts))
+        for row in chosen:
+            texts[row] = rows.context(row)
+        self._indexes.extend(*flat(texts))
 
     def _beyond_known(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
         """What a kept index lacks of the context, behind a border where another text begins."""

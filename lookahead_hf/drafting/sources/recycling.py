@@ -110,12 +110,16 @@ class RecyclingDrafter(BuiltInDrafter):
         self._next_tokens = np.full(shape, -1, np.int32)
         self._next_probs = np.zeros(shape, np.float32)
 
+    def begin_row(self, rows: Rows, row: int) -> None:
+        """Another text has taken a row."""
+        self._next_tokens[row] = -1
+
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees
 
         memory, live = self._memory, rows.live
         assert memory is not None, "begin() comes first"
-        contexts = rows.last_two
+        contexts = rows.last_two()
 
         def grow(part: slice) -> DraftTree:
             offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
@@ -148,8 +152,8 @@ class RecyclingDrafter(BuiltInDrafter):
         from lookahead_hf.drafting.sources._recycling_numba import verified_contexts
 
         before, last, row, place, ends = verified_contexts(
-            *rows.contexts, draft.row_offsets, draft.token_ids, draft.parents,
-            verdict.token_offsets, verdict.path_offsets, verdict.path, verdict.live,
+            rows.last_two(verdict.num_emitted), draft.row_offsets, draft.token_ids, draft.parents,
+            verdict.path_offsets, verdict.path, verdict.live,
         )  # fmt: skip
         tokens = np.empty((len(last), self._top_k), np.int32)
         probs = np.empty((len(last), self._top_k), np.float32)
