@@ -59,6 +59,18 @@ class Rows:
         """Return a row's attended prompt and emitted tokens, `[length]` int64 (a view)."""
         return self._context[row, : self._prompt_length[row] + self.num_emitted[row]]
 
+    def last_two(self, dropped: np.ndarray | None = None) -> np.ndarray:
+        """Return the last two tokens of every row's context, [rows, 2] int64, -1 where it has none.
+
+        Args:
+            dropped: Newest tokens of each row to leave out, [rows]; by default none.
+        """
+        ends = self._prompt_length + self.num_emitted - (0 if dropped is None else dropped)
+        at = ends[:, None] + np.array([-2, -1])
+        tokens: np.ndarray = np.take_along_axis(self._context, np.maximum(at, 0), 1)
+        tokens[at < 0] = -1
+        return tokens
+
     def prompt_length(self, row: int) -> int:
         """Return how many attended prompt tokens `context(row)` begins with."""
         return int(self._prompt_length[row])

@@ -118,12 +118,13 @@ def _measure(runner: Runner, context_length: int, sizes: list[int]) -> None:
         else:
             _time_step(runner, rows, ids[0, 0] % vocab, sizes[0])  # packs weights
         costs = memory_of(model).costs
-        curve = costs.curve(num_rows, context_length, placement(model), runner.mode)
+        setting = placement(model), runner.mode, runner.is_flat
+        curve = costs.curve(num_rows, context_length, *setting)
         for turn in range(REPEATS + 1):
             for size in sizes:
                 seconds = _time_step(runner, rows, ids[0, 0] % vocab, size)
                 if turn:  # the first of a shape allocates
-                    curve.observe(size, seconds)
+                    curve.observe(size * num_rows if runner.is_flat else size, seconds)
 
 
 def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:

@@ -60,6 +60,7 @@ LAYERS = {
         "column_map refilled",
     ),
     "drafting": (
+        "threads",
         """_heap _learning_numba cost_model drafter scheduler sources.assistant.model
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
         """_numba budget sources._recycling_numba sources.assistant.growth sources.lookahead
@@ -77,8 +78,8 @@ LAYERS = {
         "jit matches",
         "compilation",
         "_logits_numba _numba store",
-        "_pool_table logits_memory suffix_index",
-        "_pool_numba",
+        "_pool_table _rows_numba logits_memory",
+        "_pool_numba suffix_index",
         "pool",
         "__init__",
     ),

@@ -254,8 +254,8 @@ def _push_siblings(heap, top, size, node, nodes, reach):
 
 
 @jit
-def head_order(row_offsets, parents, num_nodes):
-    """Each row's first `num_nodes` nodes in depth-first order, the first child first.
+def head_order(row_offsets, parents, counts):
+    """Each row's first `counts[row]` nodes in depth-first order, the first child first.
 
     Returns:
         row_offsets: Where the rows lie after the cut, [rows + 1] int64.
@@ -263,7 +263,7 @@ def head_order(row_offsets, parents, num_nodes):
         parents: Parents after the reordering, [kept] int32.
     """
     num_rows = len(row_offsets) - 1
-    capacity = min(len(parents), num_rows * num_nodes)
+    capacity, num_nodes = counts.sum(), max(counts.max(), 1)
     offsets = np.zeros(num_rows + 1, np.int64)
     order = np.empty(capacity, np.int64)
     moved_parents = np.empty(capacity, np.int32)
@@ -273,7 +273,7 @@ def head_order(row_offsets, parents, num_nodes):
     written = 0
     for row in range(num_rows):
         first = row_offsets[row]
-        count = min(row_offsets[row + 1] - first, num_nodes)
+        count = counts[row]
         node = _link_children(parents[first : first + count], first_child, next_sibling)
         taken = 0
         while node >= 0:

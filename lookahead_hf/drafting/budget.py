@@ -15,10 +15,12 @@ FIRST_SIZE = 8
 
 
 class Budget:
-    """Chooses the number of draft nodes per row, the same for all rows of a step.
+    """Chooses the number of draft nodes of each row.
 
     With "auto" it takes the size n of the greatest E[tokens(n)] / cost(n): the nodes' calibrated
     probabilities say what to expect, and the cost is measured. No draft at all is one of the sizes.
+    Where a block is padded to its widest row, all rows may draft n nodes. Where it is flat, n nodes
+    are taken from all rows, the likeliest first.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Budget:
         rows: Rows,
         placement: str = "",
         mode: Callable[[], str] = str,
+        is_flat: bool = False,
     ) -> None:
         """Budget one call.
 
@@ -39,28 +42,48 @@ class Budget:
             rows: The texts of the call.
             placement: Whatever changes the cost of a forward beside rows, length and mode.
             mode: How the runner runs its steps just now.
+            is_flat: Whether the runner's blocks hold the tokens of live rows alone.
         """
         self._fixed = None if size == "auto" else int(size)
         self.most_nodes = max_nodes if self._fixed is None else min(self._fixed, max_nodes)
         self._costs, self._rows, self._placement, self._mode = costs, rows, placement, mode
+        self._is_flat = is_flat
         self._is_first = True
-        self._curve = self._curve_for_length()
+        self._curve = self._present_curve()
 
-    def choose(self, tree: DraftTree) -> int:
-        """Nodes per row that are worth verifying.
+    def choose(self, tree: DraftTree) -> np.ndarray:
+        """Nodes of each row that are worth verifying, [rows]: the first ones of its tree.
 
         Args:
             tree: The draft, each row's nodes best first; `score` is the calibrated probability that
                 the path down to the node is accepted.
         """
-        most = tree.max_nodes
+        counts: np.ndarray = np.diff(tree.row_offsets)
         if self._fixed is not None:
-            return min(self._fixed, most)
-        most = min(most, max(2 * self._curve.greatest_size, FIRST_SIZE))
+            return np.minimum(counts, self._fixed)
+        if self._is_flat:
+            self._curve = self._present_curve()  # rows may have begun since the last step
         if self._curve.is_due(0) and not self._is_first:
-            return 0  # all other sizes are compared with the plain step
+            return np.zeros_like(counts)  # all other sizes are compared with the plain step
+        if not self._is_flat:
+            place = place_in_row(tree.row_offsets)
+            gain = np.bincount(place, weights=tree.score, minlength=1)
+            return np.minimum(counts, self._size(gain, tree.max_nodes))
+        order = np.argsort(-tree.score, kind="stable")  # parents stay before their children
+        most = min(tree.num_nodes, SIZES[-1])  # nothing is known of greater blocks
+        taken = order[: self._size(tree.score[order], most)]
+        row = np.repeat(np.arange(len(counts)), counts)
+        return np.bincount(row[taken], minlength=len(counts))
+
+    def _size(self, gain: np.ndarray, most: int) -> int:
+        """The size that brings most tokens per second.
+
+        Args:
+            gain: Tokens to be gained from each further node, [nodes].
+            most: Greatest size.
+        """
+        most = min(most, max(2 * self._curve.greatest_size, FIRST_SIZE))
         sizes = np.array([*(n for n in SIZES if n < most), most])
-        gain = np.bincount(place_in_row(tree.row_offsets), weights=tree.score, minlength=most)
         tokens = float(self._rows.live.sum()) + np.concatenate([np.zeros(1), gain.cumsum()])[sizes]
         return int(sizes[(tokens / self._curve.seconds(sizes, hopeful=True)).argmax()])
 
@@ -72,11 +95,14 @@ class Budget:
             step_seconds: Time of the step without drafting; None if it did other work as well.
         """
         if not self._is_first and step_seconds is not None:
-            self._curve.observe(draft.max_nodes, step_seconds)
+            size = draft.num_nodes if self._is_flat else draft.max_nodes
+            self._curve.observe(size, step_seconds)
         self._is_first = False  # the first step after a prefill also allocates and warms up
-        self._curve = self._curve_for_length()
+        self._curve = self._present_curve()
 
-    def _curve_for_length(self) -> CostCurve:
+    def _present_curve(self) -> CostCurve:
+        """The curve for the present length of the texts, and of flat blocks for the live rows."""
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
-        return self._costs.curve(rows.num_rows, length, self._placement, self._mode())
+        count = max(1, int(rows.live.sum())) if self._is_flat else rows.num_rows
+        return self._costs.curve(count, length, self._placement, self._mode(), self._is_flat)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Node counts per row whose costs are told apart."""
+"""Node counts whose costs are told apart: nodes per row, or in flat blocks those of all rows."""
 
 _SIZES = np.array(SIZES)
 
@@ -28,7 +29,9 @@ SLOPE = 0.02
 
 
 class CostCurve:
-    """Seconds of a step by nodes per row, in one setting (rows of the batch, length of the texts).
+    """Seconds of a step by draft nodes, in one setting (rows, length of the texts).
+
+    Nodes count per row if the block is padded to its widest row, and together if the block is flat.
 
     The estimate of a size is a low quantile of its latest durations, since whatever disturbs a step
     makes it longer. Sizes that were never measured follow the curve of a similar setting or a line
@@ -39,7 +42,12 @@ class CostCurve:
     """
 
     def __init__(self, like: CostCurve | None = None, num_rows: int = 1) -> None:
-        """Start from the curve of a similar setting, if there is one."""
+        """Start from the curve of a similar setting, if there is one.
+
+        Args:
+            like: The curve of the similar setting.
+            num_rows: Tokens that a node adds to the block.
+        """
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
@@ -50,7 +58,7 @@ class CostCurve:
         self.greatest_size: int = 0 if like is None else like.greatest_size
 
     def observe(self, num_nodes: int, seconds: float) -> None:
-        """Learn how long a step with `num_nodes` draft nodes per row took."""
+        """Learn how long a step with `num_nodes` draft nodes took."""
         size = size_for(num_nodes)
         with self._lock:
             samples = self._samples.setdefault(size, deque(maxlen=KEPT_SAMPLES))
@@ -76,10 +84,10 @@ class CostCurve:
         return self._clock >= self._due.get(size, 0)
 
     def seconds(self, num_nodes: np.ndarray, hopeful: bool = False) -> np.ndarray:
-        """Estimated seconds of steps with so many nodes per row.
+        """Estimated seconds of steps with so many nodes.
 
         Args:
-            num_nodes: Nodes per row.
+            num_nodes: Nodes.
             hopeful: Whether to assume, every `TRY_EVERY` steps, that a size that is due costs less
                 than its estimate: the geometric mean of that and of a plain step. So it is tried
                 unless it seems far too dear.
@@ -106,33 +114,60 @@ class CostModel:
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._curves: OrderedDict[tuple[str, int, str, int], CostCurve] = OrderedDict()
+        self._curves: OrderedDict[_Setting, CostCurve] = OrderedDict()
 
     def curve(
-        self, num_rows: int, context_length: int, placement: str = "", mode: str = ""
+        self,
+        num_rows: int,
+        context_length: int,
+        placement: str = "",
+        mode: str = "",
+        is_flat: bool = False,
     ) -> CostCurve:
         """The curve for a batch of `num_rows` texts of about `context_length` tokens.
 
-        Lengths count by powers of two; a new length or mode starts from the nearest known one.
+        Lengths count by powers of two; a new length or mode starts from the nearest known one. So
+        do rows in flat blocks, where a node costs much the same beside any number of rows.
 
         Args:
-            num_rows: Rows of the batch.
+            num_rows: Rows of the block.
             context_length: Tokens of the longest row.
             placement: Whatever else changes the cost of a forward: device, dtype.
             mode: How the runner runs its steps, which may change from step to step.
+            is_flat: Whether blocks are flat, and the curve counts the nodes of all rows together.
         """
         length = max(context_length, 1).bit_length()
-        key = (placement, num_rows, mode, length)
+        rows = (num_rows - 1).bit_length() if is_flat else num_rows
+        key = _Setting(placement, is_flat, rows, mode, length)
         with self._lock:
             if key not in self._curves:
-                known = [k for k in self._curves if k[:2] == key[:2]]
-                nearest = min(known, key=lambda k: (k[2] != mode, abs(k[3] - length)), default=None)
+                nearest = min(filter(key.is_like, self._curves), key=key.distance, default=None)
                 like = None if nearest is None else self._curves[nearest]
-                self._curves[key] = CostCurve(like, num_rows)
+                self._curves[key] = CostCurve(like, 1 if is_flat else num_rows)
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:
                 self._curves.popitem(last=False)
             return self._curves[key]
+
+
+class _Setting(NamedTuple):
+    """What a curve holds for: rows and length are classes, as in `CostModel.curve`."""
+
+    placement: str
+    is_flat: bool
+    rows: int
+    mode: str
+    length: int
+
+    def is_like(self, other: _Setting) -> bool:
+        """Whether the curve of the other setting tells something about this one."""
+        is_same = self[:2] == other[:2]
+        return is_same and (self.is_flat or self.rows == other.rows)
+
+    def distance(self, other: _Setting) -> tuple[bool, int, int]:
+        """How unlike the other setting is."""
+        rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
+        return self.mode != other.mode, rows, length
 
 
 def size_for(num_nodes: int) -> int:

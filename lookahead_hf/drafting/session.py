@@ -157,6 +157,7 @@ class DraftSession:
             rows,
             placement(model) + (" one shape" if config.draft_invariant else ""),
             lambda: runner.mode,
+            runner.is_flat,
         )
         self._lookup = PromptLookup(sources, vocab_size, max_new_tokens)
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")

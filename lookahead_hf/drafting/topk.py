@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lookahead_hf.drafting.threads import in_parts
+
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.kernels import RowScan
     from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
+
+LEAST_NODES = 8
+"""Fewest nodes whose logits are worth a thread."""
 
 
 class BestTokens:
@@ -32,6 +37,7 @@ class BestTokens:
         self._flat = logits.detach().flatten(0, 1)  # [rows * width, vocab]
         self._ticket: Ticket | None = None
         self._held: np.ndarray | None = None
+        self._bits: np.ndarray | None = None
 
     def bring(self, copy: HostCopy) -> None:
         """Start the search on the device, and add its result to the copy to the host."""
@@ -44,27 +50,41 @@ class BestTokens:
         device = self._flat.device
         return device.type != "cpu" or backend(device) == "triton"
 
-    def take(self, rows: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def take(
+        self, rows: np.ndarray, places: np.ndarray, top_k: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Best tokens of chosen nodes.
 
         Args:
             rows: Row of each node, [nodes] int64.
             places: Its index in the row's logits, [nodes] int64.
+            top_k: Tokens per node, by default as many as can be found.
 
         Returns:
             tokens: Best first, -1 where there are no more, [nodes, top_k] int32.
             probs: Their probabilities, [nodes, top_k] float32; on the CPU approximate.
         """
-        which = rows * self._width + places
+        which, top_k = rows * self._width + places, top_k or self._top_k
         if self._ticket is None and self._flat.device.type == "cpu":
-            from lookahead_hf.ngram_pool.logits_memory import top_rows
-
-            return top_rows(_bits(self._flat), which, self._top_k)
+            return self._search(which, top_k)
         if self._held is None:
             on_way = self._ticket
             self._held = on_way.take() if on_way else _pack(self._flat, self._top_k).cpu().numpy()
-        tokens, probs = self._held[:, which]
-        return _padded(tokens.astype(np.int32), self._top_k, -1), _padded(probs, self._top_k, 0.0)
+        tokens, probs = self._held[:, which, :top_k]
+        return _padded(tokens.astype(np.int32), top_k, -1), _padded(probs, top_k, 0.0)
+
+    def _search(self, which: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Search some rows of logits on the CPU, in several threads where they are many."""
+        from lookahead_hf.ngram_pool.logits_memory import top_rows
+
+        if self._bits is None:
+            self._bits = _bits(self._flat)
+        bits = self._bits
+        found = in_parts(lambda part: top_rows(bits, which[part], top_k), len(which), LEAST_NODES)
+        if len(found) == 1:
+            return found[0]
+        tokens, probs = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return tokens, probs
 
 
 def _pack(logits: torch.Tensor, top_k: int, scan: RowScan | None = None) -> torch.Tensor:

@@ -58,7 +58,7 @@ def merge(
     return DraftTree(offsets, tokens, parents, depth, score, evidence, probs)
 
 
-def head(tree: DraftTree, num_nodes: int) -> DraftTree:
+def head(tree: DraftTree, num_nodes: int | np.ndarray) -> DraftTree:
     """Cut each row to its best nodes and put the likeliest chain first.
 
     The result is depth-first, the likeliest child first. So an accepted path is mostly in
@@ -66,21 +66,23 @@ def head(tree: DraftTree, num_nodes: int) -> DraftTree:
 
     Args:
         tree: As `merge` returns it, each row's nodes best first.
-        num_nodes: Nodes to keep per row.
+        num_nodes: Nodes to keep, for all rows or of each, [rows].
     """
     from lookahead_hf.drafting._numba import head_order
 
-    offsets, order, parents = head_order(tree.row_offsets, tree.parents, num_nodes)
+    counts = np.minimum(np.diff(tree.row_offsets), num_nodes)
+    offsets, order, parents = head_order(tree.row_offsets, tree.parents, counts)
     return _taken(tree, offsets, order, parents)
 
 
-def likeliest_chain(tree: DraftTree, max_nodes: int) -> DraftTree:
+def likeliest_chain(tree: DraftTree, max_nodes: int | np.ndarray) -> DraftTree:
     """Keep of each row one path from the root down: at every node the likeliest child.
 
     Args:
         tree: As `merge` returns it, each row's nodes best first.
-        max_nodes: Longest chain.
+        max_nodes: Longest chain, for all rows or of each, [rows].
     """
+    longest = np.broadcast_to(max_nodes, tree.num_rows).tolist()
     order: list[int] = []
     offsets = np.zeros(tree.num_rows + 1, np.int64)
     for row in range(tree.num_rows):
@@ -88,7 +90,7 @@ def likeliest_chain(tree: DraftTree, max_nodes: int) -> DraftTree:
         at, first = ROOT, len(order)
         # Children come after their parents, so one pass over the nodes is the walk.
         for node, parent in enumerate(tree.parents[nodes].tolist()):
-            if parent == at and len(order) - first < max_nodes:
+            if parent == at and len(order) - first < longest[row]:
                 order.append(nodes.start + node)
                 at = node
         offsets[row + 1] = len(order)

@@ -14,7 +14,7 @@ from lookahead_hf.ngram_pool.compilation import (
 )
 from lookahead_hf.ngram_pool.matches import Continuations
 from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
-from lookahead_hf.ngram_pool.suffix_index import SuffixIndex
+from lookahead_hf.ngram_pool.suffix_index import SuffixIndex, SuffixIndexes
 
 __all__ = [
     "Continuations",
@@ -22,6 +22,7 @@ __all__ = [
     "NumbaMissingError",
     "PoolInfo",
     "SuffixIndex",
+    "SuffixIndexes",
     "available",
     "check_available",
     "compile_in_background",

@@ -38,30 +38,29 @@ NUM_FIELDS = 8
 
 
 @jit
-def insert(text, links, heads, length, num_entries, most_entries, token_ids):
-    """Append `token_ids` while `heads` has room; returns how many, and the new `num_entries`."""
-    context = np.empty(LONGEST_KEY, np.int32)
-    for done in range(len(token_ids)):
-        if num_entries + NUM_KEYS > most_entries:
-            return done, num_entries
-        place = length + done
-        text[place] = token_ids[done]
-        links[place, :] = FREE
-        if token_ids[done] <= BORDER:
-            continue
-        known = _gather(text, place, context)
-        key = np.uint64(0)
-        for k in range(NUM_KEYS):
-            if known < 1 << k:
-                break
-            key = longer_key(key, context, k)
-            slot = _find(text, heads, context, k, key)
-            if heads[slot] == FREE:
-                num_entries += 1
-            else:
-                links[place, k] = heads[slot] >> 2
-            heads[slot] = place << 2 | k
-    return len(token_ids), num_entries
+def insert(text, links, heads, place, token_id, context):
+    """Write a token to its place, which ends the text; returns the number of new entries.
+
+    `context`, [LONGEST_KEY] int32, is scratch.
+    """
+    text[place] = token_id
+    links[place, :] = FREE
+    if token_id <= BORDER:
+        return 0
+    known = _gather(text, place, context)
+    key = np.uint64(0)
+    num_new = 0
+    for k in range(NUM_KEYS):
+        if known < 1 << k:
+            break
+        key = longer_key(key, context, k)
+        slot = _find(text, heads, context, k, key)
+        if heads[slot] == FREE:
+            num_new += 1
+        else:
+            links[place, k] = heads[slot] >> 2
+        heads[slot] = place << 2 | k
+    return num_new
 
 
 @jit

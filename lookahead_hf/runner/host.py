@@ -55,6 +55,7 @@ class Runner:
         most_nodes: Most nodes that a row's draft can have, None for any number.
         only_chains: Whether drafts must be chains, as a recurrent state has one past.
         recurrent: The layers that keep such a state, None without any or before the prompt.
+        is_flat: Whether blocks hold the tokens of live rows alone, without padding.
     """
 
     execution: str | None = execution.MODEL
@@ -82,7 +83,7 @@ class Runner:
         self.num_rows = num_rows
         self._cache: AdoptedCache | None = None
         self._shape, self._is_compiled = shape, torch_compile.is_compiled(model)
-        self._flat = flat
+        self.is_flat = flat
         if packed is None or self._is_compiled:
             packed = PackedSteps(model, False)
         self._packed = packed
@@ -217,7 +218,7 @@ class Runner:
         Returns:
             Its outputs; the logits are [rows, 1 + most nodes or more, vocab].
         """
-        if not self._flat:
+        if not self.is_flat:
             return self.forward(self.layout(rows, draft))
         last, live = rows.last_tokens, rows.live.tolist()
         return self.run([last[r : r + 1] if live[r] else last[:0] for r in range(len(live))], draft)

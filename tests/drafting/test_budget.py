@@ -194,6 +194,38 @@ def test_a_batch_has_one_size_and_counts_all_rows() -> None:
     assert 0 < np.median(run.sizes) < 16
 
 
+def test_a_flat_block_takes_the_likeliest_nodes_of_all_rows() -> None:
+    rows, costs = rows_of(4), CostModel()
+    rows.end(3)
+    budget = Budget("auto", 64, costs, rows, is_flat=True)
+    curve = costs.curve(3, 101, is_flat=True)
+    for size in SIZES:
+        curve.observe(size, 1.0 + 0.1 * size)
+    scores = [0.9 ** np.arange(1, 8), np.array([0.5, 0.1]), np.zeros(0), np.zeros(0)]
+    tree = DraftTree.from_chains([[list(range(len(each)))] for each in scores])
+    tree = replace(tree, score=np.concatenate(scores).astype(np.float32))
+    # A node pays if it brings a tenth of the 3 tokens that a plain step brings, and more later on.
+    assert budget.choose(tree).tolist() == [7, 1, 0, 0]
+    assert head(tree, budget.choose(tree)).row_offsets.tolist() == [0, 7, 8, 8, 8]
+
+
+def test_flat_blocks_of_any_rows_learn_what_their_nodes_cost_together() -> None:
+    rows, costs = rows_of(3), CostModel()
+    budget = Budget("auto", 64, costs, rows, is_flat=True)
+    budget.observe(DraftTree.empty(3), 9.0)
+    draft = head(tree_of(np.full(4, 0.5), 3), np.array([4, 0, 2]))
+    budget.observe(draft, 2.0)
+    assert not costs.curve(3, 101, is_flat=True).is_due(8)
+    for row in range(2):
+        rows.end(row)
+    budget.observe(DraftTree.empty(3), 1.0)  # of the step in which they ended
+    budget.observe(head(tree_of(np.full(4, 0.5), 3), np.array([0, 0, 2])), 1.5)
+    three, one = (costs.curve(count, 101, is_flat=True) for count in (3, 1))
+    assert not three.is_due(0) and three.is_due(2)
+    assert one.is_due(0) and not one.is_due(2)
+    assert one.greatest_size == 8, "a curve starts from its nearest"
+
+
 @pytest.mark.parametrize("curve", [*CURVES, "steep"])
 @pytest.mark.parametrize("promise", [1.0, 0.3])
 def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> None:

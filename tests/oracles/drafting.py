@@ -95,10 +95,10 @@ def _likeliest(nodes: list[_Node], max_nodes: int) -> list[int]:
     return order
 
 
-def head_order(row_offsets, parents, num_nodes):
+def head_order(row_offsets, parents, counts):
     offsets, order, moved_parents = [0], list[int](), list[int]()
-    for first, end in zip(row_offsets[:-1].tolist(), row_offsets[1:].tolist(), strict=True):
-        kept = parents[first : min(end, first + num_nodes)].tolist()
+    for first, count in zip(row_offsets[:-1].tolist(), counts.tolist(), strict=True):
+        kept = parents[first : first + count].tolist()
         place = {-1: -1}
         stack = [node for node, parent in enumerate(kept) if parent == -1][::-1]
         while stack:

@@ -105,7 +105,8 @@ class RecordedRecycling(RecyclingDrafter):
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         best = (part[:, : self._top_k].copy() for part in (self.seen.top_ids, self.seen.top_probs))
         self._remember(self.seen.before, self.seen.last, *best)
-        self._note_rejected(0, rows.last_token(0), self.seen.top_ids[-1], self.seen.top_probs[-1])
+        considered = self.seen.top_ids[-1:].copy(), self.seen.top_probs[-1:].copy()
+        self._note_rejected(np.zeros(1, np.int64), rows.last_tokens, *considered)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def replay(
 def _session(
     model: Any, config: SpeculativeConfig, rows: Rows, sources: Sequence[Drafter], most: int
 ) -> DraftSession:
-    runner: Any = SimpleNamespace(mode="", most_nodes=None)
+    runner: Any = SimpleNamespace(mode="", most_nodes=None, is_flat=False)
     return DraftSession(
         model, config, rows, list(sources), do_sample=False,
         vocab_size=2**31, max_new_tokens=most, runner=runner,

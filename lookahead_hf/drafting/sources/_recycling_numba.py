@@ -25,6 +25,10 @@ TOKEN, PARENT, DEPTH, MEMORY_BUCKET, NEXT_BUCKET = range(5)
 def grow_trees(
     keys, tokens, probs, contexts, next_tokens, next_probs, live, rates, max_nodes, cutoff
 ):
+    """Grow a tree per live row through the memory and from the last logits' other candidates.
+
+    `contexts` holds the last two tokens of each row, [rows, 2] int64, -1 where there is none.
+    """
     num_rows, top_k = len(contexts), tokens.shape[1]
     capacity = num_rows * max_nodes
     offsets = np.zeros(num_rows + 1, np.int64)
@@ -174,3 +178,85 @@ def _flatten_buckets(nodes, count):
                 end += 1
         offsets[node + 1] = end
     return offsets, buckets[:end]
+
+
+@jit
+def verified_contexts(last_two, row_offsets, token_ids, parents, path_offsets, path, live):
+    """The last two tokens at each verified node of the live rows, and where its logits are.
+
+    The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
+    overwrite those that were only considered, and its end is the end of the row's part.
+
+    Args:
+        last_two: Last two tokens of each row before the step, -1: none, [rows, 2] int64.
+        row_offsets, token_ids, parents: Of the draft.
+        path_offsets, path: Of the verdict.
+        live: Rows whose text went on, [rows] bool.
+
+    Returns:
+        before: Token before the last one, -1 where there is none, [nodes] int64.
+        last: Last token, [nodes] int64.
+        row: Row of each node, [nodes] int64.
+        place: Index of each node in the row's logits, [nodes] int64.
+        ends: Last node of each live row, [live rows] int64.
+    """
+    most = len(token_ids) + len(live)
+    before, last = np.empty(most, np.int64), np.empty(most, np.int64)
+    of_row, place = np.empty(most, np.int64), np.empty(most, np.int64)
+    ends = np.empty(len(live), np.int64)
+    is_accepted = np.zeros(most, np.bool_)
+    count, num_ends = 0, 0
+    for row in range(len(live)):
+        if not live[row]:
+            continue
+        first, num_nodes = row_offsets[row], row_offsets[row + 1] - row_offsets[row]
+        accepted = path[path_offsets[row] : path_offsets[row + 1]]
+        start = count
+        is_accepted[: num_nodes + 1] = False
+        is_accepted[0] = True
+        for node in accepted:
+            is_accepted[1 + node] = True
+        for node in range(1 + num_nodes):
+            if not is_accepted[node]:
+                place[count] = node
+                count += 1
+        place[count] = 0
+        count += 1
+        for node in accepted:
+            place[count] = 1 + node
+            count += 1
+        for at in range(start, count):
+            of_row[at] = row
+            node = place[at] - 1
+            parent = parents[first + node] if node >= 0 else -1
+            if node < 0:
+                before[at], last[at] = last_two[row, 0], last_two[row, 1]
+            else:
+                before[at] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
+                last[at] = token_ids[first + node]
+        ends[num_ends] = count - 1
+        num_ends += 1
+    return before[:count], last[:count], of_row[:count], place[:count], ends[:num_ends]
+
+
+@jit
+def note_rejected(rows, emitted, tokens, probs, next_tokens, next_probs):
+    """Keep, for each row, the other tokens that the target considered in place of the last one.
+
+    Args:
+        rows: Rows to note tokens for, [noted] int64.
+        emitted: Their last tokens, [noted] int64.
+        tokens: Best tokens there, likeliest first, -1: none, [noted, any] int32.
+        probs: Their probabilities, [noted, any] float32.
+        next_tokens: The tokens of all rows, [rows, most] int32, written here.
+        next_probs: Their probabilities, [rows, most] float32, written here.
+    """
+    for noted in range(len(rows)):
+        row, count = rows[noted], 0
+        next_tokens[row] = -1
+        for rank in range(tokens.shape[1]):
+            token = tokens[noted, rank]
+            if count < next_tokens.shape[1] and token >= 0 and token != emitted[noted]:
+                next_tokens[row, count] = token
+                next_probs[row, count] = probs[noted, rank]
+                count += 1

@@ -6,7 +6,7 @@ far it follows a path depends on how often matches of that length and number wer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,7 +14,8 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
-from lookahead_hf.ngram_pool import Continuations, SuffixIndex
+from lookahead_hf.drafting.threads import trees_in_parts
+from lookahead_hf.ngram_pool import Continuations, SuffixIndexes
 from lookahead_hf.ngram_pool.matches import BORDER, LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 ONLY_CONTINUATION = (0.28, 0.40, 0.52, 0.60, 0.63, 0.71, 0.72, 0.76, 0.82, 0.92, 0.97)
 MISSES_LEFT = (1.0, 0.65, 0.5)
 SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
+
+LEAST_ROWS = 4
+"""Fewest rows whose trees are worth a thread."""
 
 
 class NgramDrafter(BuiltInDrafter):
@@ -61,7 +65,7 @@ class NgramDrafter(BuiltInDrafter):
         if not isinstance(keep, bool):
             raise ValueError(f"ngram: keep must be True or False, not {keep!r}")
         self.limits, self._keep = (min_ngram, max_ngram), keep
-        self._indexes: list[SuffixIndex] = []
+        self._indexes: SuffixIndexes | None = None
         self._known = np.empty(0, np.int64)  # with `keep`, the index's text after its last border
         self._num_known = 0
         self.rates = self.prior()
@@ -70,49 +74,66 @@ class NgramDrafter(BuiltInDrafter):
         return rates_of(ONLY_CONTINUATION)
 
     def begin(self, rows: Rows) -> None:
-        if rows.num_rows == 1 and self._indexes:
-            self._go_on(rows.context(0))
+        if rows.num_rows == 1 and self._indexes is not None:
+            self._indexes.extend(*flat([self._beyond_known(rows.context(0))]))
         else:
-            self._indexes = [self._index(rows, row) for row in range(rows.num_rows)]
+            self._indexes = SuffixIndexes(rows.num_rows, *self.limits)
+            self._index(rows, range(rows.num_rows))
         self._num_known = len(rows.context(0))
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        self._indexes[row] = self._index(rows, row)
+        assert self._indexes is not None, "begin() comes first"
+        self._indexes.clear(row)
+        self._index(rows, [row])
 
-    def _index(self, rows: Rows, row: int) -> SuffixIndex:
-        index = SuffixIndex(*self.limits)
+    def _index(self, rows: Rows, chosen: Collection[int]) -> None:
+        """Index the texts of some rows, and of their encoders."""
+        assert self._indexes is not None
+        nothing = np.empty(0, np.int64)
+        texts = [nothing] * rows.num_rows
         if rows.encoder_ids is not None:
-            index.add_reference(rows.encoder_ids[row])
-        index.extend(rows.context(row))
-        return index
+            for row in chosen:
+                texts[row] = np.append(rows.encoder_ids[row], BORDER)
+            self._indexes.extend(*flat(texts))
+        for row in chosen:
+            texts[row] = rows.context(row)
+        self._indexes.extend(*flat(texts))
 
-    def _go_on(self, context: np.ndarray) -> None:  # [tokens]
-        """Add to a kept index what the context has beyond the known text."""
+    def _beyond_known(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
+        """What a kept index lacks of the context, behind a border where another text begins."""
         shorter = min(len(self._known), len(context))
         differs = np.flatnonzero(self._known[:shorter] != context[:shorter])
         num_same = int(differs[0]) if len(differs) else shorter
-        if num_same < len(self._known):
-            self._indexes[0].extend([BORDER])
-        self._indexes[0].extend(context[num_same:])
+        border = [BORDER] if num_same < len(self._known) else []
+        return np.array([*border, *context[num_same:]], np.int64)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return joined(
-            [
-                None if finished else index.grow(self.rates, max_nodes)
-                for finished, index in zip(rows.finished.tolist(), self._indexes, strict=True)
-            ]
-        )
+        indexes, live = self._indexes, rows.live
+        assert indexes is not None, "begin() comes first"
+
+        def grow(part: slice) -> DraftTree:
+            offsets, tokens, parents, depth, score, buckets = indexes.grow(
+                self.rates, max_nodes, live, part
+            )
+            return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets)
+
+        return trees_in_parts(grow, rows.num_rows, LEAST_ROWS)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        for row in np.flatnonzero(verdict.num_emitted).tolist():
-            self._indexes[row].extend(verdict.emitted(row))
+        assert self._indexes is not None, "begin() comes first"
+        self._indexes.extend(verdict.token_offsets, verdict.token_ids)
         self._num_known = len(rows.context(0))
 
     def end(self, rows: Rows) -> None:
         if self._keep and rows.num_rows == 1:
             self._known = rows.context(0)[: self._num_known].copy()
         else:
-            self._indexes = []
+            self._indexes = None
+
+
+def flat(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Lay texts out one after the other: where each begins, [texts + 1], and all their tokens."""
+    return np.array([0, *accumulate(map(len, texts))]), np.concatenate(texts)
 
 
 def rates_of(only_continuation: Sequence[float]) -> np.ndarray:

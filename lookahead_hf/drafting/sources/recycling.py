@@ -16,6 +16,7 @@ from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
+from lookahead_hf.drafting.threads import trees_in_parts
 from lookahead_hf.drafting.topk import BestTokens
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from lookahead_hf.runner.cuda.transfer import HostCopy
 
 MAX_TOP_K = 64
+
+LEAST_ROWS = 8
+"""Fewest rows whose trees are worth a thread."""
 
 # Measured on texts of a 135M model: acceptance rates by classes of rank (rows) and of probability.
 # A first rank is never improbable and a late one never probable: the ends of the rows are guesses.
@@ -112,16 +116,19 @@ class RecyclingDrafter(BuiltInDrafter):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees
 
-        memory = self._memory
+        memory, live = self._memory, rows.live
         assert memory is not None, "begin() comes first"
-        contexts = np.array(
-            [_last_two(rows.context(row)) for row in range(rows.num_rows)], np.int64
-        )
-        offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
-            memory.keys, memory.tokens, memory.probs, contexts,
-            self._next_tokens, self._next_probs, rows.live, self.rates, max_nodes, MIN_REACH,
-        )  # fmt: skip
-        return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets, entries)
+        contexts = rows.last_two()
+
+        def grow(part: slice) -> DraftTree:
+            offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
+                memory.keys, memory.tokens, memory.probs, contexts[part], self._next_tokens[part],
+                self._next_probs[part], live[part], self.rates, max_nodes, MIN_REACH,
+            )  # fmt: skip
+            tree = DraftTree(offsets, tokens, parents, depth, score)
+            return tree.with_buckets(buckets, entries)
+
+        return trees_in_parts(grow, rows.num_rows, LEAST_ROWS)
 
     def prepare(self, logits: torch.Tensor) -> None:
         self._best = BestTokens(logits, max(self._top_k, self._num_next))
@@ -138,25 +145,30 @@ class RecyclingDrafter(BuiltInDrafter):
         best, self._best = self._best, None
         assert best is not None
         self._next_tokens[:] = -1
-        live = np.flatnonzero(verdict.live).tolist()
-        if not live:
+        live = np.flatnonzero(verdict.live)
+        if not len(live):
             return
-        contexts = [_contexts(rows, row, draft, verdict) for row in live]
-        before, last, place = (np.concatenate(parts) for parts in zip(*contexts, strict=True))
-        sizes = [len(context[0]) for context in contexts]
-        tokens, probs = best.take(np.array(live), place[np.cumsum(sizes) - 1])
-        learned = before, last, tokens, probs
-        if draft.num_nodes:  # not only the ends
+        from lookahead_hf.drafting.sources._recycling_numba import verified_contexts
+
+        before, last, row, place, ends = verified_contexts(
+            rows.last_two(verdict.num_emitted), draft.row_offsets, draft.token_ids, draft.parents,
+            verdict.path_offsets, verdict.path, verdict.live,
+        )  # fmt: skip
+        tokens = np.empty((len(last), self._top_k), np.int32)
+        probs = np.empty((len(last), self._top_k), np.float32)
+        considered = best.take(row[ends], place[ends])
+        tokens[ends], probs[ends] = (part[:, : self._top_k] for part in considered)
+        if len(last) > len(ends):
             # On the CPU every row of logits is searched on demand: most need only a few tokens.
-            fewer = BestTokens(logits, self._top_k) if logits.device.type == "cpu" else best
-            learned = before, last, *fewer.take(np.repeat(live, sizes), place)
+            inner = np.ones(len(last), bool)
+            inner[ends] = False
+            tokens[inner], probs[inner] = best.take(row[inner], place[inner], self._top_k)
         if self._defers:
             # There is time for it during the next forward; the draft before that hardly needs it.
-            self._waiting = learned
+            self._waiting = before, last, tokens, probs
         else:
-            self._remember(*learned)
-        for row, row_tokens, row_probs in zip(live, tokens, probs, strict=True):
-            self._note_rejected(row, rows.last_token(row), row_tokens, row_probs)
+            self._remember(before, last, tokens, probs)
+        self._note_rejected(live, rows.last_tokens[live], *considered)
 
     def end(self, rows: Rows) -> None:
         self._flush()
@@ -173,44 +185,16 @@ class RecyclingDrafter(BuiltInDrafter):
         self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, probs: np.ndarray
     ) -> None:
         assert self._memory is not None, "begin() comes first"
-        best = (np.ascontiguousarray(part[:, : self._top_k]) for part in (tokens, probs))
-        self._memory.remember(before, last, *best)
+        self._memory.remember(before, last, tokens, probs)
 
     def _note_rejected(
         self,
-        row: int,
-        emitted: int,
-        tokens: np.ndarray,  # [tokens] int32
-        probs: np.ndarray,  # [tokens] float32
+        rows: np.ndarray,  # [noted] int64
+        emitted: np.ndarray,  # [noted] int64
+        tokens: np.ndarray,  # [noted, tokens] int32
+        probs: np.ndarray,  # [noted, tokens] float32
     ) -> None:
-        """Keep the other tokens that the target considered in place of the last one."""
-        others = np.flatnonzero((tokens != emitted) & (tokens >= 0))
-        others = others[: self._num_next]
-        self._next_tokens[row] = -1
-        self._next_tokens[row, : len(others)] = tokens[others]
-        self._next_probs[row, : len(others)] = probs[others]
+        """Keep the other tokens that the target considered in place of each row's last one."""
+        from lookahead_hf.drafting.sources._recycling_numba import note_rejected
 
-
-def _last_two(context: np.ndarray) -> tuple[int, int]:
-    return (int(context[-2]) if len(context) > 1 else -1, int(context[-1]))
-
-
-def _contexts(
-    rows: Rows, row: int, draft: DraftTree, verdict: Verdict
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last two tokens at each verified node of a row, and the node's index in the logits.
-
-    The accepted path comes last, so that emitted tokens overwrite those that were only considered.
-    """
-    context = rows.context(row)
-    length = len(context) - len(verdict.emitted(row))
-    nodes = draft.row(row)
-    tokens = np.concatenate([context[length - 1 : length], draft.token_ids[nodes]])
-    before = np.empty_like(tokens)
-    before[0] = context[length - 2] if length > 1 else -1
-    before[1:] = tokens[draft.parents[nodes] + 1]
-    accepted = np.concatenate([np.zeros(1, np.int64), verdict.accepted(row) + 1])
-    rejected = np.ones(len(tokens), bool)
-    rejected[accepted] = False
-    place = np.concatenate([np.flatnonzero(rejected), accepted])
-    return before[place], tokens[place], place
+        note_rejected(rows, emitted, tokens, probs, self._next_tokens, self._next_probs)

@@ -10,7 +10,7 @@ import torch
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
-from lookahead_hf.ngram_pool import SuffixIndex
+from lookahead_hf.ngram_pool import SuffixIndexes
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import emit, paths, rows_of
 
@@ -85,13 +85,13 @@ def turn(drafter: NgramDrafter, prompt: list[int], text: list[int]) -> list[list
 def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens that are added to indexes."""
     tokens: list[int] = []
-    extend = SuffixIndex.extend
+    extend = SuffixIndexes.extend
 
-    def noting(self: SuffixIndex, token_ids: Any) -> None:
+    def noting(self: SuffixIndexes, offsets: Any, token_ids: Any) -> None:
         tokens.extend(np.asarray(token_ids).tolist())
-        extend(self, token_ids)
+        extend(self, offsets, token_ids)
 
-    monkeypatch.setattr(SuffixIndex, "extend", noting)
+    monkeypatch.setattr(SuffixIndexes, "extend", noting)
     return tokens
 
 
@@ -112,3 +112,12 @@ def test_a_text_that_goes_another_way_stays_known(added: list[int]) -> None:
     added.clear()
     assert turn(keeping, [5, 6, 7, 20], [7, 8])[0] == [9]
     assert added == [-1, 20, 7, 8]
+
+
+def test_a_row_that_another_text_takes_forgets_the_text_before() -> None:
+    drafter, rows = begun([[0, 0, 5, 6, 7], [8, 9, 4, 3, 8]], [5, 9])
+    taken = rows_of([[11, 12, 13, 11], [8, 9, 4, 3, 8, 9]])
+    drafter.begin_row(taken, 0)
+    draft = drafter.propose(taken, 2)
+    assert paths(draft, 0) == [[12], [12, 13]]
+    assert paths(draft, 1)[0] == [4]

@@ -1,0 +1,122 @@
+"""Compiled functions that serve the suffix indexes of many rows in one call.
+
+An index is known by its *state*, a row of int64: the addresses and sizes of its arrays, and how far
+they are filled. `suffix_index` keeps the arrays alive and the states up to date.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lookahead_hf.ngram_pool._numba import (
+    BUCKET,
+    DEPTH,
+    LONGEST_KEY,
+    NUM_FIELDS,
+    PARENT,
+    TOKEN,
+    grow,
+    insert,
+    rehash,
+)
+from lookahead_hf.ngram_pool.jit import jit
+from lookahead_hf.ngram_pool.matches import NUM_KEYS
+
+__all__ = ["grow", "grow_rows", "insert_rows", "rehash"]
+
+# Columns of the states: addresses, sizes of `text` and `heads`, tokens and entries so far.
+TEXT, LINKS, HEADS, TEXT_ROOM, NUM_HEADS, LENGTH, NUM_ENTRIES = range(7)
+NUM_COLUMNS = 7
+
+FILL = 0.75
+"""How full a hash table may be."""
+
+
+@intrinsic
+def _pointer(_, address):
+    """An address as the pointer that `carray` takes."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@jit
+def _arrays(state):
+    """`text`, `links` and `heads` of an index."""
+    room = state[TEXT_ROOM]
+    text = carray(_pointer(state[TEXT]), (room,), np.int32)
+    links = carray(_pointer(state[LINKS]), (room, NUM_KEYS), np.int32)
+    return text, links, carray(_pointer(state[HEADS]), (state[NUM_HEADS],), np.int32)
+
+
+@jit
+def insert_rows(states, offsets, token_ids, done):
+    """Append to each row's index its tokens, as far as the index has room.
+
+    Args:
+        states: States of the indexes, [rows, 7] int64.
+        offsets: Where the rows' tokens lie, [rows + 1] int64.
+        token_ids: Tokens of all rows, [tokens] int64.
+        done: Tokens of each row that are inserted already, [rows] int64; it is counted up.
+
+    Returns:
+        Whether all tokens are inserted.
+    """
+    context = np.empty(LONGEST_KEY, np.int32)
+    is_complete = True
+    for row in range(len(states)):
+        state = states[row]
+        first, last = offsets[row] + done[row], offsets[row + 1]
+        if first == last:
+            continue
+        text, links, heads = _arrays(state)
+        most_entries = int(FILL * len(heads))
+        for at in range(first, last):
+            length = state[LENGTH]
+            if length == len(text) or state[NUM_ENTRIES] + NUM_KEYS > most_entries:
+                is_complete = False
+                break
+            token = np.int32(token_ids[at])
+            state[NUM_ENTRIES] += insert(text, links, heads, length, token, context)
+            state[LENGTH] = length + 1
+            done[row] += 1
+    return is_complete
+
+
+@jit
+def grow_rows(states, live, limits, rates, min_score, max_nodes):
+    """Grow the tree of every live row.
+
+    Returns:
+        The fields of a `DraftTree`, and the bucket of each node.
+    """
+    num_rows = len(states)
+    offsets = np.zeros(num_rows + 1, np.int64)
+    tokens = np.empty(num_rows * max_nodes, np.int64)
+    fields = np.empty((3, num_rows * max_nodes), np.int32)
+    out_score = np.empty(num_rows * max_nodes, np.float32)
+    nodes, scores = np.empty((max_nodes, NUM_FIELDS), np.int32), np.empty(max_nodes)
+    for row in range(num_rows):
+        first, count = offsets[row], 0
+        if live[row]:
+            text, links, heads = _arrays(states[row])
+            length = states[row, LENGTH]
+            count = grow(text, links, heads, length, limits, rates, min_score, nodes, scores)
+        for node in range(count):
+            tokens[first + node] = nodes[node, TOKEN]
+            fields[0, first + node] = nodes[node, PARENT]
+            fields[1, first + node] = nodes[node, DEPTH]
+            fields[2, first + node] = nodes[node, BUCKET]
+            out_score[first + node] = scores[node]
+        offsets[row + 1] = first + count
+    end = offsets[num_rows]
+    return (
+        offsets, tokens[:end], fields[0, :end], fields[1, :end], out_score[:end], fields[2, :end]
+    )  # fmt: skip
