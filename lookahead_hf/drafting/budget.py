@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, place_in_row
-from lookahead_hf.drafting.cost_model import SIZES, CostCurve, CostModel
+from lookahead_hf.drafting.cost_model import CostCurve, CostModel
 from lookahead_hf.rows import Rows
 
-FIRST_SIZE = 8
-"""Most nodes of a step while no cost is known; then the greatest measured size may double."""
+FIRST_SIZE = 7
+"""Nodes up to whose size a step may go while no cost is known; then the greatest measured size may
+double."""
 
 
 class Budget:
@@ -29,6 +30,7 @@ class Budget:
         rows: Rows,
         placement: str = "",
         mode: Callable[[], str] = str,
+        sizes: Callable[[], tuple[int, ...] | None] = lambda: None,
     ) -> None:
         """Budget one call.
 
@@ -39,10 +41,12 @@ class Budget:
             rows: The texts of the call.
             placement: Whatever changes the cost of a forward beside rows, length and mode.
             mode: How the runner runs its steps just now.
+            sizes: The sizes that its steps are padded to just now, None if they are not.
         """
         self._fixed = None if size == "auto" else int(size)
         self.most_nodes = max_nodes if self._fixed is None else min(self._fixed, max_nodes)
-        self._costs, self._rows, self._placement, self._mode = costs, rows, placement, mode
+        self._costs, self._rows, self._placement = costs, rows, placement
+        self._mode, self._sizes = mode, sizes
         self._is_first = True
         self._curve = self._curve_for_length()
 
@@ -56,13 +60,16 @@ class Budget:
         most = tree.max_nodes
         if self._fixed is not None:
             return min(self._fixed, most)
-        most = min(most, max(2 * self._curve.greatest_size, FIRST_SIZE))
-        if self._curve.is_due(0) and not self._is_first:
+        if self._is_first:  # the prefill has settled how steps are run
+            self._curve = self._curve_for_length()
+        curve = self._curve
+        most = min(most, curve.size_for(max(2 * curve.greatest_size, FIRST_SIZE)))
+        if curve.is_due(0) and not self._is_first:
             return 0  # all other sizes are compared with the plain step
-        sizes = np.array([*(n for n in SIZES if n < most), most])
+        sizes = np.array([*(n for n in curve.sizes if n < most), most])
         gain = np.bincount(place_in_row(tree.row_offsets), weights=tree.score, minlength=most)
         tokens = float(self._rows.live.sum()) + np.concatenate([np.zeros(1), gain.cumsum()])[sizes]
-        return int(sizes[(tokens / self._curve.seconds(sizes, hopeful=True)).argmax()])
+        return int(sizes[(tokens / curve.seconds(sizes, hopeful=True)).argmax()])
 
     def observe(self, draft: DraftTree, step_seconds: float | None) -> None:
         """Learn from a step.
@@ -79,4 +86,5 @@ class Budget:
     def _curve_for_length(self) -> CostCurve:
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
-        return self._costs.curve(rows.num_rows, length, self._placement, self._mode())
+        place = rows.num_rows, length, self._placement
+        return self._costs.curve(*place, self._mode(), self._sizes())

@@ -145,6 +145,7 @@ class DraftSession:
             rows,
             placement(model) + (" one shape" if config.draft_invariant else ""),
             lambda: runner.mode,
+            lambda: runner.sizes,
         )
         self._lookup = PromptLookup(sources, vocab_size, max_new_tokens)
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")

@@ -168,6 +168,12 @@ class Runner:
         return execution.PACKED if self._packed.is_used else ""
 
     @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Nodes per row that drafts are padded to, from 0 on; None if a block is like its draft."""
+        is_padded = self._is_compiled and self._shape is None
+        return node_counts(torch_compile.WIDTHS) if is_padded else None
+
+    @property
     def step_is_typical(self) -> bool:
         """Whether the latest step was one forward and nothing else, so that its time is typical.
 
@@ -207,7 +213,8 @@ class Runner:
         """Run the model on a block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
         columns = implicit_positions.step(inputs.columns)
-        with attention.step(device, inputs.trees), columns, self._packed.step():
+        experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
+        with attention.step(device, inputs.trees), columns, experts, self._packed.step():
             outputs = self.model(**given, return_dict=True)
         if self._packed.is_used:
             self.execution = execution.PACKED
@@ -290,6 +297,11 @@ class Runner:
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]."""
         self.cache.slots.lengths += counts
+
+
+def node_counts(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many nodes blocks of these widths hold beside the last token, the fewest first."""
+    return tuple(sorted(width - 1 for width in widths))
 
 
 def _ahead(rows: Rows) -> np.ndarray:

@@ -18,7 +18,7 @@ from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy
 from lookahead_hf.runner.guards import ModelSnapshot
-from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.host import BlockShape, Runner, node_counts
 from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
 
 ALIGNED = 16
@@ -85,7 +85,7 @@ class CudaRunner(Runner):
             return
         self._graphs = graphs.of_model(self.model)
         kind = self._snapshot.key, self._scoring is None, str(self._extras), self._shape is None
-        slots = self.cache.slots.longest + self._room + graphs.WIDTHS[0]
+        slots = self.cache.slots.longest + self._room + MAX_WIDTH
         create = self._wanted is True or self._room >= graphs.WORTHWHILE
         try:
             self._set = self._graphs.enter(kind, self.cache, self._state, slots, create)
@@ -127,13 +127,19 @@ class CudaRunner(Runner):
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._set is not None or self._is_compiled:
-            width = min(w for w in self._widths if w >= width)
+            width = min((w for w in self._widths if w >= width), default=width)
         return width, self._visible(self.cache.slots.longest + width)
 
     @property
     def _widths(self) -> tuple[int, ...]:
         """Tokens per row of blocks whose every width has to be prepared."""
-        return torch_compile.WIDTHS if self._is_compiled else graphs.WIDTHS
+        return graphs.widths_for(self.num_rows, torch_compile.WIDTHS if self._is_compiled else None)
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        if self._set is None or self._shape is not None:
+            return super().sizes
+        return node_counts(self._widths)
 
     def _visible(self, used: int) -> int:
         """Make room for so many slots; return how many of them the attention sees."""
@@ -166,6 +172,9 @@ class CudaRunner(Runner):
     def _recording(self, width: int, visible: int) -> Recording | None:
         """Return the captured step, captured now if it has to be; None where the step is run."""
         if self._set is None:
+            return None
+        if self._shape is None and width not in self._widths:
+            self.execution = execution.TOO_WIDE
             return None
         found = self._set.recordings.get((width, visible))
         # While steps are replayed, the model is looked at behind each launch.

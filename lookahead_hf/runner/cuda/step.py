@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lookahead_hf import kernels
+from lookahead_hf import compat, kernels
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree
@@ -202,7 +202,8 @@ class StepFunction:
             "past_key_values": self._cache.slots,
             "use_cache": True,
         }
-        with attention.step(state.lengths.device, self._trees(built, draft)):
+        experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
+        with experts, attention.step(state.lengths.device, self._trees(built, draft)):
             logits: torch.Tensor = self._model(**inputs, return_dict=True).logits
         return logits
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig
+from lookahead_hf import SpeculativeConfig, compat
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda import graph_set
+from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.execution import REPLAYED, WAITS
+from lookahead_hf.runner.host import Runner
 from tests.helpers.calls import GREEDY, padded
-from tests.helpers.device import TapeRecorder
+from tests.helpers.device import TapeRecorder, storages
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
 from tests.helpers.packing import in_threads
@@ -71,6 +79,43 @@ def test_experts_are_captured_if_they_do_not_wait(
     model = tiny("mixtral")
     model.set_experts_implementation(experts)
     assert str(compare(model, padded("left")).execution).startswith(said)
+
+
+class MostBytes(TorchDispatchMode):
+    """Notes the largest tensor that an operation makes, in a forward of so many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and storages(tensor) - storages((args, kwargs)):
+                self.bytes = max(self.bytes, tensor.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Runner, CudaRunner])
+@pytest.mark.parametrize(
+    ("rows", "width", "gathers"), [(1, 1, True), (9, 1, False), (1, 16, False)]
+)
+def test_blocks_copy_no_experts(
+    rows: int, width: int, gathers: bool, kind: type[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: transformers and the library look at the device of the model."""
+    model = tiny("mixtral", num_local_experts=8, intermediate_size=256)
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
+    runner, texts = kind(model, rows), Rows(np.full((rows, 20), 5))
+    runner.start(prompt(rows, 20), DynamicCache(config=model.config))
+    for row in range(rows):
+        texts.emit(row, 5)
+    draft = DraftTree.from_chains([[list(range(5, 4 + width))]] * rows)
+    with torch.no_grad(), compat.set_up_for_decoding(model), MostBytes() as most:
+        runner.launch(texts, draft)
+    assert model.get_experts_implementation() == {"": "grouped_mm"}
+    of_expert = model.model.layers[0].mlp.experts.gate_up_proj[0].nbytes
+    assert (most.bytes >= of_expert) == gathers
 
 
 def test_threads_share_a_model(made: list[TapeRecorder]) -> None:
