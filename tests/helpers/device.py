@@ -55,7 +55,7 @@ class Tape(TorchDispatchMode):
             self.calls.append((func, args, kwargs, out, fresh))
         return out
 
-    @torch.inference_mode()  # what was recorded in it can be written in it alone
+    @torch.no_grad()
     def replay(self) -> None:
         for func, args, kwargs, out, fresh in self.calls:
             again = func(*args, **kwargs)
