@@ -21,9 +21,10 @@ from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.rows import rows_of
 from lookahead_hf.runner import positions, self_test, support
-from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.cuda.runner import CudaRunner, ForwardRunner
 from lookahead_hf.runner.host import BlockShape, Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
+from lookahead_hf.verification import device
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.select import choose_verifier
 from lookahead_hf.verification.verifier import Verifier
@@ -64,7 +65,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
     verifier = choose_verifier(call, outputs, stream, processes)
-    runner = _runner(call, shape, verifier, processes)
+    runner = _runner(call, shape, verifier, processes, outputs)
     drafts = DraftSession(
         model,
         request.config,
@@ -163,14 +164,18 @@ def _runner(
     shape: BlockShape | None,
     verifier: Verifier,
     processes: coordinator.Processes,
+    outputs: RequestedOutputs,
 ) -> Runner:
-    """What runs the model; its steps stay on the device where the verifier does."""
-    if isinstance(verifier, Device):
-        return CudaRunner(
+    """What runs the model; on a device, forwards are captured whatever decides on the tokens."""
+    may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
+    may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
+    if may_be_captured and support.on_device(call.model, call.input_ids):
+        kind = CudaRunner if isinstance(verifier, Device) else ForwardRunner
+        return kind(
             call.model,
             call.num_rows,
             shape,
-            scoring=verifier.scoring,
+            scoring=verifier.scoring if isinstance(verifier, Device) else None,
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
         )

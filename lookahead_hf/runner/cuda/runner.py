@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
@@ -16,7 +15,7 @@ from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
-from lookahead_hf.runner.cuda.transfer import HostCopy
+from lookahead_hf.runner.cuda.transfer import HostCopy, pinned
 from lookahead_hf.runner.guards import ModelSnapshot
 from lookahead_hf.runner.host import BlockShape, Runner, node_counts
 from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
@@ -69,6 +68,11 @@ class CudaRunner(Runner):
         )
 
     @property
+    def _decides(self) -> bool:
+        """Whether the step itself chooses the tokens and keeps them."""
+        return self._scoring is None
+
+    @property
     def mode(self) -> str:
         return "device" if self._set is None or not self._replays else "graphs"
 
@@ -84,7 +88,8 @@ class CudaRunner(Runner):
             self.execution = reasons[0]
             return
         self._graphs = graphs.of_model(self.model)
-        kind = self._snapshot.key, self._scoring is None, str(self._extras), self._shape is None
+        extras = repr(sorted(self._extras.items()))
+        kind = self._snapshot.key, self._decides, extras, self._shape is None
         slots = self.cache.slots.longest + self._room + MAX_WIDTH
         create = self._wanted is True or self._room >= graphs.WORTHWHILE
         try:
@@ -96,10 +101,7 @@ class CudaRunner(Runner):
 
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
-        width, visible = self._sizes(draft)
-        recording = self._recording(width, visible)
-        self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
-        logits, *decided = self._replay_or_run(recording, width, visible)
+        width, (logits, *decided) = self._step(rows, draft)
         finite = None
         if self._scoring is None:
             packed, *scan = decided
@@ -112,6 +114,13 @@ class CudaRunner(Runner):
         walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
         copy.send()
         return DeviceOutputs(logits=logits, copy=copy, walk=walk, has_nan=has_nan, is_finite=finite)
+
+    def _step(self, rows: Rows, draft: DraftTree) -> tuple[int, Captured]:
+        """Launch what is captured of a step; return its width and what it returns."""
+        width, visible = self._sizes(draft)
+        recording = self._recording(width, visible)  # first: a capture writes to the draft
+        self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
+        return width, self._replay_or_run(recording, width, visible)
 
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         self.forget()
@@ -184,7 +193,7 @@ class CudaRunner(Runner):
         return found or self._capture(width, visible)
 
     def _run(self, width: int, visible: int) -> Captured:
-        if self._scoring is None:
+        if self._decides:
             return self._function.run(width, visible)
         return (self._function.forward(width, visible),)
 
@@ -217,7 +226,8 @@ class CudaRunner(Runner):
 
     def forget(self) -> None:
         """Keep nothing of the latest step, on the device either."""
-        self._state.lengths.copy_(torch.from_numpy(self.cache.slots.lengths))
+        lengths = pinned(self.cache.slots.lengths.copy(), self._state.lengths.device)
+        self._state.lengths.copy_(lengths, non_blocking=True)
 
     def _leave_graphs(self, error: Uncapturable | None = None) -> None:
         used, self._set = self._set, None
@@ -233,3 +243,27 @@ class CudaRunner(Runner):
         accepted = verdict.num_accepted
         self.cache.slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
         return int((verdict.path != place_in_row(verdict.path_offsets)).sum())
+
+
+class ForwardRunner(CudaRunner):
+    """Runs forwards on the device, for engines that choose and keep the tokens on the host."""
+
+    @property
+    def _decides(self) -> bool:
+        return False
+
+    @property
+    def mode(self) -> str:
+        return f"{super().mode}, decided on the host"
+
+    def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:  # type: ignore[override]
+        """Launch a step up to its logits, as `Runner.launch` does."""
+        self.forget()
+        _, (logits,) = self._step(rows, draft)
+        return StepOutputs(logits=logits)
+
+    def commit(self, verdict: Verdict) -> int:
+        return Runner.commit(self, verdict)
+
+    def _has_nan(self, step: StepOutputs) -> np.ndarray:
+        return Runner._has_nan(self, step)

@@ -20,6 +20,8 @@ from tests.helpers.fake_cuda import Cuda, Stream, on_cuda, put_in_place
 from tests.helpers.replayed import WIDTHS, compare, small
 
 WAIT = "called a synchronizing CUDA operation (Triggered internally)\nmore"
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return put_in_place(monkeypatch)
@@ -118,7 +120,7 @@ def test_graphs_have_their_workspace_in_their_own_memory(
 def test_a_capture_that_fails_costs_nothing_but_the_graphs(
     sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draws and later captures work, in inference mode too; torch itself would leave both broken."""
+    """Draws and later captures work, in inference mode too; torch may leave both broken."""
     monkeypatch.setattr(graphs, "WIDTHS", WIDTHS)
     monkeypatch.setattr(graphs, "RETRY_AFTER", 0)
     model, failures = small(), [1]

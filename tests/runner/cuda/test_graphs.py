@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, compat
@@ -25,7 +26,7 @@ from tests.helpers.device import TapeRecorder, storages
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
 from tests.helpers.packing import in_threads
-from tests.helpers.replayed import WIDTHS, compare, sets_of
+from tests.helpers.replayed import WIDTHS, compare, compare_calls, sets_of
 
 SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
@@ -50,6 +51,34 @@ def test_sampled_steps_are_captured_up_to_the_logits(made: list[TapeRecorder]) -
     stats = compare(tiny("llama"), padded("left"), do_sample=True, top_k=20)
     assert stats.execution == "replayed"
     assert all(len(r.outputs) == 1 for r in made[-1].recordings)
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+DECIDED_ON_THE_HOST: dict[str, tuple[str, str, Callable[[], dict[str, Any]]]] = {
+    "prefix": ("walk", "alone", lambda: {"no_repeat_ngram_size": 4}),
+    "prefixes": ("walk", "left", lambda: {"no_repeat_ngram_size": 4, "do_sample": True}),
+    "scores": ("walk", "holes", lambda: {"return_dict_in_generate": True, "output_scores": True}),
+    "own": ("lockstep", "left", lambda: {"logits_processor": LogitsProcessorList([Own()])}),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED_ON_THE_HOST)
+def test_forwards_are_captured_whatever_decides(name: str, made: list[TapeRecorder]) -> None:
+    """The forward is what costs; the host keeps the tokens, also of a returned cache."""
+    engine, kind, further = DECIDED_ON_THE_HOST[name]
+    model, inputs = tiny("gemma3"), padded(kind, 1 if kind == "alone" else 3)
+    for _ in range(2):
+        stats = compare_calls(model, lambda: {**GREEDY, **inputs, **further()})
+        assert (stats.engine, stats.execution) == (engine, "replayed")
+        assert stats.num_moved > 0
+    assert len(sets_of(made)) == 1
+    if not further().get("do_sample"):  # what is captured serves both engines
+        compare(model, inputs, do_sample=True)
+        assert len(sets_of(made)) == 1
 
 
 def test_graphs_outlive_inference_mode(made: list[TapeRecorder]) -> None:
