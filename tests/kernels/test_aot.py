@@ -19,7 +19,7 @@ MOST_REGISTERS = {
     "topk": 128,
     "compact_path": 176,
     "prefix": 256,
-    "node": 255,
+    "node": 256,
 }
 """Registers of a thread on any GPU. More would leave room for fewer threads at a time."""
 
