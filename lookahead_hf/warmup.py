@@ -10,7 +10,6 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.cost_model import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved
@@ -75,14 +74,13 @@ def warm_up(
     if model.config.is_encoder_decoder:
         return  # what its steps cost is learned in its calls
     room = positions.room(model)
-    most = max_draft_nodes if room is None else min(max_draft_nodes, room // 2)
-    sizes = [n for n in SIZES if n <= most]
     if room is not None:
-        context_length = max(1, min(context_length, room - 1 - sizes[-1]))
+        max_draft_nodes = min(max_draft_nodes, room // 2)
+        context_length = max(1, min(context_length, room - 1 - max_draft_nodes))
         max_new_tokens = max(1, min(max_new_tokens, room - context_length))
     runner = _runner(model, batch_size, max_new_tokens, do_sample)
     try:
-        _measure(runner, context_length, sizes)
+        _measure(runner, context_length, min(max_draft_nodes, runner.most_nodes or max_draft_nodes))
     finally:
         runner.end()
 
@@ -101,7 +99,7 @@ def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
 
 
 @torch.no_grad()
-def _measure(runner: Runner, context_length: int, sizes: list[int]) -> None:
+def _measure(runner: Runner, context_length: int, most_nodes: int) -> None:
     """Time steps of every size, the sizes in turn, so that a disturbance hits all of them."""
     model, num_rows = runner.model, runner.num_rows
     vocab = int(compat.text_config(model).vocab_size)
@@ -116,13 +114,14 @@ def _measure(runner: Runner, context_length: int, sizes: list[int]) -> None:
         if isinstance(runner, CudaRunner):
             runner.capture()
         else:
-            _time_step(runner, rows, ids[0, 0] % vocab, sizes[0])  # packs weights
-        costs = memory_of(model).costs
-        setting = placement(model), runner.mode, runner.is_flat
-        curve = costs.curve(num_rows, context_length, *setting)
+            _time_step(runner, rows, ids[0, 0] % vocab, 0)  # packs weights
+        setting = num_rows, context_length, placement(model), runner.mode, runner.sizes
+        curve = memory_of(model).costs.curve(*setting, runner.is_flat)
+        sizes = [size for size in curve.sizes if size <= curve.size_for(most_nodes)]
         for turn in range(REPEATS + 1):
             for size in sizes:
-                seconds = _time_step(runner, rows, ids[0, 0] % vocab, size)
+                num_nodes = min(size, most_nodes)
+                seconds = _time_step(runner, rows, ids[0, 0] % vocab, num_nodes)
                 if turn:  # the first of a shape allocates
                     curve.observe(size * num_rows if runner.is_flat else size, seconds)
 

@@ -96,7 +96,7 @@ LAYERS = {
     ),
     "serving": ("fields metrics", "middleware", "server"),
     "verification": (
-        "rng stopping verifier",
+        "node_processors rng stopping verifier",
         "lockstep noise",
         "walk",
         "batched_walk follower rejection",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf import ngram_pool
+from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.runner import packed_weights
 from lookahead_hf.runner.cuda import graph_set, graphs
@@ -17,7 +17,7 @@ from tests.helpers.device import taped
 from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import prompt, tiny
 from tests.helpers.packing import needs_packing
-from tests.helpers.scripted import RandomTrees, continuations, scripted
+from tests.helpers.scripted import RandomTrees, Scripted, continuations, right, scripted
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,40 @@ def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.Monk
         lookahead_hf.warm_up(model, **warm, do_sample=do_sample)
         (recorder,) = [each for each in made if each.recordings]
         before = len(recorder.recordings)
-        assert before == 4  # two widths, 64 and 128 slots
+        assert before == 6  # two widths, 64, 128 and 256 slots
         torch.manual_seed(7)
         assert model.generate(ids, **call, speculative=trees).tolist() == plain.tolist()
     assert [each for each in made if each.recordings] == [recorder]
     assert len(recorder.recordings) == before
     assert speculated(model).execution == "replayed"
-    curve = memory_of(model).costs.curve(2, 20, placement(model), "graphs")
-    assert all(curve.num_samples(size) >= 3 for size in (0, 1, 2, 4, 8))
+    curve = memory_of(model).costs.curve(2, 20, placement(model), "graphs", (0, 15))
+    assert all(curve.num_samples(size) >= 3 for size in (0, 15))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(1, (0, 7, 15, 31, 63)), (16, (0, 1, 3, 7, 15, 31))], ids=["one", "many"]
+)
+def test_it_captures_every_width_that_a_call_uses(
+    rows: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is patched but the device: these are the widths and lengths of a GPU."""
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(rows, 20)
+    call = {"max_new_tokens": 70, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **call)
+    drafters = Scripted(continuations(plain, 20), right(max(sizes) - 3))
+    with taped(monkeypatch) as made, lookahead_hf.enabled(model):
+        lookahead_hf.warm_up(model, batch_size=rows)
+        (recorder,) = [each for each in made if each.recordings]
+        widths = [each.outputs[0].shape[1] for each in recorder.recordings]
+        assert widths == 2 * [1 + size for size in reversed(sizes)]  # for 512 and 1,024 slots
+        for budget in ("auto", max(sizes)):
+            config = SpeculativeConfig(drafters=(drafters,), budget=budget)
+            assert model.generate(ids, **call, speculative=config).tolist() == plain.tolist()
+            assert speculated(model).execution == "replayed"
+        assert len(recorder.recordings) == len(widths)
+        curve = memory_of(model).costs.curve(rows, 256, placement(model), "graphs", sizes)
+    assert all(curve.num_samples(size) >= 5 for size in sizes)
+    assert max(rows * width for width in widths) <= graphs.MOST_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, place_in_row
-from lookahead_hf.drafting.cost_model import SIZES, CostCurve, CostModel
+from lookahead_hf.drafting.cost_model import CostCurve, CostModel
 from lookahead_hf.rows import Rows
 
-FIRST_SIZE = 8
-"""Most nodes of a step while no cost is known; then the greatest measured size may double."""
+FIRST_SIZE = 7
+"""Nodes up to whose size a step may go while no cost is known; then the greatest measured size may
+double."""
 
 
 class Budget:
@@ -31,6 +32,7 @@ class Budget:
         rows: Rows,
         placement: str = "",
         mode: Callable[[], str] = str,
+        sizes: Callable[[], tuple[int, ...] | None] = lambda: None,
         is_flat: bool = False,
     ) -> None:
         """Budget one call.
@@ -42,12 +44,13 @@ class Budget:
             rows: The texts of the call.
             placement: Whatever changes the cost of a forward beside rows, length and mode.
             mode: How the runner runs its steps just now.
+            sizes: The sizes that its steps are padded to just now, None if they are not.
             is_flat: Whether the runner's blocks hold the tokens of live rows alone.
         """
         self._fixed = None if size == "auto" else int(size)
         self.most_nodes = max_nodes if self._fixed is None else min(self._fixed, max_nodes)
-        self._costs, self._rows, self._placement, self._mode = costs, rows, placement, mode
-        self._is_flat = is_flat
+        self._costs, self._rows, self._placement = costs, rows, placement
+        self._mode, self._sizes, self._is_flat = mode, sizes, is_flat
         self._is_first = True
         self._curve = self._present_curve()
 
@@ -61,8 +64,8 @@ class Budget:
         counts: np.ndarray = np.diff(tree.row_offsets)
         if self._fixed is not None:
             return np.minimum(counts, self._fixed)
-        if self._is_flat:
-            self._curve = self._present_curve()  # rows may have begun since the last step
+        if self._is_flat or self._is_first:  # rows may have begun, the prefill settled the mode
+            self._curve = self._present_curve()
         if self._curve.is_due(0) and not self._is_first:
             return np.zeros_like(counts)  # all other sizes are compared with the plain step
         if not self._is_flat:
@@ -70,7 +73,7 @@ class Budget:
             gain = np.bincount(place, weights=tree.score, minlength=1)
             return np.minimum(counts, self._size(gain, tree.max_nodes))
         order = np.argsort(-tree.score, kind="stable")  # parents stay before their children
-        most = min(tree.num_nodes, SIZES[-1])  # nothing is known of greater blocks
+        most = min(tree.num_nodes, self._curve.sizes[-1])  # nothing is known of greater blocks
         taken = order[: self._size(tree.score[order], most)]
         row = np.repeat(np.arange(len(counts)), counts)
         return np.bincount(row[taken], minlength=len(counts))
@@ -82,10 +85,11 @@ class Budget:
             gain: Tokens to be gained from each further node, [nodes].
             most: Greatest size.
         """
-        most = min(most, max(2 * self._curve.greatest_size, FIRST_SIZE))
-        sizes = np.array([*(n for n in SIZES if n < most), most])
+        curve = self._curve
+        most = min(most, curve.size_for(max(2 * curve.greatest_size, FIRST_SIZE)))
+        sizes = np.array([*(n for n in curve.sizes if n < most), most])
         tokens = float(self._rows.live.sum()) + np.concatenate([np.zeros(1), gain.cumsum()])[sizes]
-        return int(sizes[(tokens / self._curve.seconds(sizes, hopeful=True)).argmax()])
+        return int(sizes[(tokens / curve.seconds(sizes, hopeful=True)).argmax()])
 
     def observe(self, draft: DraftTree, step_seconds: float | None) -> None:
         """Learn from a step.
@@ -105,4 +109,5 @@ class Budget:
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
         count = max(1, int(rows.live.sum())) if self._is_flat else rows.num_rows
-        return self._costs.curve(count, length, self._placement, self._mode(), self._is_flat)
+        place = count, length, self._placement
+        return self._costs.curve(*place, self._mode(), self._sizes(), self._is_flat)

@@ -12,8 +12,6 @@ import numpy as np
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Node counts whose costs are told apart: nodes per row, or in flat blocks those of all rows."""
 
-_SIZES = np.array(SIZES)
-
 KEPT_SAMPLES = 9
 """Latest durations kept per size."""
 
@@ -38,28 +36,37 @@ class CostCurve:
     of slope `SLOPE` per row, scaled to the measured sizes around them.
 
     Attributes:
+        sizes: Node counts whose costs are told apart.
         greatest_size: The greatest size that was measured, here or in the similar setting.
     """
 
-    def __init__(self, like: CostCurve | None = None, num_rows: int = 1) -> None:
+    def __init__(
+        self,
+        like: CostCurve | None = None,
+        num_rows: int = 1,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
         """Start from the curve of a similar setting, if there is one.
 
         Args:
-            like: The curve of the similar setting.
+            like: The curve of that setting.
             num_rows: Tokens that a node adds to the block.
+            sizes: As in `CostModel.curve`.
         """
+        self.sizes, self._is_stepped = sizes or SIZES, sizes is not None
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
         self._due: dict[int, int] = {}
         self._clock = 0
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
-        self._assumed = 1.0 + SLOPE * num_rows * _SIZES if like is None else like.seconds(_SIZES)
+        known = np.array(self.sizes)
+        self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
         self.greatest_size: int = 0 if like is None else like.greatest_size
 
     def observe(self, num_nodes: int, seconds: float) -> None:
         """Learn how long a step with `num_nodes` draft nodes took."""
-        size = size_for(num_nodes)
+        size = self.size_for(num_nodes)
         with self._lock:
             samples = self._samples.setdefault(size, deque(maxlen=KEPT_SAMPLES))
             if samples and self.is_due(size):  # the machine may have changed since then
@@ -70,17 +77,17 @@ class CostCurve:
             self._clock += 1
             self._counts[size] = count = min(self._counts.get(size, 0) + 1, KEPT_SAMPLES)
             self._due[size] = self._clock + DUE_AFTER * count
-            factor = _low_quantile(samples) / float(self._assumed[SIZES.index(size)])
+            factor = _low_quantile(samples) / float(self._assumed[self.sizes.index(size)])
             # Readers take no lock: what they iterate over must not change.
             self._factors = dict(sorted({**self._factors, size: factor}.items()))
             self.greatest_size = max(self.greatest_size, size)
 
     def num_samples(self, num_nodes: int) -> int:
         """How often the size that holds so many nodes was measured, at most `KEPT_SAMPLES`."""
-        return self._counts.get(size_for(num_nodes), 0)
+        return self._counts.get(self.size_for(num_nodes), 0)
 
     def is_due(self, size: int) -> bool:
-        """Whether a size of `SIZES` was never measured, or too long ago."""
+        """Whether a size of `sizes` was never measured, or too long ago."""
         return self._clock >= self._due.get(size, 0)
 
     def seconds(self, num_nodes: np.ndarray, hopeful: bool = False) -> np.ndarray:
@@ -95,13 +102,20 @@ class CostCurve:
         factors = self._factors
         estimates = self._assumed
         if factors:
-            estimates = estimates * np.interp(SIZES, list(factors), list(factors.values()))
+            estimates = estimates * np.interp(self.sizes, list(factors), list(factors.values()))
         if hopeful and self._clock % TRY_EVERY == TRY_EVERY - 1:
-            due = [self.is_due(size) for size in SIZES]
+            due = [self.is_due(size) for size in self.sizes]
             hopes = np.minimum(estimates, (estimates * estimates[0]) ** 0.5)
             estimates = np.where(due, hopes, estimates)
-        seconds: np.ndarray = np.interp(num_nodes, SIZES, estimates)
+        if self._is_stepped:  # what lies between two sizes is padded to the larger one
+            places = np.searchsorted(self.sizes, num_nodes).clip(max=len(self.sizes) - 1)
+            return np.asarray(estimates[places])
+        seconds: np.ndarray = np.interp(num_nodes, self.sizes, estimates)
         return seconds
+
+    def size_for(self, num_nodes: int) -> int:
+        """Return the smallest of `sizes` that holds so many nodes, the greatest if none does."""
+        return next((size for size in self.sizes if size >= num_nodes), self.sizes[-1])
 
 
 def _low_quantile(samples: Collection[float]) -> float:
@@ -122,6 +136,7 @@ class CostModel:
         context_length: int,
         placement: str = "",
         mode: str = "",
+        sizes: tuple[int, ...] | None = None,
         is_flat: bool = False,
     ) -> CostCurve:
         """The curve for a batch of `num_rows` texts of about `context_length` tokens.
@@ -134,16 +149,18 @@ class CostModel:
             context_length: Tokens of the longest row.
             placement: Whatever else changes the cost of a forward: device, dtype.
             mode: How the runner runs its steps, which may change from step to step.
+            sizes: The only node counts that steps are run with, if drafts of other sizes are
+                padded; then each of these sizes costs what it holds, and 0 is one of them.
             is_flat: Whether blocks are flat, and the curve counts the nodes of all rows together.
         """
         length = max(context_length, 1).bit_length()
         rows = (num_rows - 1).bit_length() if is_flat else num_rows
-        key = _Setting(placement, is_flat, rows, mode, length)
+        key = _Setting(placement, is_flat, rows, mode, length, sizes)
         with self._lock:
             if key not in self._curves:
                 nearest = min(filter(key.is_like, self._curves), key=key.distance, default=None)
                 like = None if nearest is None else self._curves[nearest]
-                self._curves[key] = CostCurve(like, 1 if is_flat else num_rows)
+                self._curves[key] = CostCurve(like, 1 if is_flat else num_rows, sizes)
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:
                 self._curves.popitem(last=False)
@@ -158,6 +175,7 @@ class _Setting(NamedTuple):
     rows: int
     mode: str
     length: int
+    sizes: tuple[int, ...] | None
 
     def is_like(self, other: _Setting) -> bool:
         """Whether the curve of the other setting tells something about this one."""
@@ -168,8 +186,3 @@ class _Setting(NamedTuple):
         """How unlike the other setting is."""
         rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
         return self.mode != other.mode, rows, length
-
-
-def size_for(num_nodes: int) -> int:
-    """The smallest of `SIZES` that holds so many nodes."""
-    return next((size for size in SIZES if size >= num_nodes), SIZES[-1])

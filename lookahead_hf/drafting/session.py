@@ -157,6 +157,7 @@ class DraftSession:
             rows,
             placement(model) + (" one shape" if config.draft_invariant else ""),
             lambda: runner.mode,
+            lambda: runner.sizes,
             runner.is_flat,
         )
         self._lookup = PromptLookup(sources, vocab_size, max_new_tokens)

@@ -21,9 +21,10 @@ from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.rows import rows_of
 from lookahead_hf.runner import positions, self_test, support
-from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.cuda.runner import CudaRunner, ForwardRunner
 from lookahead_hf.runner.host import BlockShape, Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
+from lookahead_hf.verification import device
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import choose_verifier
@@ -70,7 +71,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
     is_flat = call.num_rows > 1 and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
     is_flat = is_flat and support.takes_flat(model, position_ids, call.model_kwargs)
-    runner = _runner(call, shape, verifier, processes, is_flat)
+    runner = _runner(call, shape, verifier, processes, outputs, is_flat)
     drafts = DraftSession(
         model,
         request.config,
@@ -170,15 +171,19 @@ def _runner(
     shape: BlockShape | None,
     verifier: Verifier,
     processes: coordinator.Processes,
+    outputs: RequestedOutputs,
     is_flat: bool,
 ) -> Runner:
-    """What runs the model; its steps stay on the device where the verifier does."""
-    if isinstance(verifier, Device):
-        return CudaRunner(
+    """What runs the model; on a device, forwards are captured whatever decides on the tokens."""
+    may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
+    may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
+    if may_be_captured and support.on_device(call.model, call.input_ids):
+        kind = CudaRunner if isinstance(verifier, Device) else ForwardRunner
+        return kind(
             call.model,
             call.num_rows,
             shape,
-            scoring=verifier.scoring,
+            scoring=verifier.scoring if isinstance(verifier, Device) else None,
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
         )

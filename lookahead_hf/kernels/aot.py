@@ -9,11 +9,14 @@ memory, as a step calls them, and Triton itself compiles each launch, as it does
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -29,29 +32,52 @@ from lookahead_hf.kernels.path_table import PathTable
 
 
 class Gpu(NamedTuple):
-    """A GPU to compile for, and the shared memory that a program may use there."""
+    """A GPU to compile for.
+
+    Attributes:
+        target: What Triton compiles for.
+        shared_bytes: Shared memory that a program may use.
+        stack_bytes: Bytes per thread that kernels keep in memory for want of registers: 16 in
+            `reject_tree`, the others in attention, which RDNA's few lanes per program do not suit.
+    """
 
     target: GPUTarget
     shared_bytes: int
+    stack_bytes: int = 0
 
 
 GPUS = {
-    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024),
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 163 * 1024, 16),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * 1024, 16),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024, 16),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * 1024),
-    "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * 1024),
-    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024),
+    "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * 1024, 40),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024, 80),
+    "gfx90a": Gpu(GPUTarget("hip", "gfx90a", 64), 64 * 1024),
+    "gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * 1024, 1240),
 }
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens per row of the steps that are captured."""
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _verify(nodes: int, vocab: int, dtype: torch.dtype, sampled: bool = False) -> None:
+def _step(rows: int, width: int, sampled: bool) -> None:
+    """All launches of a step of a model of eight billion parameters."""
+    _verify(width - 1, 128256, torch.float32 if sampled else torch.bfloat16, sampled, rows)
+    _compact(width, 128, rows)
+    for slots in (512, 4096) if not sampled else ():
+        _attend(width, (32, 8), 128, rows=rows, slots=slots)
+
+
+def _verify(
+    nodes: int, vocab: int, dtype: torch.dtype, sampled: bool = False, rows: int = 2
+) -> None:
     """A step's verification; where it is not sampled, the best entries of its logits as well."""
-    rows, width = 2, 1 + nodes
+    width = 1 + nodes
     scores = _empty(rows, width, vocab, dtype=dtype)
     tree = _empty(rows, width), _empty(rows, width), _empty(rows)
     if sampled:
@@ -74,9 +100,10 @@ def _reject(nodes: int, vocab: int) -> None:
     reject.reject_tree(probs, probs[:, 1:], *tree, uniforms, probs[:, 0])
 
 
-def _compact(width: int, dim: int) -> None:
-    layers = [_empty(2, 4096, 8, dim, dtype=torch.bfloat16) for _ in range(2)]
-    compact.compact_path(PathTable(layers), _empty(2), _empty(2, width), _empty(2))
+def _compact(width: int, dim: int, rows: int = 2) -> None:
+    layers = [_empty(rows, 4096, 8, dim, dtype=torch.bfloat16) for _ in range(2)]
+    path = _empty(rows, 2 + width)[:, 2:]  # as `TreeWalk.path` is
+    compact.compact_path(PathTable(layers), _empty(rows), path, _empty(rows))
 
 
 def _attend(
@@ -85,13 +112,15 @@ def _attend(
     dim: int,
     dtype: torch.dtype = torch.bfloat16,
     extras: bool = False,
+    rows: int = 2,
+    slots: int = 4096,
 ) -> None:
     """Attention of one layer; `heads` are those of the queries and those of K and V."""
-    q = _empty(2, nodes, heads[0], dim, dtype=dtype).transpose(1, 2)
-    k = _empty(2, 4096, heads[1], dim, dtype=dtype).transpose(1, 2)
-    columns, sinks = (_empty(2, 4096), _empty(2)), _empty(heads[0], dtype=dtype)
+    q = _empty(rows, nodes, heads[0], dim, dtype=dtype).transpose(1, 2)
+    k = _empty(rows, slots, heads[1], dim, dtype=dtype).transpose(1, 2)
+    columns, sinks = (_empty(rows, slots), _empty(rows)), _empty(heads[0], dtype=dtype)
     more = (1024, *columns, 50.0, sinks) if extras else ()
-    attention.tree_attention(q, k, k, _empty(2), _empty(2, nodes), dim**-0.5, *more)
+    attention.tree_attention(q, k, k, _empty(rows), _empty(rows, nodes), dim**-0.5, *more)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -109,11 +138,18 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "64 x 8/4 heads of 256 bf16": partial(_attend, 64, (8, 4), 256),
     "64 x 32/8 heads of 128 fp32": partial(_attend, 64, (32, 8), 128, torch.float32),
+    **{
+        f"{rows} x {width}, {'sampled' if sampled else 'greedy'}": partial(
+            _step, rows, width, sampled
+        )
+        for width, rows, sampled in product(WIDTHS, (1, 3), (False, True))
+    },
 }
 """What is printed of each use, and the use.
 
-Vocabularies that divide by 16 and one that does not, drafts of 63 nodes and fewer, the three types
-of logits, one and two tokens' words in the cache's layout, and heads of all sizes and groupings.
+Steps of all widths, of one row and of several. Vocabularies that divide by 16 and one that does
+not, drafts of 63 nodes and fewer, the three types of logits, one and two tokens' words in the
+cache's layout, and heads of all sizes and groupings.
 """
 
 
@@ -122,13 +158,15 @@ def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
 
     Returns:
         What Triton made of each kernel, or why it cannot be launched: it does not compile, or it
-        needs more shared memory than the GPU has.
+        needs more shared memory or keeps more registers in memory than `Gpu` allows.
     """
     found: dict[str, CompiledKernel | Exception] = {}
     run, major = JITFunction.run, gpu.target.arch // 10 if gpu.target.backend == "cuda" else 0
 
     def compile_launch(kernel: Any, *, warmup: bool, **arguments: Any) -> None:
         name = kernel.fn.__name__.strip("_").removesuffix("_kernel")
+        if isinstance(found.get(name), Exception):
+            return
         try:
             found[name] = made = run(kernel, warmup=True, **arguments)
             if made.metadata.shared > gpu.shared_bytes:
@@ -136,6 +174,8 @@ def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
                     f"needs {made.metadata.shared} bytes of shared memory, "
                     f"the target has {gpu.shared_bytes}"
                 )
+            if (used := resources(made)).stack_bytes > gpu.stack_bytes:
+                raise RuntimeError(f"keeps {used.stack_bytes} bytes of registers in memory")
         except Exception as error:
             found[name] = error
 
@@ -146,6 +186,30 @@ def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
     ):
         CASES[case]()
     return found
+
+
+class Resources(NamedTuple):
+    """What a thread of a kernel needs."""
+
+    registers: int
+    stack_bytes: int
+
+
+def resources(made: CompiledKernel) -> Resources:
+    """Read what a kernel needs from what it was compiled to."""
+    if "amdgcn" in made.asm:
+        return Resources(
+            *(
+                int(re.findall(rf"\.{name}:\s*(\d+)", made.asm["amdgcn"])[0])
+                for name in ("vgpr_count", "private_segment_fixed_size")
+            )
+        )
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return Resources(*(int(re.findall(rf"{name}:(\d+)", said)[0]) for name in ("REG", "STACK")))
 
 
 class _Driver:
@@ -181,9 +245,15 @@ def _compile(job: tuple[str, str]) -> list[str]:
     lines = []
     for kernel, made in compile_case(case, GPUS[target]).items():
         failed = f"FAILED {type(made).__name__}: {made}"
-        said = failed if isinstance(made, Exception) else f"{made.metadata.shared:>6} bytes shared"
-        lines.append(f"{kernel + ': ' + case:64} {target:7} {said}")
+        lines.append(
+            f"{kernel + ': ' + case:64} {target:7} "
+            + (failed if isinstance(made, Exception) else _said(made))
+        )
     return lines
+
+
+def _said(made: CompiledKernel) -> str:
+    return f"{made.metadata.shared:>6} bytes shared, {resources(made).registers:>3} registers"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def backend(device: torch.device) -> str:
     Raises:
         ValueError: The variable holds anything else, or names Triton where it cannot run.
     """
-    chosen = os.environ.get(_VARIABLE)
+    chosen = setting()
     if not chosen:
         return "triton" if device.type == "cuda" and _has_triton(device) else "torch"
     if chosen not in ("triton", "torch"):
@@ -46,9 +46,14 @@ def backend(device: torch.device) -> str:
     return chosen
 
 
+def setting() -> str:
+    """Return what the environment variable asks for, "" for nothing."""
+    return os.environ.get(_VARIABLE, "")
+
+
 def is_asked_for() -> bool:
     """Whether the environment variable asks for the kernels, and not only the device."""
-    return os.environ.get(_VARIABLE) == "triton"
+    return setting() == "triton"
 
 
 @lru_cache

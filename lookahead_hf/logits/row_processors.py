@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +72,9 @@ class RowProcessors:
         self.num_rows = num_rows
         self._unknown = _first_unknown(processors, num_rows)
         self._chains: list[list[Processor]] = []  # per row, built once the device is known
+
+    def __iter__(self) -> Iterator[Processor]:
+        return iter(self._processors)
 
     @property
     def empty(self) -> bool:

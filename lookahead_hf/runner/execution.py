@@ -28,6 +28,7 @@ WAITS = "a forward waits for the device"
 NO_GRAPHS = "the device has no graphs"
 TOO_SHORT = "the call is too short to capture for"
 TOO_LARGE = "K and V take too much memory to keep"
+TOO_WIDE = "the draft is wider than the captured steps of so many rows"
 IN_USE = "another call is using the model's graphs"
 FAILED = "capturing failed"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from operator import is_
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._device import DeviceContext
 
-from lookahead_hf import compat
+from lookahead_hf import compat, kernels
 from lookahead_hf.runner import execution, torch_compile
 
 MOST_ITEMS = 1000
@@ -66,7 +67,7 @@ class ModelSnapshot:
         self._size = sum(map(len, self._dicts))
         self._attention = _attention_functions()
         self._found += map(_Same, self._attention)
-        self.key = (*_of_torch(tensors[0].device.type), *self._found)
+        self.key = (*_of_process(tensors[0].device.type), *self._found)
         self._found.clear()
 
     def _read_module(self, module: nn.Module) -> None:
@@ -177,13 +178,21 @@ def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
     return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())]
 
 
-def _of_torch(device: str) -> tuple[Any, ...]:
-    """Settings of torch that decide which operations a forward runs."""
+def _of_process(device: str) -> tuple[Any, ...]:
+    """Settings of the process that decide which operations a forward runs."""
+    cuda = torch.backends.cuda
     return (
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        str(cuda.preferred_blas_library()),
+        kernels.setting(),
     )
 
 
@@ -201,9 +210,14 @@ def _is_watched() -> bool:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether a module object has a forward of its own that is not its class's, compiled."""
+    """Whether a module object has a forward of its own that a graph may not stand for.
+
+    It may stand for its class's forward, compiled, and for the fused kernels that Liger-Kernel and
+    the kernels hub (`use_kernels=True`) put there: like the forward of a class, they know nothing
+    but the module and their arguments. The key holds which forward it is.
+    """
     own = vars(module).get("forward")
-    if own is None:
+    if own is None or _is_fused(module, own):
         return False
     inner = getattr(own, "_torchdynamo_orig_callable", None)
     if inner is None:
@@ -213,3 +227,13 @@ def _is_replaced(module: nn.Module) -> bool:
     owner, function = getattr(inner, "__self__", None), getattr(inner, "__func__", None)
     is_own = owner is module and function is type(module).forward
     return not (is_own or isinstance(module, OptimizedModule))
+
+
+def _is_fused(module: nn.Module, forward: Any) -> bool:
+    """Whether a forward is a kernel's function, bound to the module, without further state."""
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return False
+    function: Any = forward.__func__
+    is_liger = str(getattr(function, "__module__", "")).partition(".")[0] == "liger_kernel"
+    is_for_kernels = hasattr(type(module), "kernel_layer_name")
+    return (is_liger or is_for_kernels) and not getattr(function, "__closure__", None)

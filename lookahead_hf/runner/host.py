@@ -196,6 +196,12 @@ class Runner:
         return execution.PACKED if self._packed.is_used else ""
 
     @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Nodes per row that drafts are padded to, from 0 on; None if a block is like its draft."""
+        is_padded = self._is_compiled and self._shape is None
+        return node_counts(torch_compile.WIDTHS) if is_padded else None
+
+    @property
     def step_is_typical(self) -> bool:
         """Whether the latest step was one forward and nothing else, so that its time is typical.
 
@@ -257,8 +263,9 @@ class Runner:
         device, given = self._next_position.device, inputs.model_inputs
         columns = implicit_positions.step(inputs.columns)
         remembers = nullcontext() if self.recurrent is None else self.recurrent.step()
+        experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
         in_step = attention.step(device, inputs.trees, inputs.flat)
-        with in_step, columns, remembers, self._packed.step():
+        with in_step, columns, remembers, experts, self._packed.step():
             outputs = self.model(**given, return_dict=True)
         num_tokens = given[self._names.ids].numel()
         self.num_fed += num_tokens
@@ -361,6 +368,11 @@ class Runner:
         if self.recurrent is not None:
             self.recurrent.keep(counts)
         self.cache.slots.lengths += counts
+
+
+def node_counts(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many nodes blocks of these widths hold beside the last token, the fewest first."""
+    return tuple(sorted(width - 1 for width in widths))
 
 
 def _ahead(rows: Rows) -> np.ndarray:

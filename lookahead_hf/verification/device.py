@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores, Scoring
 from lookahead_hf.verification.batched_walk import BatchedWalk
+from lookahead_hf.verification.node_processors import NodeProcessors
 from lookahead_hf.verification.noise import Noise
 from lookahead_hf.verification.rng import refuse_unless
-
-KNOWN = frozenset(
-    {
-        hf.EpsilonLogitsWarper,
-        hf.InfNanRemoveLogitsProcessor,
-        hf.LogitNormalization,
-        hf.MinPLogitsWarper,
-        hf.SuppressTokensLogitsProcessor,
-        hf.TemperatureLogitsWarper,
-        hf.TopKLogitsWarper,
-        hf.TopPLogitsWarper,
-    }
-)
-"""Processors, by exact type, that look at a row of scores alone and need nothing from the host."""
+from lookahead_hf.verification.walk import Rules
 
 
 def serves(device: torch.device) -> bool:
     """Return whether calls on a device are verified there; on a CPU that would gain nothing."""
     return device.type == "cuda"
-
-
-def admits(processors: Any) -> bool:
-    """Return whether these logits processors can be applied to all nodes at once, on the device."""
-    return type(processors) is hf.LogitsProcessorList and all(type(p) in KNOWN for p in processors)
 
 
 class Device(BatchedWalk):
@@ -48,6 +28,10 @@ class Device(BatchedWalk):
 
     name = "device"
 
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self._processed = NodeProcessors(rules.processors)
+
     @property
     def scoring(self) -> Scoring | None:
         alters = self.rules.do_sample or not self.rules.processors.empty
@@ -55,8 +39,8 @@ class Device(BatchedWalk):
 
     def scores(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
         """Return what the tokens of a step are chosen by, from its logits, [rows, width, vocab]."""
-        scores = logits.to(copy=True, dtype=torch.float32).flatten(0, 1)
-        scores = self.rules.processors.at_once(scores).view_as(logits)
+        scores = logits.to(copy=True, dtype=torch.float32)
+        scores = self._processed(rows, draft, scores)
         if not self.rules.do_sample:
             return Scores(scores)
         assert isinstance(self._noise, Noise)

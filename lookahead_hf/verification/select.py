@@ -8,7 +8,7 @@ from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.runner import support
-from lookahead_hf.verification import batched_walk, device
+from lookahead_hf.verification import batched_walk, device, node_processors
 from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.follower import FollowerLockstep, FollowerWalk
@@ -65,7 +65,8 @@ def choose_verifier(
     if draws:
         return Rejection(rules)
     on_device = is_replayed and not in_order and not outputs and stopping.by_token_and_length
-    on_device = on_device and seed is None and processes.is_alone and device.admits(call.processors)
+    on_device = on_device and seed is None and processes.is_alone
+    on_device = on_device and node_processors.admits(call.processors)
     if on_device and device.serves(where) and support.on_device(call.model, call.input_ids):
         return Device(rules)
     if processes.receive is not None:

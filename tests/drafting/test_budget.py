@@ -293,6 +293,22 @@ def test_steps_of_unknown_time_teach_nothing() -> None:
     assert plain_seconds(curve) == 0.02 and curve.is_due(8)
 
 
+@pytest.mark.parametrize("sizes", [(0, 7, 15, 31, 63), (0, 15, 63), (0, 1, 3, 7)])
+def test_a_padded_step_is_filled_with_nodes(sizes: tuple[int, ...]) -> None:
+    """Nodes up to the width that is paid for cost nothing."""
+    costs = CostModel()
+    budget, chosen = Budget("auto", 64, costs, rows_of(), sizes=lambda: sizes), set()
+    for step in range(400):
+        most = (64, 20)[step % 2]
+        tree = tree_of(np.full(most, 0.9) ** np.arange(1, 1 + most))
+        size = budget.choose(tree)
+        assert size in (*sizes, most)
+        chosen.add(size)
+        paid = costs.curve(1, 100, sizes=sizes).size_for(size)
+        budget.observe(head(tree, size), points(BF16)(paid))
+    assert {0, max(sizes)} <= chosen
+
+
 @pytest.mark.parametrize("size", [0, 5, 64])
 def test_a_fixed_budget_drafts_that_much_in_every_step(size: int) -> None:
     run = simulate(steep, setting=size, accepts=lambda step: 0.0, steps=40)

@@ -75,7 +75,7 @@ class Foreseeing(Drafter):
 def session_of(
     rows: Rows, *sources: Drafter, model: Any = None, budget: str | int = "auto"
 ) -> DraftSession:
-    runner: Any = SimpleNamespace(mode="", most_nodes=None, is_flat=False)
+    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
     return DraftSession(
         model or Model(),
         SpeculativeConfig(budget=budget),

@@ -57,7 +57,7 @@ def stats_of(model: Any) -> lookahead_hf.SpeculativeStats:
 def test_a_model_is_set_up_for_decoding_as_plain_sets_it_up(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the prompt and the last step; experts run otherwise there on accelerators."""
+    """Between the prompt and the last step; experts on accelerators are set up for every step."""
     happened: list[str] = []
 
     @contextmanager

@@ -34,12 +34,24 @@ def compare(
         fields: Fields of the configuration that differ.
         **call: Further arguments of the call.
     """
-    call = {**GREEDY, **call, **{name: tensor.to(model.device) for name, tensor in inputs.items()}}
-    fields = {"cuda_graphs": True, **(fields or {})}
-    lookahead_hf.enable(model)  # graphs are freed where `enabled` ends
-    stats = compared(model, lambda: dict(call), call["input_ids"].shape[1], **fields).stats
+    stats = compare_calls(model, lambda: {**GREEDY, **call, **inputs}, fields)
     assert stats.engine == "device"
     return stats
+
+
+def compare_calls(
+    model: Any, call: Callable[[], dict[str, Any]], fields: dict[str, Any] | None = None
+) -> lookahead_hf.SpeculativeStats:
+    """Do the same for calls of any engine, whose arguments are made anew for each."""
+
+    def on_device() -> dict[str, Any]:
+        tensors = torch.Tensor
+        made = call().items()
+        return {k: v.to(model.device) if isinstance(v, tensors) else v for k, v in made}
+
+    fields = {"cuda_graphs": True, **(fields or {})}
+    lookahead_hf.enable(model)  # graphs are freed where `enabled` ends
+    return compared(model, on_device, call()["input_ids"].shape[1], **fields).stats
 
 
 def sets_of(made: list[TapeRecorder]) -> list[TapeRecorder]:

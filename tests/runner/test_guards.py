@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -159,6 +160,54 @@ def test_what_modules_hold_is_in_the_key(change: Callable[[Any], None]) -> None:
     change(model)
     assert ModelSnapshot(model).key != before.key
     assert not before.is_current()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setenv("LOOKAHEAD_HF_BACKEND", "torch"),
+        lambda patch: patch.setattr(torch.backends.cuda, "math_sdp_enabled", lambda: False),
+        lambda patch: patch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: "lt"),
+        lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "high"),
+    ],
+)
+def test_settings_of_the_process_are_in_the_key(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
+    before = ModelSnapshot(model := small())
+    change(monkeypatch)
+    assert ModelSnapshot(model).key != before.key
+
+
+def fused(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return type(self).forward(self, x)
+
+
+def other_fused(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return -type(self).forward(self, x)
+
+
+@pytest.mark.parametrize("who", ["liger", "hub"])
+def test_fused_kernels_are_captured(
+    who: str, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both put a bound function in the place of a module's forward."""
+    model = small()
+    norm, reads_more = model.model.norm, [2.0]
+    if who == "liger":
+        for each in (fused, other_fused):
+            monkeypatch.setattr(each, "__module__", "liger_kernel.transformers.rms_norm")
+    else:
+        monkeypatch.setattr(type(norm), "kernel_layer_name", "RMSNorm", raising=False)
+    for each in (fused, other_fused):
+        norm.forward = MethodType(each, norm)
+        assert compare(model, padded("left")).execution == "replayed"
+    assert len(sets_of(made)) == 2
+    norm.forward = MethodType(lambda self, x: other_fused(self, x) * reads_more[0], norm)
+    assert compare(model, padded("left")).execution == REPLACED
+    norm.forward = MethodType(fused, model)
+    assert blockers(model) == [REPLACED]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from tests.helpers.scripted import continuations, right, scripted
 QUICK = ("llama", "mistral", "gpt2")
 KNOWN_WARPERS = {name: WARPERS[name] for name in ("temperature", "top-k", "top-p", "min-p")}
 KNOWN_WARPERS["suppressed"] = {"suppress_tokens": [5, 6, 7]}
+KNOWN_WARPERS["penalty"] = {"repetition_penalty": 1.3}
+KNOWN_WARPERS["least length"] = {"min_new_tokens": 30, "repetition_penalty": 0.8}
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,28 @@ def test_same_seed_same_text(kind: str, warpers: dict[str, Any]) -> None:
     inputs = {"input_ids": prompt()} if kind == "alone" else padded(kind)
     sampled = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0}
     assert_on_device(compare(tiny("llama"), inputs, **sampled, **warpers))
+
+
+@pytest.mark.parametrize("kind", ["left", "holes"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"repetition_penalty": 1.2},
+        {"min_new_tokens": 25},
+        {"min_length": 30, "repetition_penalty": 0.9},
+        {"begin_suppress_tokens": list(range(3, 90))},
+    ],
+    ids=["penalty", "new tokens", "length", "begin"],
+)
+def test_each_node_has_a_prefix_of_its_own(kind: str, rules: dict[str, Any]) -> None:
+    """Pads count as in plain, and so does what is drafted above a node."""
+    model, inputs = tiny("llama"), padded(kind)
+    ends = {"eos_token_id": list(range(3, 12))}
+    before = model.generate(**inputs, **GREEDY, **ends)
+    stats = compare(model, inputs, **GREEDY, **ends, **rules)
+    assert model.generate(**inputs, **GREEDY, **ends, **rules).tolist() != before.tolist()
+    assert_on_device(stats)
+    assert stats.num_moved > 0
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -117,7 +141,7 @@ class Own(LogitsProcessor):
 @pytest.mark.parametrize(
     ("engine", "fields"),
     [
-        ("walk", {"repetition_penalty": 1.2}),
+        ("walk", {"no_repeat_ngram_size": 4}),
         ("walk", {"max_time": 1000.0}),
         ("walk", {"return_dict_in_generate": True, "output_scores": True}),
         ("lockstep", {"logits_processor": LogitsProcessorList([Own()])}),
@@ -132,7 +156,7 @@ def test_what_needs_the_host_is_verified_there(engine: str, fields: dict[str, An
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     assert stats.engine == engine
-    assert stats.execution == "model"
+    assert stats.execution == "the device has no graphs"
 
 
 def test_probabilities_that_are_not_finite_raise_as_in_plain() -> None:

@@ -180,7 +180,7 @@ def replay(
 def _session(
     model: Any, config: SpeculativeConfig, rows: Rows, sources: Sequence[Drafter], most: int
 ) -> DraftSession:
-    runner: Any = SimpleNamespace(mode="", most_nodes=None, is_flat=False)
+    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
     return DraftSession(
         model, config, rows, list(sources), do_sample=False,
         vocab_size=2**31, max_new_tokens=most, runner=runner,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,7 +44,10 @@ class CudaRecorder:
         """
         with _lock:
             free = _free_streams.setdefault(self._device, [])
-            return free.pop() if free else torch.cuda.Stream(self._device)
+            if not free:
+                return torch.cuda.Stream(self._device)
+            _forget_workspaces()  # the stream's own is in the pool of graphs that are gone
+            return free.pop()
 
     @cached_property
     def _pool(self) -> Any:
@@ -52,7 +55,7 @@ class CudaRecorder:
 
     def __del__(self) -> None:
         if "_stream" in vars(self):
-            _free_streams[self._device].append(self._stream)
+            _free_streams.setdefault(self._device, []).append(self._stream)
 
     def begin(self) -> None:
         """Wait for earlier calls on the same tensors, perhaps on other streams."""
@@ -68,7 +71,17 @@ class CudaRecorder:
 
         Work that is done once (compiling kernels, first copies) may wait. "warn" rather than
         "error": the setting holds for the whole process, in which other threads may wait.
+
+        On CUDA the runs stay on the caller's stream. So cuBLAS takes its workspace for the stream
+        of the graphs, whose address they freeze, when they are captured, out of their own memory.
+        Anybody may free the workspaces of the other streams, as torch's inductor does. ROCm's
+        libraries set themselves up once per stream, which no capture allows.
         """
+        if not torch.version.hip:
+            run()
+            with _noting_waits() as waits:
+                run()
+            return waits[0] if waits else None
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -78,16 +91,51 @@ class CudaRecorder:
                     run()
         finally:
             current.wait_stream(self._stream)
+        _forget_workspaces()
         return waits[0] if waits else None
 
     def record(self, run: Callable[[], Captured]) -> Recording:
         """Run once and keep the operations."""
+        try:
+            return self._capture(run, self._pool)
+        except BaseException:
+            self._end_failed_capture()
+            raise
+
+    def _end_failed_capture(self) -> None:
+        """Bring torch back to where draws and allocations work.
+
+        Up to 2.12, torch's random generator and allocator stay as they are within a capture if it
+        fails. Then every later draw in the process raises, also those of the caller. A capture that
+        succeeds brings the generator back.
+        """
+        global _is_broken
+        index = self._device.index or 0
+        with suppress(Exception):  # raises where torch has ended it
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        try:
+            nothing = torch.zeros((), device=self._device)
+            self._capture(lambda: (nothing + 1,), torch.cuda.graph_pool_handle())
+            generator = torch.cuda.default_generators[index]
+            state = generator.get_state()
+            torch.rand((), device=self._device)
+            generator.set_state(state)
+        except Exception:
+            _is_broken = True
+            warnings.warn(
+                "a CUDA graph could not be captured, and torch's random generator does not work "
+                "since then: start a new process before you sample. Pass cuda_graphs=False there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _capture(self, run: Callable[[], Captured], pool: Any) -> Recording:
         graph = torch.cuda.CUDAGraph()
         # torch's own context leaves its stream current if ending a capture fails.
         with (
             torch.cuda.stream(self._stream),
             torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
             ),
         ):
             outputs = run()
@@ -104,6 +152,12 @@ class CudaRecorder:
 
 _lock = threading.Lock()
 _free_streams: dict[torch.device, list[Any]] = {}
+_is_broken = False  # draws raise since a capture failed, so that nothing more is captured
+
+
+def _forget_workspaces() -> None:
+    """Let cuBLAS take new workspaces: those of our graphs stay in the memory of the graphs."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 _WAIT = "called a synchronizing"
@@ -141,4 +195,4 @@ def _noting_waits() -> Iterator[list[str]]:
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
     """Return what captures steps on this device, None where nothing can."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+    return CudaRecorder(device) if device.type == "cuda" and not _is_broken else None

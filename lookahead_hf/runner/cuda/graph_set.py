@@ -112,10 +112,12 @@ class GraphSet:
             return run(width, visible)
 
         try:
-            reason = self.recorder.try_out(step)
-            if reason is not None:
-                raise Uncapturable(f"{execution.WAITS}: {reason}")
-            self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
+            # What is made in inference mode, torch's random state too, is of no use outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                reason = self.recorder.try_out(step)
+                if reason is not None:
+                    raise Uncapturable(f"{execution.WAITS}: {reason}")
+                self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
         finally:
             self.state.lengths.copy_(lengths)
 

@@ -33,6 +33,15 @@ _logger = logging.getLogger(__name__)
 WIDTHS = (64, 32, 16, 8, 1)
 """Tokens per row of the captured steps; a draft takes the narrowest that holds it."""
 
+NARROW_WIDTHS = (4, 2)
+"""Further widths for many rows, where few nodes per row are worth their time."""
+
+MANY_ROWS = 8
+"""Rows from which on there are narrow widths."""
+
+MOST_TOKENS = 512
+"""Most tokens of a captured step, in all rows. So many are bound by arithmetic: no draft pays."""
+
 WORTHWHILE = 64
 """New tokens from which on "auto" captures, which takes about a second."""
 
@@ -153,6 +162,18 @@ class ModelGraphs:
             self.sets = []
         for each in idle:
             each.retire()
+
+
+def widths_for(num_rows: int, widths: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Return the tokens per row of the captured steps of a batch, the most first.
+
+    Args:
+        num_rows: Rows of the batch.
+        widths: What to choose from if compiled code knows only these.
+    """
+    narrow = NARROW_WIDTHS if widths is None and num_rows >= MANY_ROWS else ()
+    chosen = sorted({*(widths or WIDTHS), *narrow}, reverse=True)
+    return tuple(width for width in chosen if width == 1 or width * num_rows <= MOST_TOKENS)
 
 
 def of_model(model: Any) -> ModelGraphs:

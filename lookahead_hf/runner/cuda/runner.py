@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
@@ -16,9 +15,9 @@ from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
-from lookahead_hf.runner.cuda.transfer import HostCopy
+from lookahead_hf.runner.cuda.transfer import HostCopy, pinned
 from lookahead_hf.runner.guards import ModelSnapshot
-from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.host import BlockShape, Runner, node_counts
 from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
 
 ALIGNED = 16
@@ -69,6 +68,11 @@ class CudaRunner(Runner):
         )
 
     @property
+    def _decides(self) -> bool:
+        """Whether the step itself chooses the tokens and keeps them."""
+        return self._scoring is None
+
+    @property
     def mode(self) -> str:
         return "device" if self._set is None or not self._replays else "graphs"
 
@@ -84,8 +88,9 @@ class CudaRunner(Runner):
             self.execution = reasons[0]
             return
         self._graphs = graphs.of_model(self.model)
-        kind = self._snapshot.key, self._scoring is None, str(self._extras), self._shape is None
-        slots = self.cache.slots.longest + self._room + graphs.WIDTHS[0]
+        extras = repr(sorted(self._extras.items()))
+        kind = self._snapshot.key, self._decides, extras, self._shape is None
+        slots = self.cache.slots.longest + self._room + MAX_WIDTH
         create = self._wanted is True or self._room >= graphs.WORTHWHILE
         try:
             self._set = self._graphs.enter(kind, self.cache, self._state, slots, create)
@@ -96,10 +101,7 @@ class CudaRunner(Runner):
 
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
-        width, visible = self._sizes(draft)
-        recording = self._recording(width, visible)
-        self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
-        logits, states, *decided = self._replay_or_run(recording, width, visible)
+        width, (logits, states, *decided) = self._step(rows, draft)
         finite = None
         if self._scoring is None:
             packed, *scan = decided
@@ -120,6 +122,13 @@ class CudaRunner(Runner):
             is_finite=finite,
         )
 
+    def _step(self, rows: Rows, draft: DraftTree) -> tuple[int, Captured]:
+        """Launch what is captured of a step; return its width and what it returns."""
+        width, visible = self._sizes(draft)
+        recording = self._recording(width, visible)  # first: a capture writes to the draft
+        self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
+        return width, self._replay_or_run(recording, width, visible)
+
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         self.forget()
         return super().repeat_without_draft(rows)
@@ -134,13 +143,19 @@ class CudaRunner(Runner):
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._set is not None or self._is_compiled:
-            width = min(w for w in self._widths if w >= width)
+            width = min((w for w in self._widths if w >= width), default=width)
         return width, self._visible(self.cache.slots.longest + width)
 
     @property
     def _widths(self) -> tuple[int, ...]:
         """Tokens per row of blocks whose every width has to be prepared."""
-        return torch_compile.WIDTHS if self._is_compiled else graphs.WIDTHS
+        return graphs.widths_for(self.num_rows, torch_compile.WIDTHS if self._is_compiled else None)
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        if self._set is None or self._shape is not None:
+            return super().sizes
+        return node_counts(self._widths)
 
     def _visible(self, used: int) -> int:
         """Make room for so many slots; return how many of them the attention sees."""
@@ -174,6 +189,9 @@ class CudaRunner(Runner):
         """Return the captured step, captured now if it has to be; None where the step is run."""
         if self._set is None:
             return None
+        if self._shape is None and width not in self._widths:
+            self.execution = execution.TOO_WIDE
+            return None
         found = self._set.recordings.get((width, visible))
         # While steps are replayed, the model is looked at behind each launch.
         if (found is None or not self._replays) and not self._snapshot.is_current():
@@ -182,7 +200,7 @@ class CudaRunner(Runner):
         return found or self._capture(width, visible)
 
     def _run(self, width: int, visible: int) -> Captured:
-        if self._scoring is None:
+        if self._decides:
             return self._function.run(width, visible)
         return self._function.forward(width, visible)
 
@@ -215,7 +233,8 @@ class CudaRunner(Runner):
 
     def forget(self) -> None:
         """Keep nothing of the latest step, on the device either."""
-        self._state.lengths.copy_(torch.from_numpy(self.cache.slots.lengths))
+        lengths = pinned(self.cache.slots.lengths.copy(), self._state.lengths.device)
+        self._state.lengths.copy_(lengths, non_blocking=True)
 
     def _leave_graphs(self, error: Uncapturable | None = None) -> None:
         used, self._set = self._set, None
@@ -231,3 +250,27 @@ class CudaRunner(Runner):
         accepted = verdict.num_accepted
         self.cache.slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
         return int((verdict.path != place_in_row(verdict.path_offsets)).sum())
+
+
+class ForwardRunner(CudaRunner):
+    """Runs forwards on the device, for engines that choose and keep the tokens on the host."""
+
+    @property
+    def _decides(self) -> bool:
+        return False
+
+    @property
+    def mode(self) -> str:
+        return f"{super().mode}, decided on the host"
+
+    def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:  # type: ignore[override]
+        """Launch a step up to its logits, as `Runner.launch` does."""
+        self.forget()
+        _, (logits,) = self._step(rows, draft)
+        return StepOutputs(logits=logits)
+
+    def commit(self, verdict: Verdict) -> int:
+        return Runner.commit(self, verdict)
+
+    def _has_nan(self, step: StepOutputs) -> np.ndarray:
+        return Runner._has_nan(self, step)

@@ -207,7 +207,8 @@ class StepFunction:
             "past_key_values": self._cache.slots,
             "use_cache": True,
         }
-        with attention.step(state.lengths.device, self._trees(built, draft)):
+        experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
+        with experts, attention.step(state.lengths.device, self._trees(built, draft)):
             outputs = self._model(**inputs, return_dict=True)
         return outputs.logits, compat.last_hidden_states(outputs)
 

@@ -5,73 +5,39 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from lookahead_hf.runner.cuda import capture
+import lookahead_hf
+from lookahead_hf.runner.cuda import capture, graphs
 from lookahead_hf.runner.cuda.capture import CudaRecorder
+from lookahead_hf.runner.execution import FAILED
+from tests.helpers.calls import padded
+from tests.helpers.fake_cuda import Cuda, Stream, on_cuda, put_in_place
+from tests.helpers.replayed import WIDTHS, compare, small
 
 WAIT = "called a synchronizing CUDA operation (Triggered internally)\nmore"
-SAID_ONCE = (
-    "Synchronization debug mode is a prototype feature and does not yet detect all "
-    "synchronizing operations (Triggered internally at Module.cpp)"
-)
-
-
-class Stream:
-    """A stream without work; `waited` lists the streams that it waited for."""
-
-    def __init__(self, *_: Any) -> None:
-        self.waited: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
-
-
-class Cuda:
-    """What the recorder asks of torch: the current stream, and the mode that warns of waits."""
-
-    def __init__(self) -> None:
-        self.stream = self.first = Stream()
-        self.modes: list[int] = [0]
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
-
-    def set_mode(self, mode: int | str) -> None:
-        self.modes.append({"warn": 1}.get(str(mode), mode))  # type: ignore[arg-type]
-        warnings.warn(SAID_ONCE, stacklevel=1)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    fake, patch = Cuda(), monkeypatch.setattr
-    patch(torch.cuda, "Stream", Stream)
-    patch(torch.cuda, "current_stream", lambda *_: fake.stream)
-    patch(torch.cuda, "stream", fake.on)
-    patch(torch.cuda, "get_sync_debug_mode", lambda: fake.modes[-1])
-    patch(torch.cuda, "set_sync_debug_mode", fake.set_mode)
-    patch(capture, "_free_streams", {})
-    return fake
+    return put_in_place(monkeypatch)
 
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cpu")
 
 
 def fails() -> Any:
     raise RuntimeError("out of memory")
 
 
-def test_after_a_trial_that_fails_the_thread_waits_for_what_was_begun(cuda: Cuda) -> None:
+def test_after_a_trial_that_fails_the_thread_waits_for_what_was_begun(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
     recorder = CudaRecorder(DEVICE)
     with pytest.raises(RuntimeError, match="out of memory"):
         recorder.try_out(fails)
@@ -122,3 +88,65 @@ def test_living_recorders_share_no_stream(cuda: Cuda) -> None:
     del first, idle
     gc.collect()
     assert CudaRecorder(DEVICE)._stream is kept
+
+
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_graphs_have_their_workspace_in_their_own_memory(
+    hip: str | None, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may free the others; also on a stream that an earlier set of graphs had."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        cuda.multiply()
+        return (torch.ones(1) + 1,)
+
+    streams: list[Stream] = []
+    for _ in range(2):
+        recorder = CudaRecorder(DEVICE)
+        for _ in range(2):
+            assert recorder.try_out(run) is None
+            recording = recorder.record(run)
+            assert recording.graph.workspace == recorder._pool
+            recording.replay()
+            assert recording.outputs[0].item() == 2
+        recorder.release([recording])
+        streams.append(recorder._stream)
+        del recorder
+    assert streams[0] is streams[1]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_capture_that_fails_costs_nothing_but_the_graphs(
+    sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws and later captures work, in inference mode too; torch may leave both broken."""
+    monkeypatch.setattr(graphs, "WIDTHS", WIDTHS)
+    monkeypatch.setattr(graphs, "RETRY_AFTER", 0)
+    model, failures = small(), [1]
+    kind = type(model.model.norm)
+    own = kind.forward
+
+    def fails_in_a_capture(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if cuda.within is not None and failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("no memory for graphs")
+        return own(self, x)
+
+    monkeypatch.setattr(kind, "forward", fails_in_a_capture)
+    with on_cuda(monkeypatch) as cuda, torch.inference_mode():
+        assert str(compare(model, padded("left"), do_sample=sampled).execution).startswith(FAILED)
+        assert cuda.stream is cuda.first
+        assert not cuda.recording_to
+        assert torch.multinomial(torch.ones(3), 1).shape == (1,)
+        assert compare(model, padded("left"), do_sample=sampled).execution == "replayed"
+        assert lookahead_hf.last_stats(model).num_accepted > 0  # type: ignore[union-attr]
+
+
+def test_nothing_more_is_captured_where_draws_stay_broken(cuda: Cuda) -> None:
+    cuda.mends = False
+    before = torch.default_generator.get_state()
+    with pytest.warns(RuntimeWarning, match="start a new process"), pytest.raises(RuntimeError):
+        CudaRecorder(DEVICE).record(fails)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    assert capture.recorder_for(torch.device("cuda")) is None

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig
+from lookahead_hf import SpeculativeConfig, compat
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda import graph_set
+from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.execution import REPLAYED, WAITS
+from lookahead_hf.runner.host import Runner
 from tests.helpers.calls import GREEDY, padded
-from tests.helpers.device import TapeRecorder
+from tests.helpers.device import TapeRecorder, storages
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
 from tests.helpers.packing import in_threads
-from tests.helpers.replayed import WIDTHS, compare, sets_of
+from tests.helpers.replayed import WIDTHS, compare, compare_calls, sets_of
 
 SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
@@ -42,6 +51,34 @@ def test_sampled_steps_are_captured_up_to_the_logits(made: list[TapeRecorder]) -
     stats = compare(tiny("llama"), padded("left"), do_sample=True, top_k=20)
     assert stats.execution == "replayed"
     assert all(r.outputs[1:] == (None,) for r in made[-1].recordings)  # no hidden states either
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+DECIDED_ON_THE_HOST: dict[str, tuple[str, str, Callable[[], dict[str, Any]]]] = {
+    "prefix": ("walk", "alone", lambda: {"no_repeat_ngram_size": 4}),
+    "prefixes": ("walk", "left", lambda: {"no_repeat_ngram_size": 4, "do_sample": True}),
+    "scores": ("walk", "holes", lambda: {"return_dict_in_generate": True, "output_scores": True}),
+    "own": ("lockstep", "left", lambda: {"logits_processor": LogitsProcessorList([Own()])}),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED_ON_THE_HOST)
+def test_forwards_are_captured_whatever_decides(name: str, made: list[TapeRecorder]) -> None:
+    """The forward is what costs; the host keeps the tokens, also of a returned cache."""
+    engine, kind, further = DECIDED_ON_THE_HOST[name]
+    model, inputs = tiny("gemma3"), padded(kind, 1 if kind == "alone" else 3)
+    for _ in range(2):
+        stats = compare_calls(model, lambda: {**GREEDY, **inputs, **further()})
+        assert (stats.engine, stats.execution) == (engine, "replayed")
+        assert stats.num_moved > 0
+    assert len(sets_of(made)) == 1
+    if not further().get("do_sample"):  # what is captured serves both engines
+        compare(model, inputs, do_sample=True)
+        assert len(sets_of(made)) == 1
 
 
 def test_graphs_outlive_inference_mode(made: list[TapeRecorder]) -> None:
@@ -71,6 +108,43 @@ def test_experts_are_captured_if_they_do_not_wait(
     model = tiny("mixtral")
     model.set_experts_implementation(experts)
     assert str(compare(model, padded("left")).execution).startswith(said)
+
+
+class MostBytes(TorchDispatchMode):
+    """Notes the largest tensor that an operation makes, in a forward of so many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and storages(tensor) - storages((args, kwargs)):
+                self.bytes = max(self.bytes, tensor.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Runner, CudaRunner])
+@pytest.mark.parametrize(
+    ("rows", "width", "gathers"), [(1, 1, True), (9, 1, False), (1, 16, False)]
+)
+def test_blocks_copy_no_experts(
+    rows: int, width: int, gathers: bool, kind: type[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: transformers and the library look at the device of the model."""
+    model = tiny("mixtral", num_local_experts=8, intermediate_size=256)
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
+    runner, texts = kind(model, rows), Rows(np.full((rows, 20), 5))
+    runner.start(prompt(rows, 20), DynamicCache(config=model.config))
+    for row in range(rows):
+        texts.emit(row, 5)
+    draft = DraftTree.from_chains([[list(range(5, 4 + width))]] * rows)
+    with torch.no_grad(), compat.set_up_for_decoding(model), MostBytes() as most:
+        runner.launch(texts, draft)
+    assert model.get_experts_implementation() == {"": "grouped_mm"}
+    of_expert = model.model.layers[0].mlp.experts.gate_up_proj[0].nbytes
+    assert (most.bytes >= of_expert) == gathers
 
 
 def test_threads_share_a_model(made: list[TapeRecorder]) -> None:

@@ -12,6 +12,7 @@ from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda.step import pack
 from lookahead_hf.runner.cuda.transfer import HostCopy
 from lookahead_hf.runner.tree_attention import ancestor_words
+from tests.helpers.device import TapeRecorder, on_device
 
 
 def test_a_packed_draft_holds_every_node_and_its_ancestors() -> None:
@@ -28,6 +29,22 @@ def test_a_packed_draft_holds_every_node_and_its_ancestors() -> None:
     assert np.array_equal(bits, ancestor_words(seen))
     assert bits[0, 63] < 0  # the 64th token's own bit is the sign
     assert ((bits[:, :, None] >> np.arange(64) & 1) == seen).all()
+
+
+def test_the_stand_in_for_a_device_is_as_late_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads too early, or what another step has overwritten, finds nonsense."""
+    recorder, source = TapeRecorder(), torch.arange(3.0)
+    first, second = (recorder.record(lambda by=by: (source * by,)) for by in (1, 2))
+    second.replay()
+    assert second.outputs[0].tolist() == [0, 2, 4]
+    assert first.outputs[0].isnan().all()
+    with on_device(monkeypatch):
+        copy = HostCopy()
+        ticket = copy.add(second.outputs[0])
+        copy.send()
+        first.replay()
+        assert ticket.bytes is not None and not (ticket.bytes == 0).any()
+        assert ticket.take().tolist() == [0, 2, 4]
 
 
 def test_tensors_come_in_one_copy_each_time_that_some_are_sent(
