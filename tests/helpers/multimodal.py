@@ -26,6 +26,9 @@ CLASSES: dict[str, str] = {
 """Model types that transformers lists for pictures, for several kinds of input, or for speech, and
 their classes."""
 
+ALL_CLASSES = {**modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **CLASSES}
+"""These and the encoder-decoders of text."""
+
 _MOST_PARAMETERS = 30_000_000
 
 _NAMES = {
@@ -41,6 +44,7 @@ _SMALL = {name: size for size, names in _NAMES.items() for name in names.split()
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _SECTIONS_OF_2 = {**_SECTIONS, "mrope_section": [1, 1, 0]}
+_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GEMMA4 = {
     "vision_config": {
         **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
@@ -57,6 +61,11 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         + ("qwen2_5_omni_text",),
         {"rope_parameters": _SECTIONS},
     ),
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"image_size": 64, "patch_size": 8}},
+    "speech_to_text": {
+        **{"input_feat_per_channel": 8, "conv_channels": 32, "max_source_positions": 64},
+        "max_target_positions": 64,
+    },
     **dict.fromkeys(("glm4v_moe_text", "glm_ocr_text"), {"rope_parameters": _SECTIONS_OF_2}),
     "blip-2": {"image_token_index": VOCAB - 3},
     "gemma4": _GEMMA4,
@@ -69,12 +78,18 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "gemma3": {"mm_tokens_per_image": 4},
     "idefics2": {"perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1}},
-    "llama4_vision_model": {"projector_input_dim": 32, "projector_output_dim": 32},
+    "llama4_vision_model": {
+        **{"intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32},
+        "vision_output_dim": 32,
+    },
     "llava_next": {"image_grid_pinpoints": [[16, 16], [16, 32]]},
     "llava_next_video": {"image_grid_pinpoints": [[16, 16], [16, 32]]},
     "llava_onevision": {"image_grid_pinpoints": [[16, 16], [16, 32]]},
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96},
+    "moonshine_streaming": {"encoder_config": _ENCODER},
+    "parakeet_encoder": {"num_mel_bins": 8, "subsampling_conv_channels": 8},
+    "pixtral": {"image_size": 32},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "voxtral_encoder": {"intermediate_size": 128, "max_source_positions": 16},
@@ -108,7 +123,7 @@ def build(model_type: str, scale: float = 3.0) -> Any:
         if hasattr(config, name):
             setattr(config, name, token)
     config.is_encoder_decoder = kind().is_encoder_decoder
-    model_class = getattr(transformers, CLASSES[model_type])
+    model_class = getattr(transformers, ALL_CLASSES[model_type])
     with torch.device("meta"):
         shapes = model_class(config)
     count = sum(parameter.numel() for parameter in shapes.parameters())
@@ -117,14 +132,24 @@ def build(model_type: str, scale: float = 3.0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _of(model_class, config).eval().float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1 and float(parameter.std()) == 0.0:
-                    parameter.normal_(std=0.02)  # else such a projector hides the picture
+        _let_pictures_matter(model)
     model.generation_config.update(
         eos_token_id=None, pad_token_id=0, forced_eos_token_id=None, forced_bos_token_id=None
     )
     return enlarged(model, scale)
+
+
+def _let_pictures_matter(model: Any) -> None:
+    """Give the matrices before the decoder a size at which features reach the text undiminished."""
+    text = {id(parameter) for parameter in model.get_decoder().parameters()}
+    text |= {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    text |= {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and id(parameter) not in text:
+                parameter.normal_(std=0.3 * parameter[0].numel() ** -0.5)
+            elif name.endswith("_gate"):  # Mllama opens them in training
+                parameter.fill_(1.0)
 
 
 def _of(model_class: Any, config: Any) -> Any:
@@ -232,6 +257,8 @@ def _forms(
         yield from _sounds(model, names, count, noise)
     if "input_values" in names:
         yield {"input_values": noise(count, 1600)}
+    if not names & {"pixel_values", "flattened_patches", "input_features", "input_values"}:
+        yield {}
 
 
 def _sounds(model: Any, names: set[str], count: int, noise: Any) -> Iterator[dict[str, Any]]:
@@ -257,7 +284,10 @@ def _places(model: Any, given: dict[str, Any], count: int) -> int:
     kind = "image" if {"pixel_values", "flattened_patches"} & set(given) else "audio"
     found = (getattr(owner, f"get_{kind}_features", None) for owner in owners)
     read = next((each for each in found if each), None)
-    if read is None or "aspect_ratio_ids" in given:
+    if "feature_attention_mask" in given and read is None:
+        frames = given["feature_attention_mask"].sum(-1)
+        return int(model.model.audio_tower._get_feat_extract_output_lengths(frames)[1][0])
+    if read is None or not given or "aspect_ratio_ids" in given:
         return 0
     with torch.no_grad():
         features = read(**given, return_dict=True)
