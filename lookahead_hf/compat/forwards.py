@@ -150,8 +150,10 @@ def _mask_source(module_class: Any) -> str | None:
 PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) | {
     "input_ids",
     "inputs_embeds",
+    "feature_attention_mask",
 }
-"""Arguments that plain `generate` passes to the forward of the prompt only."""
+"""Arguments that plain `generate` passes to the forward of the prompt only, and one that says which
+frames of `input_features` are sound, which no other forward reads."""
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments that plain `generate` extends per token: by the row's last value, by 0."""

@@ -20,6 +20,28 @@ def prefill(
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
+def prepared_positions(
+    model: Any, name: str, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return the positions that the prompt's forward gets, None if it counts columns itself.
+
+    Some models change what `generate` has prepared: PaliGemma counts from 1, and EXAONE 4.5 counts
+    the pads of the prompt too.
+
+    Args:
+        model: The model.
+        name: The argument's name.
+        input_ids: Prompt tokens, [rows, columns].
+        model_kwargs: As prepared by `generate`; the positions are among them.
+    """
+    prepare: Any = type(model).prepare_inputs_for_generation
+    if prepare is GenerationMixin.prepare_inputs_for_generation:
+        return model_kwargs[name]
+    inputs = prepare(model, input_ids, is_first_iteration=True, **model_kwargs)
+    positions: torch.Tensor | None = inputs.get(name)
+    return positions
+
+
 def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
     """Return the context in which `generate` runs its decoding loop, after the prompt.
 

@@ -20,8 +20,14 @@ def counts_positions(model: Any) -> bool:
 
 def counted_tables(model: Any) -> list[nn.Module]:
     """Return the modules in which a decoder looks up the positions that it counts."""
-    table = getattr(model.get_decoder(), "embed_positions", None)
+    table = getattr(_decoder(model), "embed_positions", None)
     return [] if table is None or decoder_names(model).columns else [table]
+
+
+def _decoder(model: Any) -> Any:
+    """Return the decoder alone; Florence-2 answers with its encoder and decoder of texts."""
+    found = model.get_decoder()
+    return getattr(found, "decoder", found) if model.config.is_encoder_decoder else found
 
 
 def grows(table: nn.Module) -> bool:
@@ -52,7 +58,7 @@ def counts_by_mask(model: Any) -> bool:
 
 def relative_biases(model: Any) -> list[Any]:
     """Return the attentions of a decoder that add a bias by the distance of two tokens."""
-    modules = model.get_decoder().modules()
+    modules = _decoder(model).modules()
     return [m for m in modules if getattr(m, "has_relative_attention_bias", False)]
 
 

@@ -30,8 +30,8 @@ UNSERVED_TYPES = frozenset(
 """Model types whose positions or biases do not follow from position ids and a mask."""
 
 ENCODER_DECODERS = frozenset(
-    {"bart", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "moonshine"}
-    | {"mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
+    {"bart", "blenderbot", "blenderbot-small", "florence2", "longt5", "m2m_100", "marian", "mbart"}
+    | {"moonshine", "mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
 """Types whose decoder looks positions up in a table, weighs distances, or takes positions."""
 

@@ -136,7 +136,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 def build(model_type: str) -> Any:
     """Return a tiny model of a type in eval mode, None if these sizes do not make one."""
     try:
-        config = _config(CONFIG_MAPPING[model_type], model_type)
+        config = small_config(CONFIG_MAPPING[model_type], model_type)
         with torch.device("meta"):
             shapes = AutoModelForCausalLM.from_config(config)
         if sum(parameter.numel() for parameter in shapes.parameters()) > _MOST_PARAMETERS:
@@ -160,22 +160,35 @@ def _of(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def _config(kind: Any, model_type: str | None = None) -> Any:
-    """Return a configuration with small sizes, also in its sub-configurations."""
+def small_config(
+    kind: Any,
+    model_type: str | None = None,
+    sizes: dict[str, Any] = {},  # noqa: B006
+    of_type: dict[str, dict[str, Any]] = {},  # noqa: B006
+) -> Any:
+    """Return a configuration with small sizes, also in its sub-configurations.
+
+    Args:
+        kind: The configuration's class.
+        model_type: Its type, for fields that only this type has.
+        sizes: Further sizes, by the names of fields.
+        of_type: Further fields, by type.
+    """
+    small = {**_SMALL, **sizes}
     renamed = getattr(kind, "attribute_map", None) or {}
     known = set(inspect.signature(kind.__init__).parameters)
     for base in kind.__mro__:
         known |= set(vars(base).get("__annotations__", {}))
-    fields = {name: size for name, size in _SMALL.items() if name in known - set(renamed)}
+    fields = {name: size for name, size in small.items() if name in known - set(renamed)}
     for name, own in renamed.items():
-        if name in _SMALL and own in known:
-            fields.setdefault(own, _SMALL[name])
+        if name in small and own in known:
+            fields.setdefault(own, small[name])
     parts = getattr(kind, "sub_configs", None)
     whole = kind() if parts else None
     for name in parts or {}:
         if isinstance(part := getattr(whole, name, None), PreTrainedConfig):
-            fields[name] = _config(type(part), part.model_type)
-    fields.update(_OF_TYPE.get(model_type or "", {}))
+            fields[name] = small_config(type(part), part.model_type, sizes, of_type)
+    fields.update({**_OF_TYPE, **of_type}.get(model_type or "", {}))
     for name, value in (("is_encoder_decoder", False), ("is_decoder", True), ("use_cache", True)):
         if name in known:
             fields[name] = value
