@@ -34,6 +34,7 @@ class ModelState:
         warned: What was warned of: reasons for a fallback, and quantised activations.
         run_blocks: Mode, rows and width of the blocks that were run.
         trial: What the model's self test found, empty for no fault; None before the test.
+        needs_copies: Whether the self test showed that the model needs contiguous K and V.
         kernel_trial: Attention implementations, and whether our kernel does all attention there.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
@@ -53,6 +54,7 @@ class ModelState:
     warned: set[str] = field(default_factory=set)
     run_blocks: set[tuple[str, int, int]] = field(default_factory=set)
     trial: str | None = None
+    needs_copies: bool = False
     kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None

@@ -25,6 +25,7 @@ class AdoptedCache:
         for_model: The slots, together with an encoder's part of the cache.
         columns: Column of every prompt token by row; None where token i of a row is in column i.
         pads: Columns of the prompt that are not attended, [rows] int64.
+        seen: Most columns before its own that a token sees in plain's cache, None for all, by mask.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class AdoptedCache:
             if hf_layers.read(layer) is not None:
                 found[name].add((hf_layers.window(layer), hf_layers.most_columns(layer)))
         whole = SlotGroup(self.slots.extent)
+        self.seen: dict[str, int | None] = {}
         for name, limits in found.items():
-            window, most = limits.pop() if trims and len(limits) == 1 else (None, None)
-            if window is None or most is None:
+            window, most = limits.pop() if len(limits) == 1 else (None, None)
+            self.seen[name] = window
+            if not trims or window is None or most is None:
                 self.slots.groups[name] = whole
                 continue
             self.slots.groups[name] = group = SlotGroup(self.slots.extent, window, most)

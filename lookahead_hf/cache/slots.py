@@ -46,7 +46,10 @@ class SlotLayer(DynamicLayer):
         """Write the block's K and V, [rows, kv_heads, width, head_dim]; show all visible slots."""
         keys = self._written(self.stores.k_store, key_states.transpose(1, 2))
         values = self._written(self.stores.v_store, value_states.transpose(1, 2))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        shown = keys.transpose(1, 2), values.transpose(1, 2)
+        if self.group.extent.copies:
+            return shown[0].contiguous(), shown[1].contiguous()
+        return shown
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys of the block's indexer, [rows, width, dim]; show all visible slots."""

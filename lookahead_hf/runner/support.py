@@ -17,11 +17,8 @@ MASK_KINDS = frozenset(
     {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
 )
 
-UNSERVED_TYPES = frozenset(
-    {"bloom", "cpmant", "ctrl", "deepseek_v4", "git", "minimax", "moshi", "mpt", "openai-gpt"}
-    | {"prophetnet", "reformer", "roformer", "rwkv", "xlm", "xlnet", "xlstm"}
-)
-"""Model types whose positions or biases do not follow from position ids and a mask."""
+UNSERVED_TYPES = frozenset({"deepseek_v4", "minimax", "rwkv", "xlstm"})
+"""Model types whose state does not follow from position ids and a mask."""
 
 ENCODER_DECODERS = frozenset(
     {"bart", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "moonshine"}
@@ -106,10 +103,10 @@ def check_room(
 
 
 def on_device(model: Any, input_ids: torch.Tensor) -> bool:
-    """Return whether steps can stay on the device: the model is there and takes positions."""
+    """Return whether steps can stay on the device: the model is there, and counts no columns."""
     everywhere = all(parameter.device == input_ids.device for parameter in model.parameters())
-    takes_positions = not compat.counts_positions(model) and not prefix_tuning.of_model(model).count
-    return everywhere and takes_positions
+    counts = compat.needs_columns(model) or prefix_tuning.of_model(model).count
+    return everywhere and not counts
 
 
 def check_invariance(model: Any) -> None:

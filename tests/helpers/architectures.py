@@ -50,6 +50,7 @@ _SMALL: dict[str, Any] = {
     **{name: size for size, names in _NAMES.items() for name in names.split()},
     **dict.fromkeys(("tie_word_embeddings", "use_mamba_kernels"), False),
     **dict.fromkeys((*_DROPOUTS, "activation_dropout"), 0.0),
+    "attn_pdrop": 0,  # a whole number in MPT's configuration
 }
 
 _ALL_HEADS = {"num_key_value_heads": 4}
