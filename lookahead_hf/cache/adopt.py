@@ -33,7 +33,7 @@ class AdoptedCache:
         original: Cache,
         attended: np.ndarray | None,  # [rows, columns] bool; None: every column
         num_rows: int,
-        masks: Sequence[str] = ("",),
+        masks: Sequence[str | None] = ("",),
         trims: bool = True,
         returned: bool = False,
     ) -> None:
@@ -43,7 +43,8 @@ class AdoptedCache:
             original: The cache after the prompt.
             attended: Which of its columns are attended.
             num_rows: Rows of the batch.
-            masks: Name of each layer's mask, or a single name for all layers.
+            masks: Name of each layer's mask, or a single name for all layers; None for a layer that
+                does not grow with the text.
             trims: Whether layers with a window hold no more than the window.
             returned: Whether the caller sees the cache afterwards.
         """
@@ -70,11 +71,12 @@ class AdoptedCache:
             self._put_back()
             raise
 
-    def _group(self, masks: Sequence[str], trims: bool) -> None:
+    def _group(self, masks: Sequence[str | None], trims: bool) -> None:
         """Group layers with the same mask and window; all other layers hold the whole text."""
-        found: dict[str, set[tuple[int | None, int | None]]] = {name: set() for name in masks}
+        found: dict[str, set[tuple[int | None, int | None]]]
+        found = {name: set() for name in masks if name is not None}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
-            if hf_layers.read(layer) is not None:
+            if name is not None and hf_layers.read(layer) is not None:
                 found[name].add((hf_layers.window(layer), hf_layers.most_columns(layer)))
         whole = SlotGroup(self.slots.extent)
         self.seen: dict[str, int | None] = {}
@@ -89,6 +91,9 @@ class AdoptedCache:
 
     def _take(self) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
+            if name is None:
+                self.slots.add_fixed(layer)
+                continue
             content = hf_layers.read(layer)
             if content is None:
                 self.slots.add_empty()

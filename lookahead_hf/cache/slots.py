@@ -39,6 +39,7 @@ class SlotLayer(DynamicLayer):
         self.group, self.stores, self.index = group, stores, index
         keys = stores.k_store
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.keys = self.values = keys.new_empty(0)  # some models ask whether a layer holds anything
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -263,6 +264,10 @@ class SlotCache(Cache):
     def add_empty(self) -> None:
         """Append a layer that holds nothing, as it shares the K and V of another layer."""
         self.layers.append(EmptyLayer())
+
+    def add_fixed(self, layer: Any) -> None:
+        """Append a layer of transformers that does not grow with the text."""
+        self.layers.append(layer)
 
     def fix(self, slots: int) -> None:
         """Make room for `slots` now, and let the attention read all of them in every forward."""

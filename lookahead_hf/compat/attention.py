@@ -127,7 +127,13 @@ def takes_mask_dict(model: nn.Module) -> bool:
     return has_types and any("attention_mask, dict)" in each for each in mask_sources(model))
 
 
-def layer_masks(model: nn.Module) -> tuple[str, ...]:
-    """Return the name of each layer's mask, or one name if all layers take the same mask."""
-    kinds = mask_kinds(model)
-    return tuple(text_config(model).layer_types) if takes_mask_dict(model) else kinds
+def layer_masks(model: nn.Module) -> tuple[str | None, ...]:
+    """Return the name of each layer's mask, or one name if all layers take the same mask.
+
+    A layer that attends to a picture instead of the text has None.
+    """
+    config, kinds = text_config(model), mask_kinds(model)
+    if crossing := getattr(config, "cross_attention_layers", None):
+        layers = range(config.num_hidden_layers)
+        return tuple(None if layer in crossing else kinds[0] for layer in layers)
+    return tuple(config.layer_types) if takes_mask_dict(model) else kinds

@@ -135,8 +135,10 @@ def _mask_source(module_class: Any) -> str | None:
 PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) | {
     "input_ids",
     "inputs_embeds",
+    "aspect_ratio_ids",
+    "aspect_ratio_mask",
 }
 """Arguments that plain `generate` passes to the forward of the prompt only."""
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that plain `generate` extends per token: by the row's last value, by 0."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
+"""Arguments that plain `generate` extends per token: by the row's last value, the second by 0."""

@@ -115,6 +115,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {
         **{"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16), "attention_head_size": 8},

@@ -42,7 +42,7 @@ STATEFUL = words(
 
 UNSERVED = words(
     """
-    cpmant git inkling2_text inkling_text lfm2_moe lfm3 minimax mllama openai-gpt prophetnet
+    cpmant git inkling2_text inkling_text lfm2_moe lfm3 minimax openai-gpt prophetnet
     reformer roformer xlm xlnet
     """
 )
