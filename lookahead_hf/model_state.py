@@ -36,6 +36,7 @@ class ModelState:
         run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
         trial: What the model's self test found, empty for no fault; None before the test.
         flat_trial: The same for flat blocks.
+        needs_copies: Whether the self test showed that the model needs contiguous K and V.
         kernel_trial: Attention implementations, and whether our kernel does all attention there.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
@@ -60,6 +61,7 @@ class ModelState:
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)
     trial: str | None = None
     flat_trial: str | None = None
+    needs_copies: bool = False
     kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None

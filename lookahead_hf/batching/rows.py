@@ -57,6 +57,12 @@ class RefilledRows(Rows):
     def context(self, row: int) -> np.ndarray:
         return self.texts[row].context(0)
 
+    def last_two(self, dropped: np.ndarray | None = None) -> np.ndarray:
+        fewer = np.zeros(self.num_rows, np.int64) if dropped is None else dropped
+        return np.concatenate(
+            [text.last_two(fewer[row : row + 1]) for row, text in enumerate(self.texts)]
+        )
+
     def prompt_length(self, row: int) -> int:
         return self.texts[row].prompt_length(0)
 

@@ -25,6 +25,7 @@ class AdoptedCache:
         for_model: The slots, together with an encoder's part of the cache.
         columns: Column of every prompt token by row; None where token i of a row is in column i.
         pads: Columns of the prompt that are not attended, [rows] int64.
+        seen: Most columns before its own that a token sees in plain's cache, None for all, by mask.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class AdoptedCache:
         original: Cache,
         attended: np.ndarray | None,  # [rows, columns] bool; None: every column
         num_rows: int,
-        masks: Sequence[str] = ("",),
+        masks: Sequence[str | None] = ("",),
         trims: bool = True,
         returned: bool = False,
         num_columns: int | None = None,
@@ -43,7 +44,8 @@ class AdoptedCache:
             original: The cache after the prompt.
             attended: Which of its columns are attended.
             num_rows: Rows of the batch.
-            masks: Name of each layer's mask, or a single name for all layers.
+            masks: Name of each layer's mask, or a single name for all layers; None for a layer that
+                does not grow with the text.
             trims: Whether layers with a window hold no more than the window.
             returned: Whether the caller sees the cache afterwards.
             num_columns: Columns of the prompt, for a cache that holds nothing by column.
@@ -72,16 +74,19 @@ class AdoptedCache:
             self._put_back()
             raise
 
-    def _group(self, masks: Sequence[str], trims: bool) -> None:
+    def _group(self, masks: Sequence[str | None], trims: bool) -> None:
         """Group layers with the same mask and window; all other layers hold the whole text."""
-        found: dict[str, set[tuple[int | None, int | None]]] = {name: set() for name in masks}
+        found: dict[str, set[tuple[int | None, int | None]]]
+        found = {name: set() for name in masks if name is not None}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
-            if hf_layers.read(layer) is not None:
+            if name is not None and hf_layers.read(layer) is not None:
                 found[name].add((hf_layers.window(layer), hf_layers.most_columns(layer)))
         whole = SlotGroup(self.slots.extent)
+        self.seen: dict[str, int | None] = {}
         for name, limits in found.items():
-            window, most = limits.pop() if trims and len(limits) == 1 else (None, None)
-            if window is None or most is None:
+            window, most = limits.pop() if len(limits) == 1 else (None, None)
+            self.seen[name] = window
+            if not trims or window is None or most is None:
                 self.slots.groups[name] = whole
                 continue
             self.slots.groups[name] = group = SlotGroup(self.slots.extent, window, most)
@@ -89,6 +94,9 @@ class AdoptedCache:
 
     def _take(self) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
+            if name is None:
+                self.slots.add_fixed(layer)
+                continue
             content = hf_layers.read(layer)
             if content is None:
                 self.slots.add_other(layer)

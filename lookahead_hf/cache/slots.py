@@ -40,6 +40,9 @@ class SlotLayer(DynamicLayer):
         self.group, self.stores, self.index = group, stores, index
         keys = stores.k_store
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.keys = self.values = keys.new_empty(
+            0
+        )  # some models ask whether a layer holds anything
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -53,7 +56,10 @@ class SlotLayer(DynamicLayer):
         """
         keys = self._written(self.stores.k_store, key_states.transpose(1, 2))
         values = self._written(self.stores.v_store, value_states.transpose(1, 2))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        shown = keys.transpose(1, 2), values.transpose(1, 2)
+        if self.group.extent.copies:
+            return shown[0].contiguous(), shown[1].contiguous()
+        return shown
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys of the block's indexer, [rows, width, dim]; show all visible slots."""
@@ -302,6 +308,10 @@ class SlotCache(Cache):
     def add_other(self, layer: Any) -> None:
         """Append a layer without K and V: the same if it holds a state, else one with nothing."""
         self.layers.append(layer if isinstance(layer, StateLayer) else EmptyLayer())
+
+    def add_fixed(self, layer: Any) -> None:
+        """Append a layer of transformers that does not grow with the text."""
+        self.layers.append(layer)
 
     def fix(self, slots: int) -> None:
         """Make room for `slots` now, and let the attention read all of them in every forward."""

@@ -21,11 +21,13 @@ class Extent:
         shown: Slots that the attention sees in every forward, None for those that are in use.
         starts: Lengths after the prompt, [rows], if a row must keep what the slowest row still
             sees, because all rows may be handed back at that point; else None.
+        copies: Whether the model views K and V in shapes that need them contiguous.
     """
 
     lengths: np.ndarray
     shown: int | None = None
     starts: np.ndarray | None = None
+    copies: bool = False
 
     @property
     def longest(self) -> int:

@@ -129,10 +129,16 @@ def takes_mask_dict(model: nn.Module) -> bool:
     return has_types and any("attention_mask, dict)" in each for each in mask_sources(model))
 
 
-def layer_masks(model: nn.Module) -> tuple[str, ...]:
-    """Return the name of each layer's mask, or one name if all layers take the same mask."""
-    kinds = mask_kinds(model)
+def layer_masks(model: nn.Module) -> tuple[str | None, ...]:
+    """Return the name of each layer's mask, or one name if all layers take the same mask.
+
+    A layer that attends to a picture instead of the text has None.
+    """
+    config, kinds = text_config(model), mask_kinds(model)
+    if crossing := getattr(config, "cross_attention_layers", None):
+        layers = range(config.num_hidden_layers)
+        return tuple(None if layer in crossing else kinds[0] for layer in layers)
     if not takes_mask_dict(model):
         return kinds
-    types = (STATE_ATTENTION.get(kind, kind) for kind in text_config(model).layer_types)
+    types = (STATE_ATTENTION.get(kind, kind) for kind in config.layer_types)
     return tuple(kinds[0] if kind in WITHOUT_ATTENTION else kind for kind in types)

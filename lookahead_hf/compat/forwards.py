@@ -151,9 +151,11 @@ PROMPT_ONLY = frozenset(generation_utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFI
     "input_ids",
     "inputs_embeds",
     "feature_attention_mask",
+    "aspect_ratio_ids",
+    "aspect_ratio_mask",
 }
 """Arguments that plain `generate` passes to the forward of the prompt only, and one that says which
 frames of `input_features` are sound, which no other forward reads."""
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that plain `generate` extends per token: by the row's last value, by 0."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
+"""Arguments that plain `generate` extends per token: by the row's last value, the second by 0."""

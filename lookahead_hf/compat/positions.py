@@ -18,6 +18,11 @@ def counts_positions(model: Any) -> bool:
     return names.positions is None and names.cache == "past_key_values"
 
 
+def positions_by_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return the positions that `generate` gives to columns, [rows, columns], by their mask."""
+    return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+
 def counted_tables(model: Any) -> list[nn.Module]:
     """Return the modules in which a decoder looks up the positions that it counts."""
     table = getattr(_decoder(model), "embed_positions", None)
@@ -60,6 +65,32 @@ def relative_biases(model: Any) -> list[Any]:
     """Return the attentions of a decoder that add a bias by the distance of two tokens."""
     modules = _decoder(model).modules()
     return [m for m in modules if getattr(m, "has_relative_attention_bias", False)]
+
+
+def windowed_by_slot(model: Any) -> list[Any]:
+    """Return the attentions that cut their window out of a causal matrix, the buffer `bias`."""
+    modules = model.modules()
+    return [
+        m for m in modules if getattr(m, "attention_type", None) == "local" and "bias" in m._buffers
+    ]
+
+
+ALIBI_BUILDERS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
+
+
+def alibi_builders(model: Any) -> list[tuple[Any, str]]:
+    """Return the modules that bias attention by distance, and the methods that make the bias.
+
+    Bloom's makes it of a mask, by the number of attended tokens before each one, for every row and
+    head. MPT's makes it for its longest text, ending in 0, and cuts it to the length of the cache.
+    """
+    modules = model.get_decoder().modules()
+    return [(m, name) for m in modules for name in ALIBI_BUILDERS if hasattr(m, name)]
+
+
+def needs_columns(model: Any) -> bool:
+    """Return whether some part of the model has to be told the columns of tokens."""
+    return counts_positions(model) or bool(windowed_by_slot(model))
 
 
 def position_table(model: Any) -> int | None:

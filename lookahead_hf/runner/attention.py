@@ -266,6 +266,8 @@ def _folds(
     """
     if query.shape[1] == key.shape[1] or kwargs.get("softcap"):
         return False
+    if mask is not None and mask.shape[1] > 1:  # each head has its own
+        return False
     return mask is not None or (query.shape[2] == 1 and query.dtype != torch.float32)
 
 

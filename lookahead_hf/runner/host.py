@@ -152,10 +152,10 @@ class Runner:
         Args:
             input_ids: Its tokens, [rows, columns].
             cache: An empty cache.
-            mask: 1 for what is attended, [rows, columns]; only for a model that counts positions.
+            mask: 1 for what is attended, [rows, columns]; None for everything.
         """
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        position_ids = columns[None].repeat(self.num_rows, 1)
+        seen = torch.ones_like(input_ids) if mask is None else mask
+        position_ids = compat.positions_by_mask(seen)
         given = {self._names.ids: input_ids, self._names.cache: cache}
         if self._names.positions is not None:
             given[self._names.positions] = position_ids
@@ -178,8 +178,8 @@ class Runner:
         self._cache = AdoptedCache(
             cache, attended, self.num_rows, takes, self._trims, returned, columns
         )
-        groups = self.cache.slots.groups
-        self._kinds = [kind.within(groups[kind.name].window) for kind in self._kinds]
+        self.cache.slots.extent.copies = state_of(self.model).needs_copies
+        self._kinds = [kind.within(self.cache.seen[kind.name]) for kind in self._kinds]
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]

@@ -1,11 +1,11 @@
-"""Replaces the positions that a decoder counts from its cache's length by those of our columns."""
+"""Replaces what a decoder counts from its cache's length by what follows from our columns."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,8 +14,25 @@ from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.shared_change import SharedChange, set_own
 
-Columns = tuple[torch.Tensor, torch.Tensor]
-"""Column of every token of a block, [rows, width], and of every slot it sees, [rows, slots]."""
+
+class Columns(NamedTuple):
+    """Places of a block's tokens in the text.
+
+    Attributes:
+        query: Column of every token of the block, [rows, width].
+        key: Column of every slot that it sees, [rows, slots].
+        order: How many attended tokens come before each slot's, [rows, slots].
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    order: torch.Tensor
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """Columns from every slot to every token, 0 where there are none, [rows, width, slots]."""
+        return (self.query[:, :, None] - self.key[:, None, :]).clamp(min=0)
+
 
 _step = threading.local()
 
@@ -36,7 +53,7 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
 
     All other forwards, such as those of other threads meanwhile, count as before.
     """
-    if not compat.counts_positions(model):
+    if not compat.needs_columns(model):
         return nullcontext()
     state = state_of(model)
     undo = state.undo_positions
@@ -48,6 +65,11 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
             set_own(table, "forward", _looked_up(table), undo)
         for module in compat.relative_biases(model):
             set_own(module, "compute_bias", _by_column(module.compute_bias), undo)
+        for module, name in compat.alibi_builders(model):
+            made = _by_order if name == "build_alibi_tensor" else _by_distance
+            set_own(module, name, made(getattr(module, name)), undo)
+        for module in compat.windowed_by_slot(model):
+            set_own(module, "bias", _window(module, module.config.window_size), undo)
 
     def take_out() -> None:
         while undo:
@@ -83,11 +105,72 @@ def _by_column(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         columns: Columns | None = getattr(_step, "columns", None)
         if columns is None:
             return original(query_length, key_length, **kwargs)
-        query, key = columns
-        farthest = int(query.max())
+        farthest = int(columns.query.max())
         kwargs["past_seen_tokens"] = farthest
         by_distance = original(1, farthest + 1, **kwargs)[0, :, 0].flip(-1)  # [heads, distances]
-        distance = (query[:, :, None] - key[:, None, :]).clamp(0, farthest)
-        return by_distance[:, distance].transpose(0, 1)
+        return by_distance[:, columns.distance].transpose(0, 1)
 
     return compute_bias
+
+
+def _by_order(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A `build_alibi_tensor` that differs from `original` within our forwards only."""
+
+    def build_alibi_tensor(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bias of every slot, [rows * heads, 1, slots]."""
+        columns: Columns | None = getattr(_step, "columns", None)
+        if columns is None:
+            return original(mask, num_heads, dtype)
+        attended = torch.ones_like(columns.order[:1, :1]).expand(1, int(columns.order.max()) + 1)
+        biases = original(attended, num_heads, dtype)[:, 0]  # [heads, tokens]
+        return biases[:, columns.order].transpose(0, 1).flatten(0, 1)[:, None]
+
+    return build_alibi_tensor
+
+
+class _Cut:
+    """Stands for a tensor that a model cuts to the length of its cache.
+
+    In our forwards, what is cut out follows from the columns of tokens and slots.
+    """
+
+    def __init__(
+        self,
+        original: Callable[[], torch.Tensor],
+        by_columns: Callable[[torch.Tensor, Columns], torch.Tensor],
+    ) -> None:
+        self._original, self._by_columns = original, by_columns
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        columns: Columns | None = getattr(_step, "columns", None)
+        original = self._original()
+        return original[index] if columns is None else self._by_columns(original, columns)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original(), name)
+
+
+def _by_distance(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A method whose result, [heads, 1, length], has the bias at the distance d in the place
+    length - 1 - d."""
+
+    def at(bias: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """The bias of every token and slot, [rows, heads, width, slots]."""
+        length = bias.shape[2]
+        return bias[:, 0][:, length - 1 - columns.distance.clamp(max=length - 1)].transpose(0, 1)
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        bias = original(*args, **kwargs)
+        return _Cut(lambda: bias, at)
+
+    return build
+
+
+def _window(module: Any, window: int) -> _Cut:
+    """The causal matrix of an attention with a window of `window` columns."""
+
+    def near(_: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """Which slots each token may see, causality aside, [rows, 1, width, slots]."""
+        return columns.distance[:, None] < window
+
+    return _Cut(lambda: module._buffers["bias"], near)

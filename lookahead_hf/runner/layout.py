@@ -25,7 +25,7 @@ class BlockInputs:
     Attributes:
         model_inputs: Arguments of the model's forward.
         trees: The masks in the terms of the attention kernel.
-        columns: Columns of tokens and slots, for a model that counts positions itself.
+        columns: Columns of tokens and slots, for a model that counts tokens itself.
         flat: How the tokens belong to the rows, None where each row has equally many.
     """
 
@@ -52,6 +52,7 @@ class BlockLayout:
         self._next_position, self._device = next_position, next_position.device
         self._prompt_positions = prompt_positions
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
+        self._needs_columns = compat.needs_columns(model)
         self._is_limited = any(kind.is_limited for kind in kinds)
         pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
@@ -81,7 +82,7 @@ class BlockLayout:
             inputs[self._names.positions] = self._next_position + offsets
         columns = self._counted(depths, ahead)
         if columns is not None and self._names.columns is not None:
-            inputs[self._names.columns] = columns[0] - self._uncounted
+            inputs[self._names.columns] = columns.query - self._uncounted
         slots = self._cache.slots
         uniform = bool((slots.lengths == slots.lengths[0]).all())
         if width == 1 and uniform and not self._is_limited and slots.extent.shown is None:
@@ -190,13 +191,17 @@ class BlockLayout:
         return RunMask(run, visible, mask)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
-        """Columns for a model that counts positions itself; None for one that is given them."""
-        if not compat.counts_positions(self._model):
+        """Columns for a model that counts tokens itself; None for one that is given positions."""
+        if not self._needs_columns:
             return None
         kind = self._kinds[0]  # of several only where the slots' columns are not asked for
-        columns = self._columns(self._cache.slots.groups[kind.name], depths, ahead)
-        query, key = (torch.from_numpy(each).to(self._device) for each in columns)
-        return query, key
+        group = self._cache.slots.groups[kind.name]
+        columns = self._columns(group, depths, ahead)
+        order = np.tile(np.arange(columns[1].shape[1]), (len(depths), 1))
+        for row, length in enumerate(group.lengths.tolist()):
+            order[row, length : length + depths.shape[1]] = length + depths[row]
+        told = (torch.from_numpy(each).to(self._device) for each in (*columns, order))
+        return implicit_positions.Columns(*told)
 
     def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
         """The masks in the terms of the kernel, which supports windows but not chunks."""

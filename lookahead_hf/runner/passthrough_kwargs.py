@@ -15,11 +15,12 @@ def passed_on(model_kwargs: dict[str, Any], names: compat.DecoderNames) -> dict[
     passed = {k: v for k, v in model_kwargs.items() if k not in ours and v is not None}
     for name in passed.keys() & set(compat.TOKEN_TYPES):  # of every token behind the prompt
         last = passed[name][:, -1:]
-        passed[name] = last if name == "token_type_ids" else torch.zeros_like(last)
+        passed[name] = torch.zeros_like(last) if name == "mm_token_type_ids" else last
     return passed
 
 
 def widened(passed: dict[str, Any], width: int) -> dict[str, Any]:
     """Return what `passed_on` returned for a forward of `width` tokens per row."""
     types = {name: passed[name] for name in compat.TOKEN_TYPES if name in passed}
-    return {**passed, **{name: value.expand(-1, width) for name, value in types.items()}}
+    wide = {name: t.expand(-1, width, *t.shape[2:]) for name, t in types.items()}
+    return {**passed, **wide}

@@ -50,10 +50,8 @@ class SharedChange:
                 self._undo()
 
 
-def set_own(
-    module: Any, name: str, function: Callable[..., Any], undo: list[Callable[[], None]]
-) -> None:
-    """Give one module object a method of its own, and add to `undo` what undoes that."""
+def set_own(module: Any, name: str, function: Any, undo: list[Callable[[], None]]) -> None:
+    """Give one module object an attribute of its own, and add to `undo` what undoes that."""
     own = vars(module)
     found = {name: own[name]} if name in own else {}
 

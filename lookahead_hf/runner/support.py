@@ -23,11 +23,8 @@ MASK_KINDS = frozenset(
     {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
 )
 
-UNSERVED_TYPES = frozenset(
-    {"bloom", "cpmant", "ctrl", "deepseek_v4", "git", "minimax", "moshi", "mpt", "openai-gpt"}
-    | {"prophetnet", "reformer", "roformer", "rwkv", "xlm", "xlnet", "xlstm"}
-)
-"""Model types whose positions or biases do not follow from position ids and a mask."""
+UNSERVED_TYPES = frozenset({"deepseek_v4", "minimax", "rwkv", "xlstm"})
+"""Model types whose state does not follow from position ids and a mask."""
 
 ENCODER_DECODERS = frozenset(
     {"bart", "blenderbot", "blenderbot-small", "florence2", "longt5", "m2m_100", "marian", "mbart"}
@@ -85,8 +82,8 @@ def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, A
         return False
     if position_ids.dim() != 2 or prefix_tuning.of_model(model).count or compat.has_hooks(model):
         return False
-    if compat.mixers(model):
-        return False  # a state belongs to a row
+    if compat.mixers(model) or compat.needs_columns(model):
+        return False  # a state belongs to a row, and so do columns
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"} or torch_compile.is_compiled(model):
         return False
@@ -153,10 +150,10 @@ def check_room(
 
 
 def on_device(model: Any, input_ids: torch.Tensor) -> bool:
-    """Return whether steps can stay on the device: the model is there and takes positions."""
+    """Return whether steps can stay on the device: the model is there, and counts no columns."""
     everywhere = all(parameter.device == input_ids.device for parameter in model.parameters())
-    takes_positions = not compat.counts_positions(model) and not prefix_tuning.of_model(model).count
-    return everywhere and takes_positions and not compat.mixers(model)
+    counts = compat.needs_columns(model) or prefix_tuning.of_model(model).count
+    return everywhere and not counts and not compat.mixers(model)
 
 
 def check_invariance(model: Any) -> None:

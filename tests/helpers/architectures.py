@@ -50,6 +50,7 @@ _SMALL: dict[str, Any] = {
     **{name: size for size, names in _NAMES.items() for name in names.split()},
     **dict.fromkeys(("tie_word_embeddings", "use_mamba_kernels"), False),
     **dict.fromkeys((*_DROPOUTS, "activation_dropout"), 0.0),
+    "attn_pdrop": 0,  # a whole number in MPT's configuration
 }
 
 _ALL_HEADS = {"num_key_value_heads": 4}
@@ -115,6 +116,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {
         **{"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16), "attention_head_size": 8},

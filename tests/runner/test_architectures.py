@@ -26,7 +26,7 @@ QUICK = ("falcon", "gemma2", "git", "jetmoe", "roberta")
 
 NOT_BUILT = words(
     """
-    blt dots3_note gemma3n gemma4_assistant gemma4_unified_assistant mpt musicgen musicgen_melody
+    blt dots3_note gemma3n gemma4_assistant gemma4_unified_assistant musicgen musicgen_melody
     qwen4_exp qwen4_exp_text
     """
 )
@@ -45,17 +45,17 @@ RECURRENT = words(
 
 UNSERVED = words(
     """
-    bloom cpmant ctrl doge git gpt_neo gpt_neox_japanese mllama moshi openai-gpt prophetnet reformer
-    roformer xlm xlnet
+    cpmant git openai-gpt prophetnet reformer roformer xlm xlnet
     """
 )
-"""Types whose biases or windows count slots, which have layers of other kinds, or whose attention
-needs certain strides."""
+"""Types that have layers of other kinds, take no `past_key_values` (OpenAI's GPT, Reformer, XLM,
+XLNet), relate tokens by their columns (CPM-Ant, RoFormer), take one token at a time (ProphetNet),
+or misplace the mask of pads (GIT)."""
 
 COUNTED = words(
     """
-    bart bigbird_pegasus blenderbot blenderbot-small marian mbart moss_transcribe_diarize mvp
-    pegasus plbart trocr whisper
+    bart bigbird_pegasus blenderbot blenderbot-small bloom gpt_neo marian mbart
+    moss_transcribe_diarize mpt mvp pegasus plbart trocr whisper
     """
 )
 """Types whose steps need the columns of their tokens, so that they run on the host."""
