@@ -180,9 +180,9 @@ def _ours(
         raise _unserved("return_logprobs=True")
     if batching.cpu_offload_space:
         raise _unserved(f"cpu_offload_space={batching.cpu_offload_space!r}")
-    if generation.cache_implementation == "paged":
-        generation.cache_implementation = None
-    fallback.check_settings(lambda name: _setting(generation, name))
+    # The cache of `generate` is another one: transformers' server, for one, switches it off.
+    generation.cache_implementation, generation.use_cache = None, True
+    fallback.check_settings(lambda name: getattr(generation, name, None))
     slots = asked.max_slots or batching.max_requests_per_batch
     if slots is None:
         slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE
@@ -200,11 +200,6 @@ def _ours(
     limits = Limits(slots, batching.max_queue_size, seed)
     bar = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
     return SpeculativeBatchingManager(maker, limits, bar)
-
-
-def _setting(generation: Any, name: str) -> Any:
-    value = getattr(generation, name, None)
-    return True if name == "use_cache" and value is None else value
 
 
 def _unserved(what: str) -> Unserved:
