@@ -32,8 +32,9 @@ class ModelState:
         totals: Sums over the calls so far, None before the first.
         stats_listeners: Callbacks that hear the statistics of every call.
         warned: What was warned of: reasons for a fallback, and quantised activations.
-        run_blocks: Mode, rows and width of the blocks that were run.
+        run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
         trial: What the model's self test found, empty for no fault; None before the test.
+        flat_trial: The same for flat blocks.
         kernel_trial: Attention implementations, and whether our kernel does all attention there.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
@@ -51,8 +52,9 @@ class ModelState:
     totals: Totals | None = None
     stats_listeners: dict[object, Callable[[SpeculativeStats], None]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    run_blocks: set[tuple[str, int, int]] = field(default_factory=set)
+    run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)
     trial: str | None = None
+    flat_trial: str | None = None
     kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None

@@ -82,7 +82,7 @@ LAYERS = {
     ),
     "runner": (
         """cuda.capture cuda.transfer execution masks non_finite packed_weights
-        passthrough_kwargs prefix_tuning shared_change torch_compile tree_attention""",
+        flat passthrough_kwargs prefix_tuning shared_change torch_compile tree_attention""",
         "attention guards implicit_positions outputs packed_linear positions",
         "cuda.step layout packed_steps",
         "cuda.graph_set host",

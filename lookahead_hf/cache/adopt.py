@@ -148,6 +148,15 @@ class AdoptedCache:
                 columns[row, : len(shown)] = shown
         return columns
 
+    def columns_of(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Columns of tokens given by their rows and their indices in these, [tokens] int64 each."""
+        columns: np.ndarray = tokens + self.pads[rows]
+        if self.columns is not None and (columns < self.num_columns).any():
+            for row, prompt in enumerate(self.columns):
+                early = (rows == row) & (tokens < len(prompt))
+                columns[early] = prompt[tokens[early]]
+        return columns
+
     @property
     def views(self) -> list[tuple[int | None, np.ndarray]]:
         """For every layer: most columns before its own that a token sees in plain's cache, and how

@@ -10,6 +10,7 @@ import torch
 
 from lookahead_hf.cache.storage import Extent, Stores
 from lookahead_hf.compat import Cache, DynamicLayer, EmptyLayer
+from lookahead_hf.draft import place_in_row
 from lookahead_hf.kernels import PathTable
 
 GROWTH_SLOTS = 64
@@ -21,7 +22,7 @@ class Block:
     """Where a forward writes its tokens, the same for every layer of a group."""
 
     start: int | None  # first slot where all rows write the same range, else None
-    flat_slots: torch.Tensor | None  # [rows * width] int64 into [rows * capacity], else None
+    flat_slots: torch.Tensor | None  # [tokens] int64 into [rows * capacity], else None
     width: int
     visible: int  # slots that the attention sees, [0, visible)
 
@@ -42,7 +43,13 @@ class SlotLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the block's K and V, [rows, kv_heads, width, head_dim]; show all visible slots."""
+        """Write the block's K and V; return those of all visible slots.
+
+        Args:
+            key_states: [rows, kv_heads, width, head_dim]; of a flat block [1, kv_heads, tokens,
+                head_dim].
+            value_states: The same of V.
+        """
         block, keys, values = self.group.block, self.stores.k_store, self.stores.v_store
         assert block is not None
         for store, states in ((keys, key_states), (values, value_states)):
@@ -155,8 +162,7 @@ class SlotGroup:
 
     def place(self, width: int) -> None:
         """Put the next `width` tokens of every row behind its length."""
-        if self.window is not None and self.longest + width > self.capacity:
-            self._drop(np.minimum(self.lengths, self.num_kept + self.extent.lead))
+        self._drop_unseen(self.longest + width)
         lengths = self.lengths
         self.reserve(int(lengths.max()) + width, width)
         visible = max(int(lengths.max()) + width, self.extent.shown or 0)
@@ -169,10 +175,26 @@ class SlotGroup:
         self._slots_by_device.clear()
         self.block = Block(None, torch.from_numpy(flat.reshape(-1)), width, visible)
 
+    def place_each(self, counts: np.ndarray) -> None:
+        """Put the next tokens of every row, [rows] of them, behind its length."""
+        self._drop_unseen(int((self.lengths + counts).max()))
+        lengths, width = self.lengths, int(counts.max())
+        visible = int((lengths + counts).max())
+        self.reserve(visible, width)
+        first = np.arange(len(counts)) * self.capacity + lengths
+        flat = np.repeat(first, counts) + place_in_row(np.concatenate([[0], counts.cumsum()]))
+        self._slots_by_device.clear()
+        self.block = Block(None, torch.from_numpy(flat), width, visible)
+
     def place_at(self, flat_slots: torch.Tensor, width: int, visible: int) -> None:
         """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""
         self.block = Block(None, flat_slots, width, visible)
         self._slots_by_device = {flat_slots.device: flat_slots}
+
+    def _drop_unseen(self, slots: int) -> None:
+        """Where there is no room for so many slots, drop what a window has left behind."""
+        if self.window is not None and slots > self.capacity:
+            self._drop(np.minimum(self.lengths, self.num_kept + self.extent.lead))
 
     def _drop(self, kept: np.ndarray) -> None:
         """Keep only the newest tokens of every row, [rows], at the front."""
@@ -244,3 +266,8 @@ class SlotCache(Cache):
         """Put the next `width` tokens of every row, padding included, behind its length."""
         for group in self.each_group():
             group.place(width)
+
+    def place_each(self, counts: np.ndarray) -> None:
+        """Put the next tokens of every row, [rows] of them and perhaps none, behind its length."""
+        for group in self.each_group():
+            group.place_each(counts)

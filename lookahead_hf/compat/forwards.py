@@ -61,6 +61,16 @@ def _signature(model_class: Any) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
+def has_hooks(model: nn.Module) -> bool:
+    """Return whether a forward hook is on any module, other than those of transformers itself."""
+    hooks = (each for m in model.modules() for each in (m._forward_hooks, m._forward_pre_hooks))
+    return any(
+        not (getattr(hook, "__module__", "") or "").startswith("transformers.")
+        for each in hooks
+        for hook in each.values()
+    )
+
+
 def text_config(model: Any) -> Any:
     """Return the configuration of the part that decodes text."""
     return model.config.get_text_config(decoder=True)

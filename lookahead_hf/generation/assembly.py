@@ -25,6 +25,7 @@ from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import BlockShape, Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.verification.device import Device
+from lookahead_hf.verification.lockstep import Lockstep
 from lookahead_hf.verification.select import choose_verifier
 from lookahead_hf.verification.verifier import Verifier
 
@@ -64,7 +65,10 @@ def assemble(call: PreparedCall) -> DecodingSession:
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
     verifier = choose_verifier(call, outputs, stream, processes)
-    runner = _runner(call, shape, verifier, processes)
+    is_flat = call.num_rows > 1 and shape is None and processes.is_alone and not outputs.observes
+    is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
+    is_flat = is_flat and support.takes_flat(model, position_ids, call.model_kwargs)
+    runner = _runner(call, shape, verifier, processes, is_flat)
     drafts = DraftSession(
         model,
         request.config,
@@ -163,6 +167,7 @@ def _runner(
     shape: BlockShape | None,
     verifier: Verifier,
     processes: coordinator.Processes,
+    is_flat: bool,
 ) -> Runner:
     """What runs the model; its steps stay on the device where the verifier does."""
     if isinstance(verifier, Device):
@@ -178,4 +183,5 @@ def _runner(
     config = call.request.config
     varies = config.draft_invariant and call.model.dtype == torch.float32
     packs = processes.is_alone and not varies and config.packed_weights
-    return Runner(call.model, call.num_rows, shape, PackedSteps(call.model, packs, call.num_new))
+    packed = PackedSteps(call.model, packs, call.num_new)
+    return Runner(call.model, call.num_rows, shape, packed, is_flat)

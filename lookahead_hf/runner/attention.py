@@ -14,6 +14,7 @@ from torch import nn
 from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import torch_compile, tree_attention
+from lookahead_hf.runner.flat import FlatBlock
 from lookahead_hf.runner.shared_change import SharedChange
 from lookahead_hf.runner.tree_attention import BlockTree
 
@@ -39,7 +40,8 @@ _cudnn_before: list[bool] = []  # at most one
 class _Step:
     """What the layers of one forward share."""
 
-    def __init__(self, trees: Sequence[BlockTree]) -> None:
+    def __init__(self, trees: Sequence[BlockTree], flat: FlatBlock | None = None) -> None:
+        self.flat = flat
         self._trees = {id(tree.mask): tree for tree in trees}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._functions: dict[str, tuple[Any, bool]] = {}
@@ -74,6 +76,7 @@ class _Step:
 def step(
     device: torch.device | None = None,
     trees: Sequence[BlockTree] = (),
+    flat: FlatBlock | None = None,
 ) -> Iterator[None]:
     """Mark the forward in progress, on this thread, as ours; keep cuDNN out of it on CUDA.
 
@@ -82,10 +85,11 @@ def step(
     Args:
         device: Where the forward runs.
         trees: Masks of the forward that the kernel can do without.
+        flat: How the tokens of a flat block belong to the rows of the cache.
     """
     on_cuda = device is not None and device.type == "cuda"
     outer = getattr(_thread, "step", None)
-    _thread.step = _Step(trees)
+    _thread.step = _Step(trees, flat)
     try:
         with _without_cudnn() if on_cuda else nullcontext():
             yield
@@ -157,6 +161,14 @@ def _replaced(model: nn.Module) -> tuple[str, ...]:
     return SERVED if compat.has_only_flash_beside_eager(model) else ("sdpa",)
 
 
+def is_ours_everywhere(model: nn.Module) -> bool:
+    """Return whether `laid_under` puts our attention under all attention of the model."""
+    laid = set(map(id, compat.registry_configs(model)))
+    names = {name for each in _replaced(model) for name in (each, _PREFIX + each)}
+    configs = compat.attention_configs(model)
+    return all(id(each) in laid and compat.attention_name(each) in names for each in configs)
+
+
 def _rename(configs: list[Any], old: str, new: str) -> None:
     for config in configs:
         if compat.attention_name(config) == old:
@@ -184,6 +196,25 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step: _Step | None = getattr(_thread, "step", None)
+        if step is None or step.flat is None:
+            return attend(step, module, query, key, value, attention_mask, dropout, scaling, kwargs)
+
+        def attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> Any:
+            return attend(step, module, q, k, v, mask, dropout, scaling, kwargs)
+
+        return step.flat.attend(attention_mask, query, key, value, attend_run), None
+
+    def attend(
+        step: _Step | None,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+        scaling: float | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         registered, is_stock = (step or _Step(())).function(name, module)
         if step is not None and is_stock and kwargs.get("position_bias") is None:
             tree = step.tree(attention_mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,13 @@ class Runner:
     Attributes:
         prompt: The prompt's hidden states, kept by the prefill for drafting.
         execution: How the steps were run, as in `SpeculativeStats`.
+        num_fed: Tokens that the model was fed, padding included.
         most_nodes: Most nodes that a row's draft can have, None for any number.
     """
 
     execution: str | None = execution.MODEL
     most_nodes: int | None = None
+    num_fed = 0
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Runner:
         num_rows: int,
         shape: BlockShape | None = None,
         packed: PackedSteps | None = None,
+        flat: bool = False,
     ) -> None:
         """Prepare for one call.
 
@@ -70,11 +73,13 @@ class Runner:
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
             packed: How steps use packed linear layers, None where they do not.
+            flat: Whether the model and the call admit flat blocks.
         """
         self.model = model
         self.num_rows = num_rows
         self._cache: AdoptedCache | None = None
         self._shape, self._is_compiled = shape, torch_compile.is_compiled(model)
+        self._flat = flat
         if packed is None or self._is_compiled:
             packed = PackedSteps(model, False)
         self._packed = packed
@@ -190,7 +195,28 @@ class Runner:
         Returns:
             Its outputs; the logits are [rows, 1 + most nodes or more, vocab].
         """
-        return self.forward(self.layout(rows, draft))
+        if not self._flat:
+            return self.forward(self.layout(rows, draft))
+        last, live = rows.last_tokens, rows.live.tolist()
+        return self.run([last[r : r + 1] if live[r] else last[:0] for r in range(len(live))], draft)
+
+    def run(self, fed: Sequence[np.ndarray], draft: DraftTree) -> StepOutputs:
+        """Run a flat block: any tokens of any rows, whether of prompts or behind them.
+
+        Of what a row was fed, all tokens but the last are kept in the cache at once. `commit` keeps
+        the last one with the accepted path if the row emits a token. Where it emits none, since its
+        prompt goes on, `keep` does, or the next block feeds the token again.
+
+        Args:
+            fed: As in `BlockLayout.flat`.
+            draft: The draft behind these tokens.
+
+        Returns:
+            Its outputs; the logits are [rows, 1 + most nodes, vocab].
+        """
+        step = self.forward(self._layout.flat(fed, draft))
+        self.keep(np.array([max(len(tokens) - 1, 0) for tokens in fed]))
+        return step
 
     def layout(self, rows: Rows, draft: DraftTree) -> BlockInputs:
         """Give every token of the block its slot, column, position and mask."""
@@ -207,15 +233,18 @@ class Runner:
         """Run the model on a block; its logits are [rows, width, vocab]."""
         device, given = self._next_position.device, inputs.model_inputs
         columns = implicit_positions.step(inputs.columns)
-        with attention.step(device, inputs.trees), columns, self._packed.step():
+        with attention.step(device, inputs.trees, inputs.flat), columns, self._packed.step():
             outputs = self.model(**given, return_dict=True)
+        num_tokens = given[self._names.ids].numel()
+        self.num_fed += num_tokens
         if self._packed.is_used:
             self.execution = execution.PACKED
-        kind = self.mode, self.num_rows, outputs.logits.shape[1]
+        kind = self.mode, num_tokens, inputs.flat is not None
         known = state_of(self.model).run_blocks
         self._is_new = kind not in known
         known.add(kind)
-        return StepOutputs(logits=outputs.logits, of_model=outputs)
+        logits = outputs.logits if inputs.flat is None else inputs.flat.of_rows(outputs.logits)
+        return StepOutputs(logits=logits, of_model=outputs)
 
     def is_contaminated(self, step: StepOutputs, live: np.ndarray) -> bool:
         """Whether a draft may have made NaN of the logits of a live row, [rows] bool."""

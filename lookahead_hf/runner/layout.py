@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup
-from lookahead_hf.draft import DraftTree
+from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.runner import implicit_positions, masks, passthrough_kwargs, tree_attention
+from lookahead_hf.runner.flat import FlatBlock, Run, RunMask, runs_of
 from lookahead_hf.runner.tree_attention import BlockTree
 
 
@@ -24,11 +26,13 @@ class BlockInputs:
         model_inputs: Arguments of the model's forward.
         trees: The masks in the terms of the attention kernel.
         columns: Columns of tokens and slots, for a model that counts positions itself.
+        flat: How the tokens belong to the rows, None where each row has equally many.
     """
 
     model_inputs: dict[str, Any]
     trees: list[BlockTree] = field(default_factory=list)
     columns: implicit_positions.Columns | None = None
+    flat: FlatBlock | None = None
 
 
 class BlockLayout:
@@ -41,10 +45,12 @@ class BlockLayout:
         kinds: list[masks.MaskKind],
         passed: dict[str, Any],
         next_position: torch.Tensor,  # [..., rows, 1], of the token after the prompt
+        prompt_positions: np.ndarray | None = None,  # [rows, columns]; to lay out its tokens, too
     ) -> None:
         """Prepare for one call, in which every forward is passed the arguments in `passed`, too."""
         self._model, self._cache, self._kinds, self._passed = model, cache, kinds, passed
         self._next_position, self._device = next_position, next_position.device
+        self._prompt_positions = prompt_positions
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
         self._is_limited = any(kind.is_limited for kind in kinds)
         pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
@@ -84,6 +90,102 @@ class BlockLayout:
         built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
         inputs[self._names.mask] = built if self._mask_dict else next(iter(built.values()))
         return BlockInputs(inputs, self._trees(built, seen), columns)
+
+    def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:
+        """Place the tokens of a flat block, [1, tokens], behind what each row has in the cache.
+
+        One call serves rows that read their prompts and rows that decode, side by side: "row r gets
+        these n tokens of its prompt now" is `fed[r]` with n tokens and no draft, "row q gets its
+        last token and a tree" is `fed[q]` with one token and its nodes in the draft. A row without
+        tokens is not in the block, and costs nothing.
+
+        The logits of the block, [rows, 1 + most nodes, vocab], have in a row at index 0 those after
+        the last token of `fed`, and at index 1 + i those after node i. They are not computed after
+        the other tokens of `fed`.
+
+        Columns and positions follow from how many tokens a row has in the cache. Tokens of the
+        prompt have those of the prompt, any other tokens continue them.
+
+        Args:
+            fed: Tokens of each row that its text holds and its cache lacks, in order, [tokens]
+                int64 each.
+            draft: The draft behind them; the nodes of a row without tokens are left out.
+        """
+        slots, nodes = self._cache.slots, np.diff(draft.row_offsets)
+        num_fed = np.array([len(tokens) for tokens in fed])
+        counts = np.where(num_fed > 0, num_fed + nodes, 0)
+        row, place = np.repeat(np.arange(len(fed)), counts), place_in_row(_offsets(counts))
+        is_node, is_used = place >= num_fed[row], np.repeat(num_fed > 0, nodes)
+        tokens, index = np.empty_like(row), slots.lengths[row] + place
+        tokens[~is_node], tokens[is_node] = np.concatenate(fed), draft.token_ids[is_used]
+        index[is_node] += num_fed[row[is_node]] - 1 + draft.depth[is_used] - place[is_node]
+        columns = self._cache.columns_of(row, index)
+        runs = runs_of(counts, slots.lengths)
+        slots.place_each(counts)
+        stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
+        assert self._names.positions is not None
+        inputs: dict[str, Any] = {
+            **self._passed,
+            self._names.ids: torch.from_numpy(tokens)[None],
+            self._names.mask: stand_ins if self._mask_dict else next(iter(stand_ins.values())),
+            self._names.positions: torch.from_numpy(self._positions(row, columns))[None],
+            "past_key_values": self._cache.for_model,
+            "use_cache": True,
+        }
+        read = np.flatnonzero(place >= num_fed[row] - 1)
+        if len(read) < len(row) and "logits_to_keep" in compat.forward_arguments(self._model):
+            inputs["logits_to_keep"], read = torch.from_numpy(read), np.arange(len(read))
+        first = _offsets(np.where(num_fed > 0, 1 + nodes, 0))[:-1, None]
+        shown = first + np.minimum(np.arange(1 + draft.max_nodes), nodes[:, None])
+        places = read[np.minimum(shown, len(read) - 1)]
+        return BlockInputs(inputs, flat=FlatBlock(built, tuple(stand_ins.values()), places))
+
+    def _run_masks(
+        self, runs: list[Run], num_fed: np.ndarray, draft: DraftTree, columns: np.ndarray
+    ) -> tuple[dict[str, torch.Tensor], dict[int, list[RunMask]]]:
+        """Stand-ins for the masks by kind, and by their ids the masks of all runs."""
+        seen = [_seen_in(run, num_fed, draft) for run in runs]
+        stand_ins = {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds}
+        return stand_ins, {
+            id(stand_ins[kind.name]): [
+                self._run_mask(kind, run, of_run, columns[run.tokens])
+                for run, of_run in zip(runs, seen, strict=True)
+            ]
+            for kind in self._kinds
+        }
+
+    def _positions(self, row: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Positions of tokens by their rows and columns, [tokens] int64 each."""
+        beyond = columns - self._cache.num_columns
+        positions: np.ndarray = self._next_position.numpy()[row, 0] + beyond
+        early = beyond < 0
+        if early.any():
+            assert self._prompt_positions is not None
+            positions[early] = self._prompt_positions[row[early], columns[early]]
+        return positions
+
+    def _run_mask(
+        self, kind: masks.MaskKind, run: Run, seen: np.ndarray | None, columns: np.ndarray
+    ) -> RunMask:
+        """The mask of a run in the layers of one kind; `columns` of its tokens, [tokens]."""
+        group, width = self._cache.slots.groups[kind.name], run.width
+        lengths = group.lengths[run.rows]
+        visible = int(lengths.max()) + width
+        is_causal = seen is None and (width == 1 or not lengths.any())
+        if is_causal and not kind.is_limited and (lengths == lengths[0]).all():
+            return RunMask(run, visible, None)
+        if seen is None:
+            seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
+        both = None
+        if kind.is_limited:
+            query = columns.reshape(-1, width)
+            key = self._cache.token_columns(group, visible)[run.rows]
+            for row, length in enumerate(lengths.tolist()):
+                key[row, length : length + width] = query[row]
+            both = query, key
+        place = lengths, visible, both, self._cache.pads[run.rows]
+        mask = masks.additive(kind, seen, *place, self._model.dtype, self._device)
+        return RunMask(run, visible, mask)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
         """Columns for a model that counts positions itself; None for one that is given them."""
@@ -130,3 +232,23 @@ class BlockLayout:
         for row, length in enumerate(group.lengths.tolist()):
             key[row, length : length + depths.shape[1]] = query[row]
         return query, key
+
+
+def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:
+    """Which tokens of its row's block each token of a run sees, [rows, width, width] bool.
+
+    None where each of them sees all tokens before it.
+    """
+    nodes = np.diff(draft.row_offsets)
+    if not nodes[run.rows].any():
+        return None
+    seen = np.tri(run.width, dtype=bool)[None].repeat(run.rows.stop - run.rows.start, 0)
+    for of_row, row in zip(seen, range(run.rows.start, run.rows.stop), strict=True):
+        first = num_fed[row]
+        of_row[first:, first:] = masks.ancestors(draft, row, 1 + nodes[row])[1:, 1:]
+    return seen
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    """Where the entries of every row begin and end: [rows] -> [rows + 1]."""
+    return np.concatenate([[0], counts.cumsum()])

@@ -50,6 +50,22 @@ def refusal(model: Any) -> tuple[str, str]:
     return state.trial, ""
 
 
+def admits_flat(model: Any) -> bool:
+    """Return whether flat blocks give plain's logits; see `runner.flat`.
+
+    Tested once, like whole blocks in `refusal`, for types that are not in `TRIED`.
+    """
+    if compat.text_config(model).model_type in TRIED:
+        return True
+    state = state_of(model)
+    if state.flat_trial is None:
+        try:
+            state.flat_trial = _try(model, is_flat=True)
+        except (RuntimeError, MemoryError):
+            return False
+    return not state.flat_trial
+
+
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
     """Return whether a token has the same bits in any draft tree, in blocks of `width` tokens.
 
@@ -76,14 +92,14 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
     return counts[True] >= len(runner.cache.slots.layers) and not counts[False]
 
 
-def _try(model: Any) -> str:
+def _try(model: Any, is_flat: bool = False) -> str:
     """Return what was found, empty for no fault.
 
     Any exception counts as a fault, since a call would meet it too, but lack of memory is raised.
     """
     name = type(model).__name__
     try:
-        difference = _differs_by(model)
+        difference = _differs_by(model, is_flat)
     except Exception as error:
         # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
         if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
@@ -96,7 +112,7 @@ def _try(model: Any) -> str:
 
 
 @torch.no_grad()
-def _differs_by(model: Any) -> float:
+def _differs_by(model: Any, is_flat: bool) -> float:
     """Largest difference to plain's logits, in standard deviations of these."""
     vocab = compat.text_config(model).vocab_size
     text = np.random.default_rng(0).integers(vocab // 8, vocab, TEXT)
@@ -104,14 +120,16 @@ def _differs_by(model: Any) -> float:
     positions = torch.arange(TEXT, device=ids.device)[None]  # as plain `generate` gives them
     given = {"input_ids": ids, "position_ids": positions}
     expected = model(**given, use_cache=False, return_dict=True).logits[0].float()
-    got = _ragged(model, text, ids[:, :PROMPT].repeat(2, 1))
+    got = _ragged(model, text, ids[:, :PROMPT].repeat(2, 1), is_flat)
     worst = max(float((logits.float() - expected[at]).abs().max()) for at, logits in got)
     return worst / float(expected.std())
 
 
-def _ragged(model: Any, text: np.ndarray, prompt: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def _ragged(
+    model: Any, text: np.ndarray, prompt: torch.Tensor, is_flat: bool
+) -> list[tuple[int, torch.Tensor]]:
     """Logits of two rows that advance by different counts, each with its place in the text."""
-    runner, rows = Runner(model, 2), Rows(prompt.to("cpu").numpy())
+    runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
     decoy = int(text[0])
     with attention.laid_under(model):
         runner.start(prompt, compat.DynamicCache(config=model.config))

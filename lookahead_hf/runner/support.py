@@ -10,7 +10,13 @@ from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
 from lookahead_hf.distributed import sharding
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.runner import prefix_tuning, self_test
+from lookahead_hf.runner import (
+    attention,
+    passthrough_kwargs,
+    prefix_tuning,
+    self_test,
+    torch_compile,
+)
 from lookahead_hf.runner.attention import SERVED
 
 MASK_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -26,6 +32,8 @@ ENCODER_DECODERS = frozenset(
     | {"mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
 """Types whose decoder looks positions up in a table, weighs distances, or takes positions."""
+
+_SCALARS = (bool, int, float, str)
 
 
 def check_call(
@@ -56,6 +64,29 @@ def check_trial(model: Any) -> None:
     found, fix = self_test.refusal(model)
     if found:
         raise Unserved(FallbackReason.MODEL, found, fix)
+
+
+def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Return whether a call's tokens may be fed as one row, whose attention alone we divide.
+
+    Nothing else may couple the tokens or tell the rows apart, such as an argument with an entry for
+    every row, or a hook of the caller's.
+
+    Args:
+        model: The model.
+        position_ids: Positions of the prompt, [..., rows, columns].
+        model_kwargs: As prepared by `generate`.
+    """
+    names = compat.decoder_names(model)
+    passed = passthrough_kwargs.passed_on(model_kwargs, names)
+    if names.positions is None or not all(isinstance(each, _SCALARS) for each in passed.values()):
+        return False
+    if position_ids.dim() != 2 or prefix_tuning.of_model(model).count or compat.has_hooks(model):
+        return False
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"} or torch_compile.is_compiled(model):
+        return False
+    return attention.is_ours_everywhere(model) and self_test.admits_flat(model)
 
 
 def check_kind(model: Any) -> None:
