@@ -144,9 +144,11 @@ def _manager(
 ) -> Any:
     """Make a manager: ours if speculation is asked for and can be served, else transformers'."""
     given = generation_config, continuous_batching_config, workload_hints
-    config = _wanted(model, asked, generation_config, default)
     kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if config is None or isinstance(kept, SpeculativeBatchingManager):
+    if isinstance(kept, SpeculativeBatchingManager):
+        return kept
+    config = _wanted(model, asked, generation_config, default)
+    if config is None:
         return original(*given)
     try:
         return _ours(model, config, asked, *given)
