@@ -144,9 +144,11 @@ def _manager(
 ) -> Any:
     """Make a manager: ours if speculation is asked for and can be served, else transformers'."""
     given = generation_config, continuous_batching_config, workload_hints
-    config = _wanted(model, asked, generation_config, default)
     kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if config is None or isinstance(kept, SpeculativeBatchingManager):
+    if isinstance(kept, SpeculativeBatchingManager):
+        return kept
+    config = _wanted(model, asked, generation_config, default)
+    if config is None:
         return original(*given)
     try:
         return _ours(model, config, asked, *given)
@@ -180,9 +182,9 @@ def _ours(
         raise _unserved("return_logprobs=True")
     if batching.cpu_offload_space:
         raise _unserved(f"cpu_offload_space={batching.cpu_offload_space!r}")
-    if generation.cache_implementation == "paged":
-        generation.cache_implementation = None
-    fallback.check_settings(lambda name: _setting(generation, name))
+    # The cache of `generate` is another one: transformers' server, for one, switches it off.
+    generation.cache_implementation, generation.use_cache = None, True
+    fallback.check_settings(lambda name: getattr(generation, name, None))
     slots = asked.max_slots or batching.max_requests_per_batch
     if slots is None:
         slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE
@@ -200,11 +202,6 @@ def _ours(
     limits = Limits(slots, batching.max_queue_size, seed)
     bar = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
     return SpeculativeBatchingManager(maker, limits, bar)
-
-
-def _setting(generation: Any, name: str) -> Any:
-    value = getattr(generation, name, None)
-    return True if name == "use_cache" and value is None else value
 
 
 def _unserved(what: str) -> Unserved:

@@ -175,9 +175,19 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        trial = Job(RequestState("trial", [0], max_new_tokens=None), 0)
-        self.verifier(self.call(trial), ColumnStream(None, 1, None), 0)
+        self.verifier(self._trial(), ColumnStream(None, 1, None), 0)
         support.check_trial(model)
+
+    def takes_flat(self) -> bool:
+        """Return whether steps may feed the tokens of live rows alone, one after another."""
+        call = self._trial()
+        position_ids = positions.of_prompt(self.model, call.input_ids, call.model_kwargs)
+        assert position_ids is not None
+        return support.takes_flat(self.model, position_ids, call.model_kwargs)
+
+    def _trial(self) -> PreparedCall:
+        """The call of a request that nobody made."""
+        return self.call(Job(RequestState("trial", [0], max_new_tokens=None), 0))
 
 
 def plain(model: Any, **settings: Any) -> Any:

@@ -16,15 +16,16 @@ from lookahead_hf.runner.packed_steps import PackedSteps
 class RefilledRunner(Runner):
     """A runner that takes a new prompt into a free row."""
 
-    def __init__(self, model: object, num_rows: int, packed: PackedSteps) -> None:
+    def __init__(self, model: object, num_rows: int, packed: PackedSteps, flat: bool) -> None:
         """Prepare for the requests of one run.
 
         Args:
             model: The target.
             num_rows: Rows of the steps.
             packed: How steps and prompts use packed linear layers.
+            flat: Whether steps feed the tokens of live rows alone.
         """
-        super().__init__(model, num_rows, None, packed)
+        super().__init__(model, num_rows, None, packed, flat)
         self._texts = RefilledCache(num_rows)
 
     def take(

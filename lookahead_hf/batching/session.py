@@ -221,7 +221,7 @@ def new_session(maker: Maker, desk: Desk, max_rows: int) -> RefillSession:
     do_sample = bool(maker.generation_config.do_sample)
     drafters = build_drafters(model, maker.request, max_rows, do_sample)
     rows = RefilledRows(max_rows)
-    runner = RefilledRunner(model, max_rows, packing(maker))
+    runner = RefilledRunner(model, max_rows, packing(maker), maker.takes_flat())
     drafts = DraftSession(
         model,
         config,

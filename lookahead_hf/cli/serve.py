@@ -52,11 +52,6 @@ def COMMAND(
             f"The server needs {', '.join(missing)}.\n"
             'Install what is missing with: pip install "lookahead-hf[serve]"'
         )
-    if "--continuous-batching" in words:
-        raise click.UsageError(
-            "--continuous-batching does not run `generate`, which is what speculates: leave it "
-            "out, or run `transformers serve`"
-        )
     is_plain = context.find_root().params.get("no_colour", False)
     _serve(list(words), _with_pool(config, pool), open_screen(is_plain))
 

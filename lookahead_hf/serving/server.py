@@ -27,6 +27,7 @@ from lookahead_hf.generation.options import Request
 from lookahead_hf.serving.fields import ServedRequest, allowed, current
 from lookahead_hf.serving.metrics import Metrics
 from lookahead_hf.serving.middleware import SpeculativeFields
+from lookahead_hf.stats import SpeculativeStats
 
 SEAMS = (
     "server.build_server",
@@ -165,8 +166,9 @@ class ServedGenerate:
     """
 
     def __init__(self, model: Any, config: SpeculativeConfig, metrics: Metrics) -> None:
-        self._generate = lookahead_hf.enable(model).generate
+        self._generate = lookahead_hf.enable(model, config).generate
         self._model, self._config, self._metrics = model, config, metrics
+        lookahead_hf.on_stats(model, _of_batches(metrics))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = current.get() or ServedRequest()
@@ -205,6 +207,11 @@ class ServedGenerate:
         request.stats = lookahead_hf.last_stats(self._model)
         if request.stats is not None:
             self._metrics.count(request.stats)
+
+
+def _of_batches(metrics: Metrics) -> Callable[[SpeculativeStats], None]:
+    """A listener that counts continuous batching, whose thread belongs to no request."""
+    return lambda stats: None if current.get() else metrics.count(stats)
 
 
 def _takes_streamer(model: Any, config: Any) -> bool:

@@ -64,7 +64,6 @@ def test_the_command_serves_a_model_with_its_options(
             1,
             "'missing.safetensors' cannot be read",
         ),
-        (["--continuous-batching"], 2, "does not run `generate`"),
         (["--dtype", "float99"], 1, "float99"),
         (["--no-such-option"], 2, "no-such-option"),
         (["/no/such/model"], 1, "did not start"),

@@ -58,8 +58,8 @@ class Served:
 
 
 @contextmanager
-def serving(folder: str, config: SpeculativeConfig) -> Iterator[Served]:
-    """Run a server of a model in a folder."""
+def serving(folder: str, config: SpeculativeConfig, **options: Any) -> Iterator[Served]:
+    """Run a server of a model in a folder; `options` are those of transformers' server."""
     import uvicorn
     from openai import OpenAI
     from transformers.cli.serve import Serve
@@ -69,7 +69,7 @@ def serving(folder: str, config: SpeculativeConfig) -> Iterator[Served]:
     port = free_port()
     # transformers' own way to run a server in the background leaves the event loop open.
     with speculating(config), mock.patch.object(uvicorn.Server, "run"):
-        server = Serve(force_model=folder, port=port, device="cpu")
+        server = Serve(force_model=folder, port=port, device="cpu", **options)
     address = f"http://localhost:{port}/v1"
     with (
         running(server.server),

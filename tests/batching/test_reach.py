@@ -1,0 +1,86 @@
+"""Which calls of continuous batching speculate: by defaults, by settings, by other callers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationMixin
+
+import lookahead_hf
+from lookahead_hf.batching.manager import SpeculativeBatchingManager
+from lookahead_hf.batching.methods import NAMES
+from tests.helpers import models
+from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
+
+
+@pytest.fixture
+def model() -> Any:
+    return models.tiny("llama")
+
+
+@pytest.fixture
+def everywhere() -> Iterator[None]:
+    lookahead_hf.enable_everywhere(default=DRAFTED)
+    yield
+    lookahead_hf.disable_everywhere()
+
+
+def test_generate_with_a_paged_cache(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+    given = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "paged"}
+    lookahead_hf.enable(model)
+    (found,) = model.generate(torch.tensor([text]), speculative=DRAFTED, **given).tolist()
+    assert found[0][len(text) :] == alone(model, text, config)
+    stats = lookahead_hf.totals(model)
+    assert not stats.fallbacks and stats.stats.num_accepted > 0
+
+
+def test_a_generation_config_decides_if_the_call_does_not(model: Any) -> None:
+    lookahead_hf.enable(model)
+    config = settings(model)
+    config.speculative = {"budget": 6}
+    speculated(model.generate_batch(prompts(2), config).values())
+    model.generation_config.speculative = {"budget": 6}
+    speculated(model.generate_batch(prompts(2), settings(model)).values())
+
+
+def test_every_model_of_a_process(model: Any, everywhere: None) -> None:
+    config, (text,) = settings(model), prompts(1)
+    speculated(model.generate_batch([text], config).values())
+    out = model.generate(torch.tensor([text]), max_new_tokens=8, cache_implementation="paged")
+    assert out.shape == (1, 1, len(text) + 8)
+    assert lookahead_hf.totals(model).num_calls == 2
+    lookahead_hf.enable(model)  # the object's own hook has no default
+    small = seeded(num_blocks=2)
+    assert not isinstance(model.init_continuous_batching(config, small), SpeculativeBatchingManager)
+
+
+def test_nothing_is_left_on_the_class(model: Any, everywhere: None) -> None:
+    assert set(NAMES) <= set(vars(GenerationMixin))
+    lookahead_hf.disable_everywhere()
+    assert not set(NAMES) & set(vars(GenerationMixin))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_batches_its_own_model(model: Any, copied: Any) -> None:
+    lookahead_hf.enable(model, default=DRAFTED)
+    other, config = copied(model), settings(model)
+    speculated(other.generate_batch(prompts(2), config).values())
+    assert lookahead_hf.totals(other).num_calls == 2
+    assert lookahead_hf.totals(model).num_calls == 0
+
+
+def test_a_manager_that_is_kept_serves_the_next_run(model: Any) -> None:
+    lookahead_hf.enable(model, default=DRAFTED)
+    config, texts = settings(model), prompts(2)
+    for _ in range(2):
+        found = model.generate_batch(texts, config, persistent_manager=True)
+        tokens = [output.generated_tokens for output in found.values()]
+        assert tokens == [alone(model, text, config) for text in texts]
+        speculated(found.values())
+    model.destroy_cached_continuous_batching_manager()
