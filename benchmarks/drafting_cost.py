@@ -1,8 +1,7 @@
 """Time what drafting takes of the host, by the rows of a batch, on recorded texts.
 
 No model runs: a recorded text decides what is accepted, and its recorded tokens stand out of the
-logits. Steps cost what they cost on two CPU cores, so that drafts are as large as in a call there.
-Two systems:
+logits. Every row drafts as many nodes as `--nodes` says. Two systems:
 
     cpu     the best tokens are searched in the logits, in bfloat16, as on a CPU
     device  they have arrived from a device, which searched them beside the step
@@ -41,9 +40,6 @@ from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.rows import Rows
 
 SYSTEMS = ("cpu", "device")
-TOKENS = (1, 4, 8, 12, 20, 36, 68, 136, 272)
-MILLISECONDS = (14.2, 16.7, 18.6, 20.3, 24.4, 32.9, 51.7, 90.0, 167.0)
-"""A step of SmolLM2-135M in bfloat16 on two cores, by the tokens of its block."""
 RECORDED = 12
 """Recorded tokens that stand out of the logits at a place."""
 
@@ -57,8 +53,8 @@ class Line:
     propose: float
     observe: float
     steps: int
-    nodes: float  # verified, per row step
-    tokens: float  # per row step
+    nodes: float  # verified, per row and step
+    tokens: float  # per row and step
 
     @property
     def total(self) -> float:
@@ -131,37 +127,36 @@ class Arrived(BestTokens):
         return self._found[0][which, :top_k], self._found[1][which, :top_k]
 
 
-def measure(texts: Sequence[Text], system: str, vocab_size: int, new_tokens: int) -> Line:
+def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> Line:
     """Draft the texts as one call."""
     batch = Batch(texts, vocab_size)
     runner: Any = SimpleNamespace(mode="", most_nodes=None, is_flat=False)
     drafts = DraftSession(
         MemoryHolder(), SpeculativeConfig(), batch.rows, list(build(None, {})), do_sample=False,
-        vocab_size=vocab_size, max_new_tokens=new_tokens, runner=runner,
+        vocab_size=vocab_size, max_new_tokens=2**31, runner=runner,
     )  # fmt: skip
+    drafts._budget.choose = lambda tree: np.minimum(np.diff(tree.row_offsets), nodes)  # type: ignore[method-assign]
     drafts.begin(batch.rows)
-    proposed, observed, nodes, tokens, row_steps = [], [], 0, 0, 0
+    proposed, observed, num_drafted, num_tokens, count = [], [], 0, 0, len(texts)
     while batch.rows.live.all():
-        live = int(batch.rows.live.sum())
         draft, seconds = timed(drafts.propose, batch.rows)
-        proposed.append(seconds / live)
+        proposed.append(seconds)
         verdict = batch.verify(draft)
         logits = batch.logits(draft, verdict)
         step = SimpleNamespace(logits=logits)
-        block = len(texts) * (1 + draft.max_nodes)
-        cost = float(np.interp(block, TOKENS, MILLISECONDS)) + 0.9 * (len(texts) - 1)
         if system == "device":
             drafts.prepare(step)  # beside the forward
             spent = 0.0
         else:
             _, spent = timed(drafts.prepare, step)
-        _, seconds = timed(drafts.observe, batch.rows, draft, verdict, logits, cost / 1e3)
-        observed.append((spent + seconds) / live)
-        nodes, tokens = nodes + draft.num_nodes, tokens + len(verdict.token_ids)
-        row_steps += live
+        _, seconds = timed(drafts.observe, batch.rows, draft, verdict, logits, 1.0)
+        observed.append(spent + seconds)
+        num_drafted, num_tokens = num_drafted + draft.num_nodes, num_tokens + len(verdict.token_ids)
     drafts.end(batch.rows)
-    per_row = (1e6 * statistics.median(part) for part in (proposed, observed))
-    return Line(system, len(texts), *per_row, len(proposed), nodes / row_steps, tokens / row_steps)
+    proposing, observing = (1e6 * statistics.median(part) / count for part in (proposed, observed))
+    steps = len(proposed)
+    per_row = num_drafted / steps / count, num_tokens / steps / count
+    return Line(system, count, proposing, observing, steps, *per_row)
 
 
 def timed(call: Any, *arguments: Any) -> tuple[Any, float]:
@@ -180,7 +175,7 @@ def lines(arguments: argparse.Namespace, texts: Sequence[Text], vocab: int) -> I
         for system in SYSTEMS:
             found = Arrived if system == "device" else BestTokens
             with mock.patch.object(recycling, "BestTokens", found):
-                yield measure(chosen, system, vocab, arguments.new_tokens)
+                yield measure(chosen, system, vocab, arguments.nodes)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -194,13 +189,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--prompts-per-family", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--nodes", type=int, default=4, help="draft tokens per row and step")
+    parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--json", type=Path, help="write the lines there")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    torch.set_num_threads(1)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     load = functools.cache(lambda: common.load(arguments.model, "float32", "cpu"))
     from lookahead_hf.cli.real_model import cache_root
 
@@ -208,6 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = folder_of(model, cache_root() / "texts")
     chosen = slice(8, 8 + arguments.prompts_per_family)
     texts = recorded(load, chosen, arguments.new_tokens, folder)
+    texts = [text for text in texts if len(text.output) == arguments.new_tokens]
     ngram_pool.compile_now()
     measured = list(lines(arguments, texts, model.config.vocab_size))
     print("| system | rows | propose | observe | both | nodes per row | tokens per row step |")
