@@ -13,7 +13,14 @@ from lookahead_hf import vllm_config
 from lookahead_hf.warn import warn_caller
 
 BUILT_IN_DRAFTERS = (
-    *("ngram", "recycling", "prediction", "pool", "assistant", "lookahead", "mtp", "medusa"),
+    "ngram",
+    "recycling",
+    "prediction",
+    "pool",
+    "assistant",
+    "lookahead",
+    "mtp",
+    "medusa",
 )
 """The drafters that a configuration can name."""
 

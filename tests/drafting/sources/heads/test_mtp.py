@@ -16,6 +16,7 @@ from lookahead_hf import SpeculativeConfig, compat
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.sources.heads import mtp
 from lookahead_hf.drafting.sources.heads.mtp import MtpDrafter
+from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import execution
 from tests.helpers.calls import GREEDY, padded
@@ -169,6 +170,12 @@ def test_use_mtp_adds_the_drafter(checkpoint: Any) -> None:
         silent = {"on_fallback": "silent"}
         assert model.generate(**beams, speculative=silent).tolist() == expected.tolist()
     assert not state_of(model).heads
+    model.generation_config.use_mtp = None
+    lookahead_hf.enable(model, default=silent)  # a mere default leaves it to transformers
+    one = {**padded("left", 1), **GREEDY, "use_mtp": True}
+    assert model.generate(**one).tolist() == plain[:1].tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason == FallbackReason.DECODING_METHOD
 
 
 def test_a_cache_of_earlier_turns(checkpoint: Any) -> None:
