@@ -1,60 +1,126 @@
 #!/bin/sh
-# Everything that needs a GPU, within ten minutes: the tests marked gpu, the kernels, the steps, what
-# lies outside the forward, and `generate` from end to end. What was measured until a part's time is
-# over stays.
+# What is to be known first on a machine with a GPU, in two runs of less than nine minutes each. The
+# machine needs no network and nothing but torch, triton, transformers, numba, numpy and pytest.
 #
-#   PYTHON=python3 benchmarks/gpu.sh results
-#   MODEL=/models/Qwen2.5-7B-Instruct benchmarks/gpu.sh results
+#   benchmarks/gpu.sh one results        # is it right, and where does a step's time go?
+#   benchmarks/gpu.sh two results        # long contexts, batches, whole calls, the compiled model
+#   benchmarks/gpu.sh --rehearse results # both on a CPU, with small sizes
+#
+# All files of a run are in results/gpu_one.tar or gpu_two.tar, which is written anew after every
+# part: what was measured until a run is stopped stays. MODEL=/models/Qwen2.5-7B-Instruct names a
+# model for whole calls, PYTHON the interpreter.
 set -u
 cd "$(dirname "$0")/.."
-out=${1:-gpu_results}
+run=${1:-one}
+results=$(mkdir -p "${2:-gpu_results}" && cd "${2:-gpu_results}" && pwd)
 python=${PYTHON:-python3}
-model=${MODEL:+--model $MODEL}
-mkdir -p "$out"
+export PYTHONPATH=. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+files=$(mktemp -d)
+trap 'rm -rf "$files"' EXIT
 failed=0
+
+keep() { # in a new file first, so that no half of it ever lies there
+    tar -C "$files" -cf "$results/.new.tar" . && mv "$results/.new.tar" "$results/gpu_$name_of_run.tar"
+}
 
 part() { # name, seconds, command...
     name=$1 seconds=$2
     shift 2
     echo "== $name, at most $seconds s"
-    PYTHONPATH=. timeout --signal INT --kill-after 10 "$seconds" "$@" >"$out/$name.txt" 2>&1
+    timeout --signal INT --kill-after 10 "$seconds" "$@" >"$files/$name.txt" 2>&1
     code=$?
-    tail -n 60 "$out/$name.txt"
+    tail -n 40 "$files/$name.txt"
     if [ $code -ne 0 ]; then
         echo "== $name ended with $code"
+        failed=1
     fi
-    return $code
 }
 
-tests() { # name, what to run and to leave out...
+bench() { # name, seconds, script, options...
+    name=$1 seconds=$2 script=$3
+    shift 3
+    part "$name" "$seconds" "$python" "benchmarks/$script.py" "$@" --json "$files/$name.json"
+    keep
+}
+
+tests() { # name, what to run...
     name=$1
     shift
-    part "$name" 150 "$python" -m pytest -q -m gpu --junitxml "$out/$name.xml" "$@"
+    # Other versions than the tests were written for may warn.
+    part "$name" 150 "$python" -m pytest -q -W default -m "$mark" --junitxml "$files/$name.xml" "$@"
 }
 
-bench() { # name, seconds, script and options...
-    name=$1 seconds=$2
-    shift 2
-    part "$name" "$seconds" "$python" "$@" --json "$out/$name.json" --plot "$out/$name.svg" ||
-        failed=1
+machine() {
+    nvidia-smi >"$files/machine.txt" 2>&1 || rocm-smi >"$files/machine.txt" 2>&1
+    part versions 60 "$python" -c '
+import numba, numpy, torch, transformers, triton
+print(torch.__version__, triton.__version__, transformers.__version__, numba.__version__, numpy.__version__)
+print(numba.njit(lambda x: x + 1)(1), torch.cuda.is_available() and torch.cuda.get_device_name())
+import lookahead_hf.ngram_pool as pool, lookahead_hf.drafting.session
+pool.compile_now()
+print(pool.compiled())'
+    keep
 }
 
-nvidia-smi >"$out/machine.txt" 2>&1 || rocm-smi >"$out/machine.txt" 2>&1
-# Most of their time goes to the compilation of kernels, on one core each.
-tests kernels_tests tests/kernels --ignore tests/kernels/test_attention.py &
-kernels=$!
-tests attention_tests tests/kernels/test_attention.py &
-attention=$!
-tests other_tests tests --ignore tests/kernels &
-other=$!
-for each in $kernels $attention $other; do
-    wait "$each" || failed=1
-done
-bench kernels 60 benchmarks/kernels.py
-bench outside 40 benchmarks/outside.py
-bench step_8B 130 benchmarks/step.py --shapes 8B --nodes 0,15,63 --context 4096
-bench step 70 benchmarks/step.py --shapes 1B,0.1B --no-compiled
-# shellcheck disable=SC2086  # no model is no argument
-bench end_to_end 120 benchmarks/end_to_end.py --dtype bfloat16 --prompts-per-family 2 \
-    --rounds 2 --no-cache-only $model
+one() {
+    name_of_run=one
+    machine
+    # Most of their time goes to the compilation of kernels, on one core each.
+    tests kernels_tests $kernels_tests &
+    kernels=$!
+    tests attention_tests tests/kernels/test_attention.py $few &
+    attentions=$!
+    tests graphs_tests tests/gpu tests/runner/cuda/test_capture.py $few &
+    graphs=$!
+    wait $kernels $attentions $graphs
+    keep
+    bench launches 90 launches --shapes "$large" --nodes 0,15,63 --context "$short" $on
+    bench step 90 step --shapes "$large" --nodes 0,7,15,31,63 --context "$short" --batch 1 \
+        --no-compiled $on
+    bench products 40 launches --products --shapes "$large" $on
+    for nodes in $attention; do
+        bench "attention_$nodes" 20 kernels --only tree_attention --nodes $nodes \
+            --context "$long" $sizes
+    done
+    bench outside 40 outside --shapes "$small" $on
+}
+
+two() {
+    name_of_run=two
+    machine
+    bench step_long 120 step --shapes "$large" --nodes 0,15,63 --context "$long" --batch 1 \
+        --no-compiled $on
+    bench step_batches 120 step --shapes "$large" --nodes 0,1,3,7 --context "$short" \
+        --batch "$batches" --no-compiled $on
+    bench kernels 60 kernels $sizes
+    if [ "$run" = --rehearse ]; then
+        return # nothing that is new
+    fi
+    bench outside_large 60 outside --shapes "$large" $on
+    if [ -n "${MODEL:-}" ]; then
+        bench end_to_end 120 end_to_end --dtype bfloat16 --prompts-per-family 2 --rounds 2 \
+            --no-cache-only --model "$MODEL"
+    fi
+    # Last, as it compiles for a minute before its first line.
+    bench static 120 step --shapes "$large" --nodes 0 --context "$short" --batch 1 $on
+}
+
+kernels_tests="tests/kernels --ignore tests/kernels/test_attention.py --ignore tests/kernels/test_aot.py"
+mark=gpu few="" large=8B small=1B short=1024 long=32768 batches=8,32 sizes="" on=""
+attention="1 15 63"
+case $run in
+one | two) $run ;;
+--rehearse)
+    mark="not slow" few="--collect-only" kernels_tests="tests/kernels/test_compact.py"
+    large=tiny small=tiny short=128 long=256 batches=2,3 attention=15
+    on="--device cpu --dtype float32 --rounds 1"
+    sizes="--device cpu --rounds 1 --vocab 1009 --layers 2 --heads 2 --kv-heads 1 --head-dim 16"
+    one
+    two
+    ;;
+*)
+    echo "usage: $0 one|two|--rehearse [results]" >&2
+    exit 2
+    ;;
+esac
 exit $failed

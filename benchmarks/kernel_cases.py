@@ -216,8 +216,13 @@ class Bench:
             len(layers),
             lambda copy: kernels.tree_attention(*layers[copy], self.lengths, ancestors, scale),
             lambda copy: _repeated(*layers[copy], mask),
-            lambda copy: attention.fold(*layers[copy], wide, groups, None),
+            lambda copy: self._folded(*layers[copy], wide, groups),
         )
+
+    def _folded(self, *given: Any) -> torch.Tensor:
+        """What steps fall back to, without cuDNN as there."""
+        with attention.step(self.device):
+            return attention.fold(*given, None)
 
     def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Queries of a block, and keys and values as they lie in the cache, for some layers."""

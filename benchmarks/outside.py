@@ -49,24 +49,25 @@ def timed_forwards(on_device: bool) -> Iterator[list[Callable[[], float]]]:
     """Yield functions that return the microseconds of each forward once all have run."""
     spans: list[Callable[[], float]] = []
     kind = CudaRunner if on_device else Runner
-    forward = kind.forward
+    name = "_step" if on_device else "forward"
+    forward = getattr(kind, name)
 
-    def on_clock(target: Any, inputs: Any) -> Any:
+    def on_clock(target: Any, *inputs: Any) -> Any:
         start = time.perf_counter()
-        outputs = forward(target, inputs)
+        outputs = forward(target, *inputs)
         seconds = time.perf_counter() - start
         spans.append(lambda: seconds * 1e6)
         return outputs
 
-    def on_stream(target: Any, inputs: Any) -> Any:
+    def on_stream(target: Any, *inputs: Any) -> Any:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        outputs = forward(target, inputs)
+        outputs = forward(target, *inputs)
         end.record()
         spans.append(lambda: start.elapsed_time(end) * 1e3)
         return outputs
 
-    with patch.object(kind, "forward", on_stream if on_device else on_clock):
+    with patch.object(kind, name, on_stream if on_device else on_clock):
         yield spans
 
 

@@ -10,10 +10,11 @@ tokens, and the result on the host. Systems:
     ours graphs     the same replayed as a CUDA graph
     ours packed     the same with packed linear layers, on a CPU
 
-`floor` is the time to read the weights once, by the bandwidth of a large copy in the same run. The
-context of transformers' eager steps grows by a token from round to round, as in a text: cuDNN plans
-anew for every length. Times are the fastest of `--rounds`, in milliseconds. On a CPU `twins` is
-what verify_tree and compact_path take of our step, timed by themselves.
+`floor` is the time to read the weights once, but for an embedding that is no head, by the bandwidth
+of a large copy in the same run. The context of transformers' eager steps grows by a token from
+round to round, as in a text: cuDNN plans anew for every length. Times are the fastest of
+`--rounds`, in milliseconds. On a CPU `twins` is what verify_tree and compact_path take of our step,
+timed by themselves.
 
     python benchmarks/step.py --json step.json --plot step.svg
     python benchmarks/step.py --shapes 0.1B --nodes 0,8,32 --context 1500 --dtype float32
@@ -45,6 +46,7 @@ from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
 
 SHAPES = {
+    "tiny": (64, 128, 2, 4, 2, 512),  # to rehearse with
     "0.1B": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
     "1B": (2048, 8192, 16, 32, 8, 128256),  # Llama-3.2-1B
     "8B": (4096, 14336, 32, 32, 8, 128256),  # Llama-3.1-8B
@@ -148,6 +150,16 @@ class Bench:
         self, nodes: int, cuda_graphs: bool = False, packed: bool = False
     ) -> tuple[float, float | None]:
         """Our step; and on a CPU what the twins take of it."""
+        with self.stepping(nodes, cuda_graphs, packed) as step:
+            whole = fastest(lambda _: step(), self.rounds)
+            work = getattr(step, "__self__", None)
+            return whole, work.twins(self.rounds) if isinstance(work, _Host) else None
+
+    @contextmanager
+    def stepping(
+        self, nodes: int, cuda_graphs: bool = False, packed: bool = False
+    ) -> Iterator[Callable[[], None]]:
+        """Yield a function that runs our step and waits for it."""
         on_device = self.model.device.type == "cuda"
         with attention.laid_under(self.model):
             steps = PackedSteps(self.model, packed)
@@ -159,10 +171,9 @@ class Bench:
             texts, draft = self._texts(), self._draft(nodes)
             try:
                 if on_device:
-                    return fastest(lambda _: _on_device(target, texts, draft), self.rounds), None
-                work = _Host(target, texts, draft)
-                whole = fastest(lambda _: work.step(), self.rounds)
-                return whole, work.twins(self.rounds)
+                    yield lambda: _on_device(target, texts, draft)
+                else:
+                    yield _Host(target, texts, draft).step
             finally:
                 target.end()
 
@@ -219,6 +230,15 @@ class _Host:
         """Milliseconds of both."""
         device = torch.device("cpu")
         return sum(microseconds(w, device, rounds) for w in (self.verify, self.compact)) / 1e3
+
+
+def bytes_read(model: Any) -> int:
+    """Bytes of the weights that a step reads, each once: all but an embedding that is no head."""
+    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding is not head:
+        del weights[embedding.data_ptr()]
+    return sum(weights.values())
 
 
 def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
@@ -299,7 +319,7 @@ def _known_shapes(text: str) -> list[str]:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     cuda = torch.cuda.is_available()
-    parser = shapes_parser(__doc__, list(SHAPES) if cuda else ["0.1B"])
+    parser = shapes_parser(__doc__, ["0.1B", "1B", "8B"] if cuda else ["0.1B"])
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -335,8 +355,7 @@ def main(argv: list[str] | None = None) -> None:
     with suppress(KeyboardInterrupt):  # what there is by then is plotted
         for shape in [Path(options.model).name] if options.model else options.shapes:
             model = load(shape, options.model, dtype, device)
-            weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
-            floor = sum(weights.values()) / per_microsecond / 1e3
+            floor = bytes_read(model) / per_microsecond / 1e3
             for line in measure(model, shape, floor, options):
                 lines.append(line)
                 twins = "" if line.twins is None else f"{line.twins:.2f}"

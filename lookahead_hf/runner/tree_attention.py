@@ -13,6 +13,10 @@ from lookahead_hf import kernels
 _LEAST_SLOTS = 512
 """With fewer slots, one program per head reads all keys before splitting them pays."""
 
+_MANY_SLOTS = 1024
+"""From so many slots on the kernel serves any number of rows: it reads what each row holds, while
+torch reads all slots for every row, and their mask."""
+
 _ROWS_PER_PROGRAM = 64
 """Query rows of one program of torch's memory-efficient attention."""
 
@@ -64,9 +68,10 @@ def is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     """Whether the kernel attends faster than torch.
 
     Torch's attention under a mask reads all keys of 64 query rows in one program. If that leaves
-    processors of the GPU idle, the kernel is faster, as it splits the keys. The shapes alone
-    decide, so that a text has the same bits whatever else the machine does. If
-    LOOKAHEAD_HF_BACKEND asks for Triton, the kernel always serves.
+    processors of the GPU idle, the kernel is faster, as it splits the keys. So it is where there
+    are many slots, as it reads no more than each row holds. The shapes alone decide, so that a text
+    has the same bits whatever else the machine does. If LOOKAHEAD_HF_BACKEND asks for Triton, the
+    kernel always serves.
 
     Args:
         query: [rows, heads, width, dim].
@@ -81,6 +86,8 @@ def is_faster(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     kv_heads, slots, _ = value.shape[1:]
     folded = heads // kv_heads * width
     programs = rows * kv_heads * -(-folded // _ROWS_PER_PROGRAM)
+    if slots >= _MANY_SLOTS:
+        return True
     return slots >= _LEAST_SLOTS and programs < _processors(query.device)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.benchmark_runs import lines_of, run_program
+from tests.helpers.benchmark_runs import ROOT, lines_of, run_program
 
 
 @pytest.mark.parametrize("rotate", [0, 1])
@@ -34,3 +39,36 @@ def test_step(tmp_path: Path) -> None:
     assert [(line["rows"], line["nodes"], line["system"]) for line in lines] == places
     assert all(line["milliseconds"] > 0 and line["floor"] > 0 for line in lines)
     assert [line["twins"] is not None for line in lines] == [s != "eager" for *_, s in places]
+
+
+def test_launches(tmp_path: Path) -> None:
+    options = "--shapes tiny --device cpu --dtype float32 --rounds 1"
+    lines = run_program("launches", tmp_path, f"{options} --nodes 0,3 --context 32")
+    assert {line["tokens"] for line in lines} == {1, 4}
+    assert sum(line["launches"] for line in lines if line["name"] == "aten::mm") > 2 * 14
+    lines = run_program("launches", tmp_path, f"{options} --products")
+    assert len(lines) == 7 * 8
+    assert all(line["gigabytes_per_second"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_what_runs_on_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", "benchmarks/gpu.sh", "--rehearse", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_one.tar", "gpu_two.tar"]
+    measured: dict[str, int] = {}
+    for name in ("gpu_one.tar", "gpu_two.tar"):
+        with tarfile.open(tmp_path / name) as files:
+            for member in files.getnames():
+                if member.endswith(".json"):
+                    report = json.load(files.extractfile(member) or pytest.fail(member))
+                    measured[Path(member).stem] = len(report["lines"])
+    parts = "launches step products attention_15 outside step_long step_batches kernels"
+    assert {*parts.split()} <= measured.keys()
+    assert all(measured.values())

@@ -92,9 +92,15 @@ def test_twins_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_verified_on_the_host() -> None:
     given = {name: tensor.cuda() for name, tensor in padded("left").items()}
-    given |= {"max_new_tokens": 20, "repetition_penalty": 1.1, "pad_token_id": 0}
+    given |= {"max_new_tokens": 80, "no_repeat_ngram_size": 4, "pad_token_id": 0}
     columns = given["input_ids"].shape[1]
-    assert compared(on_gpu(), lambda: dict(given), columns).stats.engine == "walk"
+    stats = compared(on_gpu(), lambda: dict(given), columns).stats
+    assert (stats.engine, stats.execution) == ("walk", REPLAYED)
+
+
+def test_penalties_on_the_device() -> None:
+    rules = {"repetition_penalty": 1.1, "min_new_tokens": 30}
+    assert compare(on_gpu(), padded("left"), **rules).execution == REPLAYED
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,6 +132,33 @@ def test_a_failed_capture_leaves_the_stream_of_the_thread() -> None:
         recorder.record(lambda: (torch.ones((), device="cuda").item(),))
     assert torch.cuda.current_stream() == before
     assert torch.ones((), device="cuda").add(1).item() == 2
+    assert torch.rand(3, device="cuda").sum().item() > 0
+    assert compare(on_gpu(), padded("left"), **SAMPLED).execution == REPLAYED
+
+
+def test_graphs_need_no_workspace_that_others_free() -> None:
+    """torch's inductor frees the workspaces of cuBLAS around everything that it records."""
+    model = on_gpu(hidden_size=1024, intermediate_size=4096)
+    assert compare(model, padded("left")).execution == REPLAYED
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    filling = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(16)]
+    assert compare(model, padded("left")).execution == REPLAYED
+    del filling
+
+
+def test_captures_in_inference_mode_serve_outside_of_it() -> None:
+    model = on_gpu()
+    with torch.inference_mode():
+        assert compare(model, padded("left"), **SAMPLED).execution == REPLAYED
+    assert compare(model, padded("left"), **SAMPLED).execution == REPLAYED
+
+
+def test_warming_up_as_it_is_called() -> None:
+    model = lookahead_hf.enable(on_gpu(max_position_embeddings=1024))
+    lookahead_hf.warm_up(model)
+    (kept,) = graphs.of_model(model).sets
+    assert {width for width, _ in kept.recordings} == {*graphs.WIDTHS}
 
 
 def test_every_step_is_one_launch() -> None:

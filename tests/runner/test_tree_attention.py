@@ -15,12 +15,13 @@ def layer(rows: int, heads: int, kv_heads: int, width: int, slots: int, dim: int
 
 
 def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long contexts whose programs would leave processors of the GPU idle."""
+    """Long contexts, and shorter ones whose programs would leave processors of the GPU idle."""
     monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
     monkeypatch.setattr(tree_attention, "_processors", lambda _: 132)
-    assert tree_attention.is_faster(*layer(1, 28, 4, 64, 2048, 128))
+    assert tree_attention.is_faster(*layer(1, 28, 4, 64, 512, 128))
+    assert tree_attention.is_faster(*layer(64, 28, 4, 8, 1024, 128))
     assert not tree_attention.is_faster(*layer(1, 28, 4, 64, 256, 128))
-    assert not tree_attention.is_faster(*layer(8, 28, 4, 64, 2048, 128))
+    assert not tree_attention.is_faster(*layer(8, 28, 4, 64, 512, 128))
     assert not tree_attention.is_faster(*layer(1, 4, 1, 8, 2048, 512))
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "triton")
     assert tree_attention.is_faster(*layer(8, 28, 4, 64, 256, 128))

@@ -186,11 +186,12 @@ def of_model(model: Any) -> ModelGraphs:
 
 
 def _limit(cache: AdoptedCache, sets: list[GraphSet]) -> float:
-    """Return the bytes that K and V of a model's graphs may take."""
+    """Return the bytes that K and V of graphs may take; what torch holds unused is free, too."""
     device = only_group(cache).layers[0].k_store.device
     if device.type != "cuda":
         return math.inf
-    return MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + _nbytes(sets))
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + cached + _nbytes(sets))
 
 
 def _nbytes(sets: list[GraphSet]) -> int:

@@ -47,6 +47,24 @@ def test_replayed_steps_write_plains_text(name: str, kind: str, made: list[TapeR
     assert max(r.num_replays for r in recorder.recordings) > 5
 
 
+MOST_PER_LAYER = 42
+"""Operations of a layer of llama, each of them a launch, but for four of compaction's twin: its
+kernel moves the tokens of all layers at once."""
+
+MOST_PER_STEP = 105
+"""Operations of a step outside of its layers, where torch's twins verify and compact."""
+
+
+def test_a_step_launches_no_more_than_it_did(made: list[TapeRecorder]) -> None:
+    counts = []
+    for layers in (1, 2):
+        compare(tiny("llama", num_hidden_layers=layers), padded("left"))
+        counts.append(len(made[-1].recordings[0].tape.calls))
+    of_layer = counts[1] - counts[0]
+    assert of_layer <= MOST_PER_LAYER
+    assert counts[0] - of_layer <= MOST_PER_STEP
+
+
 def test_sampled_steps_are_captured_up_to_the_logits(made: list[TapeRecorder]) -> None:
     stats = compare(tiny("llama"), padded("left"), do_sample=True, top_k=20)
     assert stats.execution == "replayed"
