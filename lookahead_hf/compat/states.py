@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -102,7 +102,11 @@ def _short(function: Any) -> Callable[..., Any]:
     return short
 
 
-def with_states(masks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+def with_states(
+    model: nn.Module, masks: dict[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor | None]:
     """Add to a block's masks what layers with a state look for: padding is in no block."""
+    if not mixers(model):
+        return masks
     names = {name: masks.get(kind) for name, kind in STATE_ATTENTION.items()}
-    return {**dict.fromkeys(WITHOUT_ATTENTION), **names, **masks}
+    return {**masks, **names, **dict.fromkeys(WITHOUT_ATTENTION)}

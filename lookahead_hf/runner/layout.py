@@ -90,7 +90,9 @@ class BlockLayout:
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
         built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
         one = next(iter(built.values()))
-        inputs[self._names.mask] = compat.with_states(built) if self._mask_dict else one
+        inputs[self._names.mask] = (
+            compat.with_states(self._model, built) if self._mask_dict else one
+        )
         return BlockInputs(inputs, self._trees(built, seen), columns)
 
     def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:
