@@ -119,6 +119,8 @@ def build(model_type: str, scale: float = 3.0) -> Any:
     for name, token in _PLACEHOLDERS.items():
         if hasattr(config, name):
             setattr(config, name, token)
+    if "omni" in model_type:  # their checkpoints have it, their class has no default for it
+        config.vision_start_token_id = _PLACEHOLDERS["vision_start_token_id"]
     config.is_encoder_decoder = kind().is_encoder_decoder
     model_class = getattr(transformers, ALL_CLASSES[model_type])
     with torch.device("meta"):
@@ -131,8 +133,10 @@ def build(model_type: str, scale: float = 3.0) -> Any:
         model = _of(model_class, config).eval().float()
         _let_pictures_matter(model)
     model.generation_config.update(
-        eos_token_id=None, pad_token_id=0, forced_eos_token_id=None, forced_bos_token_id=None
+        num_beams=1, eos_token_id=None, pad_token_id=0, forced_eos_token_id=None, forced_bos_token_id=None
     )
+    if config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
+        model.generation_config.decoder_start_token_id = 1
     return enlarged(model, scale)
 
 
@@ -287,8 +291,10 @@ def _places(model: Any, given: dict[str, Any], count: int) -> int:
     if read is None or not given or "aspect_ratio_ids" in given:
         return 0
     with torch.no_grad():
-        features = read(**given, return_dict=True)
-    features = getattr(features, "pooler_output", features)
+        features: Any = read(**given, return_dict=True)
+    if not isinstance(features, (torch.Tensor, list, tuple)):
+        found = features.pooler_output
+        features = features.last_hidden_state if found is None else found
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
     return sum(part.numel() // part.shape[-1] for part in parts) // count
 
