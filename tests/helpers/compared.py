@@ -50,6 +50,19 @@ def compared(
     return Compared(plain, ours, speculated(model))
 
 
+def assert_same_logits(outputs: Any) -> None:
+    """Assert that plain's and our steps had the same logits, up to rounding.
+
+    Wrong positions or masks may leave a text of few tokens as it is, but not the logits.
+
+    Args:
+        outputs: What plain `generate` and ours returned, first of all; both with logits.
+    """
+    plain, ours = (torch.stack(output.logits) for output in outputs[:2])
+    tolerance = 1e-3 * float(plain[plain.isfinite()].std())
+    torch.testing.assert_close(ours, plain, rtol=0.0, atol=tolerance)
+
+
 def speculated(model: Any) -> lookahead_hf.SpeculativeStats:
     """The statistics of this model's last call, which accepted draft tokens."""
     stats = lookahead_hf.last_stats(model)
