@@ -74,7 +74,7 @@ LAYERS = {
     ),
     "runner": (
         """cuda.capture cuda.transfer execution masks non_finite packed_weights
-        flat passthrough_kwargs prefix_tuning shared_change torch_compile tree_attention""",
+        flat passthrough_kwargs prefix_tuning prompts shared_change torch_compile tree_attention""",
         "attention guards implicit_positions outputs packed_linear positions",
         "cuda.step layout packed_steps",
         "cuda.graph_set host",

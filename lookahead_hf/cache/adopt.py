@@ -35,6 +35,7 @@ class AdoptedCache:
         masks: Sequence[str] = ("",),
         trims: bool = True,
         returned: bool = False,
+        num_columns: int | None = None,
     ) -> None:
         """Take the content over.
 
@@ -45,9 +46,12 @@ class AdoptedCache:
             masks: Name of each layer's mask, or a single name for all layers.
             trims: Whether layers with a window hold no more than the window.
             returned: Whether the caller sees the cache afterwards.
+            num_columns: Columns of a prompt that our cache will be fed without its pads; None where
+                `original` holds the prompt. Such a cache cannot be handed back.
         """
         self.original, self._text = original, self_attention(original)
-        self.num_columns = int(original.get_seq_length())
+        self._is_fed = num_columns is not None
+        self.num_columns = num_columns or int(original.get_seq_length())
         self.slots = SlotCache(num_rows)
         self.columns: list[np.ndarray] | None = None
         self.slots.lengths[:] = self.num_columns
@@ -56,6 +60,8 @@ class AdoptedCache:
             self.slots.lengths[:] = attended.sum(1)
         self.slots.extent.starts = self.slots.lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
+        if self._is_fed:
+            self.slots.lengths[:] = 0
         self._unattended: _Unattended | None = None
         if returned and attended is not None and self.columns is not None:
             self._unattended = _Unattended(~attended)
@@ -73,7 +79,7 @@ class AdoptedCache:
         """Group layers with the same mask and window; all other layers hold the whole text."""
         found: dict[str, set[tuple[int | None, int | None]]] = {name: set() for name in masks}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
-            if hf_layers.read(layer) is not None:
+            if self._is_fed or hf_layers.read(layer) is not None:
                 found[name].add((hf_layers.window(layer), hf_layers.most_columns(layer)))
         whole = SlotGroup(self.slots.extent)
         for name, limits in found.items():
@@ -87,6 +93,9 @@ class AdoptedCache:
     def _take(self) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             content = hf_layers.read(layer)
+            if self._is_fed:
+                self.slots.add_unshaped(name)
+                continue
             if content is None:
                 self.slots.add_empty()
                 continue

@@ -11,7 +11,7 @@ import torch
 from lookahead_hf.cache.storage import Extent, Stores
 from lookahead_hf.compat import Cache, DynamicLayer, EmptyLayer
 from lookahead_hf.draft import place_in_row
-from lookahead_hf.kernels import PathTable
+from lookahead_hf.kernels import PathTable, compact_path
 
 GROWTH_SLOTS = 64
 """Fewest slots added at once. Beyond 1,024 slots a sixteenth is added: at most 1.1x the memory."""
@@ -50,8 +50,11 @@ class SlotLayer(DynamicLayer):
                 head_dim].
             value_states: The same of V.
         """
-        block, keys, values = self.group.block, self.stores.k_store, self.stores.v_store
+        block = self.group.block
         assert block is not None
+        if not self.stores.is_shaped:
+            self.stores.shape(self.group.capacity, key_states, value_states)
+        keys, values = self.stores.k_store, self.stores.v_store
         for store, states in ((keys, key_states), (values, value_states)):
             if block.start is not None:
                 store[:, block.start : block.start + block.width].copy_(states.transpose(1, 2))
@@ -251,9 +254,19 @@ class SlotCache(Cache):
         group.capacity = keys.shape[1]
         self.layers.append(SlotLayer(group, stores))
 
+    def add_unshaped(self, name: str) -> None:
+        """Append a layer of the group of that name, shaped by the K and V that it gets first."""
+        self.add(name, *(torch.empty(len(self.lengths), 0, 0, 0) for _ in range(2)))
+
     def add_empty(self) -> None:
         """Append a layer that holds nothing, as it shares the K and V of another layer."""
         self.layers.append(EmptyLayer())
+
+    def reserve(self, slots: int) -> None:
+        """Make room for so many slots in layers that hold whole texts."""
+        for group in self.each_group():
+            if group.window is None:
+                group.reserve(slots)
 
     def fix(self, slots: int) -> None:
         """Make room for `slots` now, and let the attention read all of them in every forward."""
@@ -271,3 +284,16 @@ class SlotCache(Cache):
         """Put the next tokens of every row, [rows] of them and perhaps none, behind its length."""
         for group in self.each_group():
             group.place_each(counts)
+
+    def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
+        """Move paths of the latest block to the front of it, in every layer.
+
+        Args:
+            path: Tokens of each row's block on its path, [rows, most] int64.
+            counts: How many of them there are, [rows] int64.
+        """
+        for group in self.each_group():
+            if group.layers:
+                lengths = torch.from_numpy(group.lengths)
+                paths = torch.from_numpy(path), torch.from_numpy(counts)
+                compact_path(group.path_table, lengths, *paths)

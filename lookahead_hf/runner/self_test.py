@@ -13,7 +13,8 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, tree_attention
-from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.layout import BlockShape
 
 TRIED = frozenset(
     {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
@@ -132,7 +133,11 @@ def _ragged(
     runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
     decoy = int(text[0])
     with attention.laid_under(model):
-        runner.start(prompt, compat.DynamicCache(config=model.config))
+        begun = prompt[:, :-2] if is_flat else prompt
+        runner.start(begun, compat.DynamicCache(config=model.config))
+        if is_flat:
+            runner.run(list(prompt[:, -2:].numpy()), DraftTree.empty(2))
+            runner.keep(np.ones(2, np.int64))
         for row in range(2):
             rows.emit(row, int(text[PROMPT]))
         after = text[PROMPT + 1 : PROMPT + 4].tolist()

@@ -18,7 +18,8 @@ from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy
 from lookahead_hf.runner.guards import ModelSnapshot
-from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.layout import BlockShape
 from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
 
 ALIGNED = 16
@@ -97,6 +98,7 @@ class CudaRunner(Runner):
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
         width, visible = self._sizes(draft)
+        self.num_fed += self.num_rows * width
         recording = self._recording(width, visible)
         self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
         logits, *decided = self._replay_or_run(recording, width, visible)
