@@ -97,7 +97,7 @@ def _measure(stage: Stage, prompts: list[tuple[str, str]], rounds: int, size: in
     runs: list[Run] = []
     try:
         with stage.screen.task(label, total, "batches") as report:
-            measured = measure(stage.model, batches, ways, shared, rounds)
+            measured = measure(stage.model, batches, ways, shared, rounds, stage.seed or 0)
             for done, part in enumerate(measured, 1):
                 runs = part
                 report(done)

@@ -81,6 +81,7 @@ def measure(
     ways: Mapping[str, dict[str, Any]],
     shared: dict[str, Any],
     rounds: int,
+    seed: int = 0,
 ) -> Iterator[list[Run]]:
     """Run every batch by every system, round after round; yield the runs so far after every batch.
 
@@ -90,19 +91,20 @@ def measure(
         ways: The arguments that each system adds to `generate`, by the system's name.
         shared: The arguments that all systems pass to `generate`.
         rounds: How often each batch is run.
+        seed: Seed of the first batch; every further batch has the next number.
 
     Raises:
         CommandError: A speculative call ran plain `generate`.
     """
     end_ids = end_tokens(model)
     for extra in ways.values():
-        timed_call(model, batches[0], shared | extra, 0, end_ids)
+        timed_call(model, batches[0], shared | extra, seed, end_ids)
     runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
     for number in range(rounds):
         for at, batch in enumerate(batches):
             for name, extra in _rotated(ways, number + at):
                 run = runs[at][name]
-                run.calls.append(timed_call(model, batch, shared | extra, at, end_ids))
+                run.calls.append(timed_call(model, batch, shared | extra, seed + at, end_ids))
                 if "speculative" in extra:
                     run.stats.append(_checked_stats(model))
             done = runs if number else runs[: at + 1]

@@ -20,6 +20,8 @@ _modules: list[str] = []
 """Modules that hold the numba functions of what is pending."""
 _compiling = threading.Lock()
 _background: threading.Thread | None = None
+_started = 0.0
+"""When the background thread was started, in seconds of `time.monotonic`."""
 _child: subprocess.Popen[bytes] | None = None
 """The process that compiles for the background thread."""
 _failure: Exception | None = None
@@ -106,18 +108,17 @@ def compile_now() -> None:
 
 
 def wait_until_loaded(timeout: float) -> None:
-    """Start to compile, and wait at most so many seconds if there is nothing but to load."""
+    """Start to compile, and wait while it only loads, until so many seconds after its start."""
     compile_in_background()
-    end = time.monotonic() + timeout
     while _background is not None and _background.is_alive() and _child is None:
         _background.join(0.02)
-        if time.monotonic() > end:
+        if time.monotonic() > _started + timeout:
             return
 
 
 def compile_in_background() -> None:
     """Start `compile_now` in a thread, unless it is running, has run, or has failed."""
-    global _background, _failure
+    global _background, _started, _failure
     if compiled() or not available() or (_background and _background.is_alive()):
         return
     # Not a daemon: a script that ends early still fills the cache for the next one.
@@ -127,7 +128,7 @@ def compile_in_background() -> None:
     except RuntimeError as error:  # there are too many threads, or the interpreter is ending
         _failure = error
     else:
-        _background = thread
+        _background, _started = thread, time.monotonic()
 
 
 def _compile_quietly() -> None:
@@ -173,6 +174,8 @@ sys.path[:] = [path for path in sys.path if path]  # not the current directory
 import contextlib, os
 with contextlib.suppress(OSError, AttributeError):
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as weight:
+    weight.write("19")  # a new session is scheduled as a group, beside that of the call
 import lookahead_hf.drafting.registry
 from lookahead_hf import ngram_pool
 ngram_pool.compile_now()

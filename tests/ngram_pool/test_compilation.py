@@ -108,6 +108,19 @@ def test_another_process_compiles_what_is_not_saved(
     assert compilation.ready()
 
 
+def test_all_enables_of_a_process_wait_no_longer_than_one(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    compilation.register(lambda: bool(go.wait(60)))
+    compilation.wait_until_loaded(0.1)
+    monkeypatch.setattr(compilation, "_started", compilation._started - 600)
+    compilation.wait_until_loaded(500)  # else longer than a test may take
+    assert not compilation.compiled()
+    go.set()
+    settle()
+
+
 def test_without_numba_nothing_waits(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
