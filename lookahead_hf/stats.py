@@ -56,8 +56,7 @@ class SpeculativeStats:
         num_emitted: Tokens emitted, the one after the prefill included.
         num_drafted: Draft tokens verified.
         num_accepted: Draft tokens accepted.
-        num_moved: Accepted tokens that were moved in the cache, because a rejected node came before
-            them.
+        num_moved: Accepted tokens that were moved in the cache, to where rejected nodes had been.
         accepted_histogram: At index k, the number of row steps that accepted k draft tokens.
         max_width: Most nodes side by side in a row's draft; 1 where all drafts were chains.
         per_source: What each source contributed, by name.
@@ -70,6 +69,7 @@ class SpeculativeStats:
         engine: How the call was verified.
         execution: How the steps were run: "model" by the model's own forward, "packed" by the same
             with packed linear layers under it, "replayed" as CUDA graphs; on a device else why not.
+        num_fed: Tokens that the target was fed in the prefill and in steps, padding included.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: Counts of each row.
         trace: Every step of the call, if the configuration asked for it by `trace=True`.
@@ -93,6 +93,7 @@ class SpeculativeStats:
     budget_histogram: Mapping[int, int] = field(default_factory=dict)
     engine: str | None = None
     execution: str | None = None
+    num_fed: int = 0
     fallback_reason: str | None = None
     row_stats: tuple[RowStats, ...] = ()
     trace: Trace | None = field(default=None, repr=False)

@@ -91,7 +91,9 @@ def _runner(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> 
     if device.serves(model.device) and support.on_device(model, nothing):
         scoring = _unaltered if do_sample else None
         return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
-    return Runner(model, num_rows, packed=PackedSteps(model, num_new_tokens=LONG_CALL))
+    is_flat = num_rows > 1 and support.takes_flat(model, torch.zeros(num_rows, 1), {})
+    packed = PackedSteps(model, num_new_tokens=LONG_CALL)
+    return Runner(model, num_rows, packed=packed, flat=is_flat)
 
 
 def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:

@@ -37,6 +37,7 @@ class AdoptedCache:
         trims: bool = True,
         returned: bool = False,
         num_columns: int | None = None,
+        is_fed: bool = False,
     ) -> None:
         """Take the content over.
 
@@ -48,9 +49,12 @@ class AdoptedCache:
                 does not grow with the text.
             trims: Whether layers with a window hold no more than the window.
             returned: Whether the caller sees the cache afterwards.
-            num_columns: Columns of the prompt, for a cache that holds nothing by column.
+            num_columns: Columns of the prompt; None for as many as `original` holds.
+            is_fed: Whether our cache will be fed the prompt without its pads. Such a cache cannot
+                be handed back.
         """
         self.original, self._text = original, self_attention(original)
+        self._is_fed = is_fed
         held = original.get_seq_length() if num_columns is None else num_columns
         self.num_columns = int(held)
         self.slots = SlotCache(num_rows)
@@ -61,6 +65,8 @@ class AdoptedCache:
             self.slots.lengths[:] = attended.sum(1)
         self.slots.extent.starts = self.slots.lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
+        if self._is_fed:
+            self.slots.lengths[:] = 0
         self._unattended: _Unattended | None = None
         if returned and attended is not None and self.columns is not None:
             self._unattended = _Unattended(~attended)
@@ -79,7 +85,7 @@ class AdoptedCache:
         found: dict[str, set[tuple[int | None, int | None]]]
         found = {name: set() for name in masks if name is not None}
         for name, layer in zip(self._masks, self._text.layers, strict=True):
-            if name is not None and hf_layers.read(layer) is not None:
+            if name is not None and (self._is_fed or hf_layers.read(layer) is not None):
                 found[name].add((hf_layers.window(layer), hf_layers.most_columns(layer)))
         whole = SlotGroup(self.slots.extent)
         self.seen: dict[str, int | None] = {}
@@ -98,6 +104,9 @@ class AdoptedCache:
                 self.slots.add_fixed(layer)
                 continue
             content = hf_layers.read(layer)
+            if self._is_fed:
+                self.slots.add_unshaped(name)
+                continue
             if content is None:
                 self.slots.add_other(layer)
                 continue

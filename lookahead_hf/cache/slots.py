@@ -11,7 +11,7 @@ import torch
 from lookahead_hf.cache.storage import Extent, Stores
 from lookahead_hf.compat import HYBRID_LAYERS, Cache, DynamicLayer, EmptyLayer, StateLayer
 from lookahead_hf.draft import place_in_row
-from lookahead_hf.kernels import PathTable
+from lookahead_hf.kernels import PathTable, compact_path
 
 GROWTH_SLOTS = 64
 """Fewest slots added at once. Beyond 1,024 slots a sixteenth is added: at most 1.1x the memory."""
@@ -54,6 +54,8 @@ class SlotLayer(DynamicLayer):
                 head_dim].
             value_states: The same of V.
         """
+        if not self.stores.is_shaped:
+            self.stores.shape(self.group.capacity, key_states, value_states)
         keys = self._written(self.stores.k_store, key_states.transpose(1, 2))
         values = self._written(self.stores.v_store, value_states.transpose(1, 2))
         shown = keys.transpose(1, 2), values.transpose(1, 2)
@@ -305,6 +307,10 @@ class SlotCache(Cache):
         ours = SlotLayer(group, stores, index)
         self.layers.append(StateSlotLayer(ours, of) if isinstance(of, HYBRID_LAYERS) else ours)
 
+    def add_unshaped(self, name: str) -> None:
+        """Append a layer of the group of that name, shaped by the K and V that it gets first."""
+        self.add(name, *(torch.empty(len(self.lengths), 0, 0, 0) for _ in range(2)))
+
     def add_other(self, layer: Any) -> None:
         """Append a layer without K and V: the same if it holds a state, else one with nothing."""
         self.layers.append(layer if isinstance(layer, StateLayer) else EmptyLayer())
@@ -312,6 +318,12 @@ class SlotCache(Cache):
     def add_fixed(self, layer: Any) -> None:
         """Append a layer of transformers that does not grow with the text."""
         self.layers.append(layer)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for so many slots in layers that hold whole texts."""
+        for group in self.each_group():
+            if group.window is None:
+                group.reserve(slots)
 
     def fix(self, slots: int) -> None:
         """Make room for `slots` now, and let the attention read all of them in every forward."""
@@ -329,3 +341,16 @@ class SlotCache(Cache):
         """Put the next tokens of every row, [rows] of them and perhaps none, behind its length."""
         for group in self.each_group():
             group.place_each(counts)
+
+    def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
+        """Move paths of the latest block to the front of it, in every layer.
+
+        Args:
+            path: Tokens of each row's block on its path, [rows, most] int64.
+            counts: How many of them there are, [rows] int64.
+        """
+        for group in self.each_group():
+            if group.layers:
+                lengths = torch.from_numpy(group.lengths)
+                paths = torch.from_numpy(path), torch.from_numpy(counts)
+                compact_path(group.path_table, lengths, *paths)

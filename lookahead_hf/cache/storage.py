@@ -57,6 +57,18 @@ class Stores:
     v_store: torch.Tensor
     dropped: np.ndarray
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it is known how many heads of which size there are."""
+        return bool(self.k_store.shape[2])
+
+    def shape(self, capacity: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make room for K and V with heads like those of states, [any, kv_heads, any, dim] each."""
+        for name, states in (("k_store", keys), ("v_store", values)):
+            _, heads, _, dim = states.shape
+            rows = self.k_store.shape[0]
+            vars(self)[name] = states.new_zeros(rows, capacity, heads, dim)
+
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots, first in K, then in V, to hold only one extra copy."""
         self.k_store = _grown(self.k_store, capacity)

@@ -22,7 +22,8 @@ from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.rows import rows_of
 from lookahead_hf.runner import positions, self_test, support
 from lookahead_hf.runner.cuda.runner import CudaRunner, ForwardRunner
-from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.layout import BlockShape
 from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.verification import device
 from lookahead_hf.verification.device import Device

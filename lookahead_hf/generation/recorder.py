@@ -89,6 +89,7 @@ class StatsRecorder:
         per_source: dict[str, SourceStats],
         execution: str | None = None,
         trace: Trace | None = None,
+        num_fed: int = 0,
     ) -> SpeculativeStats:
         """Return the record of the call.
 
@@ -98,6 +99,7 @@ class StatsRecorder:
             per_source: What each source contributed, by name.
             execution: How the steps were run.
             trace: What every step did.
+            num_fed: Tokens that the target was fed.
         """
         per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
         row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
@@ -117,6 +119,7 @@ class StatsRecorder:
             budget_histogram=dict(sorted(self._budgets.items())),
             engine=engine,
             execution=execution,
+            num_fed=num_fed,
             row_stats=tuple(row_stats),
             trace=trace,
             prefill_ms=spent["prefill"],

@@ -172,6 +172,7 @@ class DecodingSession(Session):
             per_source,
             self.runner.execution,
             None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
+            self.runner.num_fed,
         )
         # Without a pad token only the columns that the shortest row has.
         columns = int(emitted.min() if call.pad is None else emitted.max())

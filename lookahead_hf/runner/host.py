@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.kernels import compact_path
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import (
@@ -25,25 +23,13 @@ from lookahead_hf.runner import (
     passthrough_kwargs,
     positions,
     prefix_tuning,
+    prompts,
     torch_compile,
 )
-from lookahead_hf.runner.layout import BlockInputs, BlockLayout
+from lookahead_hf.runner.layout import BlockInputs, BlockLayout, BlockShape
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.runner.recurrent.layers import RecurrentLayers
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """A shape that all blocks of a call have, whatever is drafted.
-
-    Attributes:
-        width: Tokens per row; padding that no token sees fills what a draft leaves free.
-        room: Slots behind the longest prompt.
-    """
-
-    width: int
-    room: int
 
 
 class Runner:
@@ -84,9 +70,8 @@ class Runner:
         self._cache: AdoptedCache | None = None
         self._shape, self._is_compiled = shape, torch_compile.is_compiled(model)
         self.is_flat = flat
-        if packed is None or self._is_compiled:
-            packed = PackedSteps(model, False)
-        self._packed = packed
+        packed = None if self._is_compiled else packed
+        self._packed = packed or PackedSteps(model, False)
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
         self._is_repeat = self._is_new = False
         self._names = compat.decoder_names(model)
@@ -127,22 +112,39 @@ class Runner:
         Returns:
             The forward's outputs.
         """
+        virtual = prefix_tuning.of_model(self.model).count
+        attended = prompts.attended_columns(model_kwargs.get(self._names.mask), virtual)
+        self._extras = passthrough_kwargs.passed_on(model_kwargs, self._names)
+        position_ids = positions.of_prompt(self.model, input_ids, model_kwargs)
+        assert position_ids is not None
+        given = model_kwargs.get("past_key_values")
+        facts = self.model, generation_config, model_kwargs
+        if self.is_flat and attended is not None and prompts.may_leave_padding(attended, *facts):
+            self._take_over(given, attended, position_ids, is_fed=True)
+            outputs: Any = self._read(input_ids.numpy(), attended)
+            before_steps()
+            return outputs
+        before = 0 if given is None else int(given.get_seq_length())
         with self._packed.prefill():
             outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         before_steps()
-        mask = model_kwargs.get(self._names.mask)
-        attended = None
-        if mask is not None:
-            virtual = prefix_tuning.of_model(self.model).count
-            mask = mask.to("cpu").numpy().astype(bool)
-            attended = np.pad(mask, ((0, 0), (virtual, 0)), constant_values=True)
-        self._extras = passthrough_kwargs.passed_on(model_kwargs, self._names)
         cache = outputs[self._names.cache]
         returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
-        position_ids = positions.of_prompt(self.model, input_ids, model_kwargs)
-        assert position_ids is not None
         self._take_over(cache, attended, position_ids, returned)
+        self.num_fed += self.num_rows * (self.cache.num_columns - before)
         return outputs
+
+    def _read(self, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
+        """Read prompts, [rows, columns], without their pads, into a cache that lacks them."""
+
+        def run(pieces: list[np.ndarray]) -> torch.Tensor:
+            step = self.run(pieces, DraftTree.empty(self.num_rows), is_prompt=True)
+            self.keep(np.array([min(len(piece), 1) for piece in pieces]))
+            return step.logits
+
+        self.cache.slots.reserve(int(attended.sum(1).max()))
+        rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
+        return StepOutputs(logits=prompts.read(rows, run))
 
     def start(
         self, input_ids: torch.Tensor, cache: compat.Cache, mask: torch.Tensor | None = None
@@ -172,11 +174,14 @@ class Runner:
         attended: np.ndarray | None,  # [rows, columns]
         position_ids: torch.Tensor,  # [..., rows, columns]
         returned: bool = False,
+        is_fed: bool = False,
     ) -> None:
-        takes = compat.layer_masks(self.model)
-        columns = position_ids.shape[-1] if self._names.cache == "cache_params" else None
+        by_columns = is_fed or self._names.cache == "cache_params"
         self._cache = AdoptedCache(
-            cache, attended, self.num_rows, takes, self._trims, returned, columns
+            *(cache, attended, self.num_rows, compat.layer_masks(self.model), self._trims),
+            returned=returned,
+            num_columns=position_ids.shape[-1] if by_columns else None,
+            is_fed=is_fed,
         )
         self.cache.slots.extent.copies = state_of(self.model).needs_copies
         self._kinds = [kind.within(self.cache.seen[kind.name]) for kind in self._kinds]
@@ -187,7 +192,8 @@ class Runner:
             by_token, slots = self._shape is not None, self.cache.slots
             self.recurrent = RecurrentLayers(self.model, slots, self.num_rows, by_token)
         self._layout = BlockLayout(
-            self.model, self.cache, self._kinds, self._extras, self._next_position
+            *(self.model, self.cache, self._kinds, self._extras, self._next_position),
+            position_ids.numpy() if self.is_flat else None,
         )
 
     @property
@@ -229,7 +235,9 @@ class Runner:
         last, live = rows.last_tokens, rows.live.tolist()
         return self.run([last[r : r + 1] if live[r] else last[:0] for r in range(len(live))], draft)
 
-    def run(self, fed: Sequence[np.ndarray], draft: DraftTree) -> StepOutputs:
+    def run(
+        self, fed: Sequence[np.ndarray], draft: DraftTree, is_prompt: bool = False
+    ) -> StepOutputs:
         """Run a flat block: any tokens of any rows, whether of prompts or behind them.
 
         Of what a row was fed, all tokens but the last are kept in the cache at once. `commit` keeps
@@ -239,11 +247,12 @@ class Runner:
         Args:
             fed: As in `BlockLayout.flat`.
             draft: The draft behind these tokens.
+            is_prompt: Whether all of them are of prompts, which are read with plain's bits.
 
         Returns:
             Its outputs; the logits are [rows, 1 + most nodes, vocab].
         """
-        step = self.forward(self._layout.flat(fed, draft))
+        step = self.forward(self._layout.flat(fed, draft), is_prompt)
         self.keep(np.array([max(len(tokens) - 1, 0) for tokens in fed]))
         return step
 
@@ -258,20 +267,19 @@ class Runner:
         tokens, _, depths = draft.padded(width, rows.last_tokens)
         return self._layout.block(tokens, depths, draft, _ahead(rows))
 
-    def forward(self, inputs: BlockInputs) -> StepOutputs:
+    def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
-        device, given = self._next_position.device, inputs.model_inputs
-        columns = implicit_positions.step(inputs.columns)
         remembers = nullcontext() if self.recurrent is None else self.recurrent.step()
+        given, device = inputs.model_inputs, self._next_position.device
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
+        linears = self._packed.prefill() if is_prompt else self._packed.step()
         in_step = attention.step(device, inputs.trees, inputs.flat)
-        with in_step, columns, remembers, experts, self._packed.step():
+        with in_step, implicit_positions.step(inputs.columns), remembers, experts, linears:
             outputs = self.model(**given, return_dict=True)
-        num_tokens = given[self._names.ids].numel()
-        self.num_fed += num_tokens
         if self._packed.is_used:
             self.execution = execution.PACKED
-        kind = self.mode, num_tokens, inputs.flat is not None
+        self.num_fed += inputs.num_tokens
+        kind = self.mode, inputs.num_tokens, inputs.flat is not None
         known = state_of(self.model).run_blocks
         self._is_new = kind not in known
         known.add(kind)
@@ -317,14 +325,8 @@ class Runner:
         for row, count in enumerate(accepted.tolist()):
             path[row, 1 : 1 + count] = verdict.accepted(row) + 1
         moved = int((path != identity).sum())
-        for group in self.cache.slots.each_group() if moved else ():
-            if group.layers:
-                compact_path(
-                    group.path_table,
-                    torch.from_numpy(group.lengths),
-                    torch.from_numpy(path),
-                    torch.from_numpy(accepted + 1),
-                )
+        if moved:
+            self.cache.slots.compact(path, accepted + 1)
         return moved
 
     def end(self) -> None:

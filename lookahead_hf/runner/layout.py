@@ -19,17 +19,32 @@ from lookahead_hf.runner.tree_attention import BlockTree
 
 
 @dataclass(frozen=True, slots=True)
+class BlockShape:
+    """A shape that all blocks of a call have, whatever is drafted.
+
+    Attributes:
+        width: Tokens per row; padding that no token sees fills what a draft leaves free.
+        room: Slots behind the longest prompt.
+    """
+
+    width: int
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockInputs:
     """The inputs of one forward: the last token of every row and the draft behind it.
 
     Attributes:
         model_inputs: Arguments of the model's forward.
+        num_tokens: Tokens of the block, padding included.
         trees: The masks in the terms of the attention kernel.
         columns: Columns of tokens and slots, for a model that counts tokens itself.
         flat: How the tokens belong to the rows, None where each row has equally many.
     """
 
     model_inputs: dict[str, Any]
+    num_tokens: int
     trees: list[BlockTree] = field(default_factory=list)
     columns: implicit_positions.Columns | None = None
     flat: FlatBlock | None = None
@@ -86,14 +101,14 @@ class BlockLayout:
         slots = self._cache.slots
         uniform = bool((slots.lengths == slots.lengths[0]).all())
         if width == 1 and uniform and not self._is_limited and slots.extent.shown is None:
-            return BlockInputs(inputs, columns=columns)  # each token sees every slot
+            return BlockInputs(inputs, tokens.size, columns=columns)  # each token sees every slot
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
         built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
         one = next(iter(built.values()))
         inputs[self._names.mask] = (
             compat.with_states(self._model, built) if self._mask_dict else one
         )
-        return BlockInputs(inputs, self._trees(built, seen), columns)
+        return BlockInputs(inputs, tokens.size, self._trees(built, seen), columns)
 
     def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:
         """Place the tokens of a flat block, [1, tokens], behind what each row has in the cache.
@@ -143,7 +158,8 @@ class BlockLayout:
         first = _offsets(np.where(num_fed > 0, 1 + nodes, 0))[:-1, None]
         shown = first + np.minimum(np.arange(1 + draft.max_nodes), nodes[:, None])
         places = read[np.minimum(shown, len(read) - 1)]
-        return BlockInputs(inputs, flat=FlatBlock(built, tuple(stand_ins.values()), places, kept))
+        flat = FlatBlock(built, tuple(stand_ins.values()), places, kept)
+        return BlockInputs(inputs, tokens.size, flat=flat)
 
     def _run_masks(
         self, runs: list[Run], num_fed: np.ndarray, draft: DraftTree, columns: np.ndarray

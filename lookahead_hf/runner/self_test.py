@@ -13,7 +13,8 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, implicit_positions, tree_attention
-from lookahead_hf.runner.host import BlockShape, Runner
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.layout import BlockShape
 from lookahead_hf.runner.recurrent import trial
 
 TRIED = frozenset(
@@ -154,7 +155,12 @@ def _ragged(
     runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
     decoy = int(text[0])
     with attention.laid_under(model), implicit_positions.laid_under(model):
-        runner.start(prompt, compat.DynamicCache(config=model.config), mask)
+        begun = slice(0, -2) if is_flat else slice(None)
+        cache = compat.DynamicCache(config=model.config)
+        runner.start(prompt[:, begun], cache, mask[:, begun])
+        if is_flat:
+            runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(2))
+            runner.keep(np.ones(2, np.int64))
         for row in range(2):
             rows.emit(row, int(text[PROMPT]))
         after = text[PROMPT + 1 : PROMPT + 4].tolist()

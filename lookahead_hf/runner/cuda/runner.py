@@ -17,7 +17,8 @@ from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
 from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy, pinned
 from lookahead_hf.runner.guards import ModelSnapshot
-from lookahead_hf.runner.host import BlockShape, Runner, node_counts
+from lookahead_hf.runner.host import Runner, node_counts
+from lookahead_hf.runner.layout import BlockShape
 from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
 
 ALIGNED = 16
@@ -125,6 +126,7 @@ class CudaRunner(Runner):
     def _step(self, rows: Rows, draft: DraftTree) -> tuple[int, Captured]:
         """Launch what is captured of a step; return its width and what it returns."""
         width, visible = self._sizes(draft)
+        self.num_fed += self.num_rows * width
         recording = self._recording(width, visible)  # first: a capture writes to the draft
         self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
         return width, self._replay_or_run(recording, width, visible)

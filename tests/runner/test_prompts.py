@@ -1,0 +1,83 @@
+"""Prompts of unlike lengths: plain's text from the tokens that are there, and when they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import lookahead_hf
+from lookahead_hf.runner import prompts
+from tests.helpers.models import tiny
+
+PADS = (0, 20, 7, 23)
+COLUMNS = 28
+
+
+def batch(on_the_left: bool = True) -> dict[str, Any]:
+    """Prompts of 28, 8, 21 and 5 tokens, padded."""
+    torch.manual_seed(0)
+    ids, mask = torch.randint(3, 20, (len(PADS), COLUMNS)), torch.ones(len(PADS), COLUMNS).long()
+    for row, pads in enumerate(PADS):
+        hidden = slice(0, pads) if on_the_left else slice(COLUMNS - pads, COLUMNS)
+        ids[row, hidden] = mask[row, hidden] = 0
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 30}
+
+
+def texts(model: Any, **kwargs: Any) -> tuple[Any, Any, lookahead_hf.SpeculativeStats]:
+    """Ids of plain generation and of ours, and what ours did."""
+    torch.manual_seed(1)
+    plain = model.generate(**kwargs, speculative=False)
+    torch.manual_seed(1)
+    ours = model.generate(**kwargs, speculative={"budget": 5})
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    return plain, ours, stats
+
+
+@pytest.mark.parametrize("at_once", [9, 2048])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_only_tokens_of_live_rows_are_fed(
+    name: str, at_once: int, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_AT_ONCE", at_once)
+    model = tiny(name)
+    with lookahead_hf.enabled(model):
+        plain, ours, stats = texts(model, **batch(), do_sample=do_sample, eos_token_id=[7, 8, 9])
+    assert torch.equal(plain, ours)
+    assert len({row.row_steps for row in stats.row_stats}) > 1
+    assert stats.num_fed == 4 * COLUMNS - sum(PADS) + stats.row_steps + stats.num_drafted
+
+
+def test_a_window_that_moves_on_within_a_prompt_keeps_the_padding() -> None:
+    model = tiny("mistral")
+    with lookahead_hf.enabled(model):
+        plain, ours, stats = texts(model, **batch())
+    assert torch.equal(plain, ours)
+    assert stats.num_fed == 4 * COLUMNS + stats.row_steps + stats.num_drafted
+
+
+@pytest.mark.parametrize("case", ["pads behind", "cache passed", "cache returned", "chunks"])
+def test_what_shows_the_padding_keeps_it(case: str) -> None:
+    model = tiny("llama")
+    given, own = batch(case != "pads behind"), {}
+    if case == "cache returned":
+        given["return_dict_in_generate"] = True
+    if case == "chunks":
+        given["prefill_chunk_size"] = 16
+    with lookahead_hf.enabled(model):
+        if case == "cache passed":
+            own = {"past_key_values": DynamicCache(config=model.config)}
+        plain = model.generate(**given, speculative=False)
+        ours = model.generate(**given, **own, speculative={"budget": 5})
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    if case == "cache returned":
+        for one, other in zip(plain.past_key_values, ours.past_key_values, strict=True):
+            torch.testing.assert_close(one[0], other[0], atol=2e-4, rtol=2e-4)
+        plain, ours = plain.sequences, ours.sequences
+    assert torch.equal(plain, ours)
+    assert stats.num_fed == 4 * COLUMNS + stats.row_steps + stats.num_drafted
