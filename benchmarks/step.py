@@ -33,9 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 from kernels import bandwidth, microseconds
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lookahead_hf import kernels
+from lookahead_hf import compat, kernels
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
@@ -43,6 +44,7 @@ from lookahead_hf.runner import attention
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
+from lookahead_hf.runner.recurrent import layers as recurrent
 
 SHAPES = {
     "0.1B": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
@@ -68,12 +70,22 @@ class Line:
     )
 
 
-def load(shape: str, folder: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model of this shape with random weights, or the one in a folder."""
+def load(
+    shape: str,
+    folder: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    model_type: str = "llama",
+) -> Any:
+    """A model of this shape and type with random weights, or the one in a folder."""
     if folder:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[shape]
-    config = LlamaConfig(
+    width, names = hidden // heads, ("linear_num_key_heads", "linear_num_value_heads")
+    linear = dict.fromkeys(names, heads) | {"linear_key_head_dim": width}
+    linear |= {"linear_value_head_dim": width, "head_dim": width}
+    config = CONFIG_MAPPING[model_type](
+        **(linear if model_type != "llama" else {}),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -149,7 +161,7 @@ class Bench:
     ) -> tuple[float, float | None]:
         """Our step; and on a CPU what the twins take of it."""
         on_device = self.model.device.type == "cuda"
-        with attention.laid_under(self.model):
+        with attention.laid_under(self.model), recurrent.laid_under(self.model):
             steps = PackedSteps(self.model, packed)
             target: Any = Runner(self.model, self.rows, packed=steps)
             if on_device:
@@ -231,9 +243,11 @@ def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -
                 yield Line(shape, "static", rows, context, 0, bench.static(), floor)
             for nodes in options.nodes:
                 place = rows, context, nodes
-                with cudnn(True):
-                    yield Line(shape, "eager", *place, bench.eager(nodes), floor)
-                if cuda:
+                rolls_back = not (nodes and compat.mixers(model))
+                if rolls_back:
+                    with cudnn(True):
+                        yield Line(shape, "eager", *place, bench.eager(nodes), floor)
+                if cuda and rolls_back:
                     with cudnn(False):
                         yield Line(shape, "eager no cudnn", *place, bench.eager(nodes), floor)
                 step, twins = bench.ours(nodes)
@@ -304,6 +318,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
+    parser.add_argument("--model-type", default="llama", help="as in transformers; sizes as shapes")
     parser.add_argument("--nodes", type=numbers, default=[0, 7, 15, 31, 63])
     parser.add_argument("--batch", type=numbers, default=[1, 8] if cuda else [1])
     parser.add_argument("--context", type=numbers, default=[512, 4096] if cuda else [512])
@@ -334,7 +349,7 @@ def main(argv: list[str] | None = None) -> None:
     print("|---|---|---|---|---|---|---|---|")
     with suppress(KeyboardInterrupt):  # what there is by then is plotted
         for shape in [Path(options.model).name] if options.model else options.shapes:
-            model = load(shape, options.model, dtype, device)
+            model = load(shape, options.model, dtype, device, options.model_type)
             weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
             floor = sum(weights.values()) / per_microsecond / 1e3
             for line in measure(model, shape, floor, options):
