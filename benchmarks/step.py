@@ -40,7 +40,7 @@ from lookahead_hf import compat, kernels
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention
+from lookahead_hf.runner import attention, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
@@ -236,6 +236,7 @@ class _Host:
 def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
     """All lines of one model."""
     cuda = model.device.type == "cuda"
+    support.check_trial(model)  # decides how layers with a recurrent state run blocks
     for rows in options.batch:
         for context in options.context:
             bench = Bench(model, rows, context, options.rounds)
