@@ -34,16 +34,18 @@ from typing import Any
 import numpy as np
 import torch
 from kernels import bandwidth, microseconds
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lookahead_hf import kernels
+from lookahead_hf import compat, kernels
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention
+from lookahead_hf.runner import attention, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.packed_steps import PackedSteps
+from lookahead_hf.runner.recurrent import layers as recurrent
 
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512),  # to rehearse with
@@ -70,12 +72,22 @@ class Line:
     )
 
 
-def load(shape: str, folder: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model of this shape with random weights, or the one in a folder."""
+def load(
+    shape: str,
+    folder: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    model_type: str = "llama",
+) -> Any:
+    """A model of this shape and type with random weights, or the one in a folder."""
     if folder:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[shape]
-    config = LlamaConfig(
+    width, names = hidden // heads, ("linear_num_key_heads", "linear_num_value_heads")
+    linear = dict.fromkeys(names, heads) | {"linear_key_head_dim": width}
+    linear |= {"linear_value_head_dim": width, "head_dim": width}
+    config = CONFIG_MAPPING[model_type](
+        **(linear if model_type != "llama" else {}),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -161,7 +173,7 @@ class Bench:
     ) -> Iterator[Callable[[], None]]:
         """Yield a function that runs our step and waits for it."""
         on_device = self.model.device.type == "cuda"
-        with attention.laid_under(self.model):
+        with attention.laid_under(self.model), recurrent.laid_under(self.model):
             steps = PackedSteps(self.model, packed)
             target: Any = Runner(self.model, self.rows, packed=steps)
             if on_device:
@@ -244,6 +256,7 @@ def bytes_read(model: Any) -> int:
 def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
     """All lines of one model."""
     cuda = model.device.type == "cuda"
+    support.check_trial(model)  # decides how layers with a recurrent state run blocks
     for rows in options.batch:
         for context in options.context:
             bench = Bench(model, rows, context, options.rounds)
@@ -251,9 +264,11 @@ def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -
                 yield Line(shape, "static", rows, context, 0, bench.static(), floor)
             for nodes in options.nodes:
                 place = rows, context, nodes
-                with cudnn(True):
-                    yield Line(shape, "eager", *place, bench.eager(nodes), floor)
-                if cuda:
+                rolls_back = not (nodes and compat.mixers(model))
+                if rolls_back:
+                    with cudnn(True):
+                        yield Line(shape, "eager", *place, bench.eager(nodes), floor)
+                if cuda and rolls_back:
                     with cudnn(False):
                         yield Line(shape, "eager no cudnn", *place, bench.eager(nodes), floor)
                 step, twins = bench.ours(nodes)
@@ -324,6 +339,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
+    parser.add_argument("--model-type", default="llama", help="as in transformers; sizes as shapes")
     parser.add_argument("--nodes", type=numbers, default=[0, 7, 15, 31, 63])
     parser.add_argument("--batch", type=numbers, default=[1, 8] if cuda else [1])
     parser.add_argument("--context", type=numbers, default=[512, 4096] if cuda else [512])
@@ -354,7 +370,7 @@ def main(argv: list[str] | None = None) -> None:
     print("|---|---|---|---|---|---|---|---|")
     with suppress(KeyboardInterrupt):  # what there is by then is plotted
         for shape in [Path(options.model).name] if options.model else options.shapes:
-            model = load(shape, options.model, dtype, device)
+            model = load(shape, options.model, dtype, device, options.model_type)
             floor = bytes_read(model) / per_microsecond / 1e3
             for line in measure(model, shape, floor, options):
                 lines.append(line)

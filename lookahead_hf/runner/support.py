@@ -116,12 +116,14 @@ def check_kind(model: Any) -> None:
 
 
 def check_states(model: Any) -> None:
-    """Raise Unserved where nothing is known of a state that the model keeps."""
+    """Raise Unserved where the model keeps a recurrent state that cannot be rolled back."""
     mixers = compat.mixers(model)
     if compat.is_stateful(model) and not mixers:
         raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
     if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
-        raise Unserved(FallbackReason.STATEFUL, "a layer with several states of its own")
+        raise Unserved(FallbackReason.STATEFUL, "several modules keep the states of one layer")
+    if mixers and torch_compile.is_compiled(model):
+        raise Unserved(FallbackReason.STATEFUL, "a compiled forward")
 
 
 def check_trees(model: Any) -> None:
@@ -175,6 +177,8 @@ def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
         raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
     if name := hf_layers.unserved_layer(cache):
         raise Unserved(FallbackReason.CACHE, name)
+    if type(cache) is compat.StaticCache and compat.mixers(model):
+        raise Unserved(FallbackReason.CACHE, "recurrent states in a static cache")
     if shows_attention and type(cache) is compat.StaticCache:
         detail = "attention weights over all of a static cache's room"
         fix = "pass a DynamicCache, or leave output_attentions out"

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria
+from transformers import DynamicCache, StaticCache, StoppingCriteria
 
 import lookahead_hf
 from lookahead_hf import compat
+from lookahead_hf.fallback import Unserved
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import self_test
+from lookahead_hf.runner import self_test, support
 from lookahead_hf.runner.recurrent import layers, mixer
 from tests.helpers.architectures import build
 from tests.helpers.caches import assert_same_cache
@@ -170,6 +171,18 @@ def test_a_mixer_that_forgets_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mixer.Stash, "_behind_waiting", forgets)
     found, _ = self_test.refusal(model)
     assert "gives other logits for blocks" in found
+
+
+def test_what_cannot_be_rolled_back_is_refused() -> None:
+    model = build("lfm2")
+    static = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(Unserved, match="static cache"):
+        support.check_cache(model, static)
+    model.forward = torch.compile(model.forward, backend="eager")
+    with pytest.raises(Unserved, match="compiled"):
+        support.check_setup(model)
+    with pytest.raises(Unserved, match="several modules"):
+        support.check_setup(build("inkling_text"))
 
 
 def test_what_has_to_be_a_tree_is_refused() -> None:

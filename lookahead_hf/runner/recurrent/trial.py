@@ -46,8 +46,8 @@ def differs_by(model: Any) -> float:
     with attention.laid_under(model), layers.laid_under(model):
         _decide(model, text)
         for at, logits in _ragged(Runner(model, 2), text):
-            worst = max(worst, float((logits.float() - expected[at]).abs().max()))
-    return worst / float(expected.std())
+            worst = np.maximum(worst, float((logits.float() - expected[at]).abs().max()))
+    return float(worst) / float(expected.std())
 
 
 def _decide(model: Any, text: np.ndarray) -> None:
