@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def build(model_type: str) -> Any:
             return None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = _of(config).eval().float()
+            model = with_sdpa(AutoModelForCausalLM.from_config, config).eval().float()
     except Exception:  # a configuration may object to sizes in any way
         return None
     model.generation_config.update(
@@ -154,19 +155,19 @@ def build(model_type: str) -> Any:
     return enlarged(model, 3.0)
 
 
-def _of(config: Any) -> Any:
+def with_sdpa(make: Callable[..., Any], config: Any) -> Any:
     """Return a model with sdpa attention if it supports that, else eager attention."""
     try:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return make(config, attn_implementation="sdpa")
     except (ValueError, ImportError):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        return make(config, attn_implementation="eager")
 
 
 def small_config(
     kind: Any,
     model_type: str | None = None,
-    sizes: dict[str, Any] = {},  # noqa: B006
-    of_type: dict[str, dict[str, Any]] = {},  # noqa: B006
+    sizes: dict[str, Any] | None = None,
+    of_type: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
     """Return a configuration with small sizes, also in its sub-configurations.
 
@@ -176,7 +177,7 @@ def small_config(
         sizes: Further sizes, by the names of fields.
         of_type: Further fields, by type.
     """
-    small = {**_SMALL, **sizes}
+    small = {**_SMALL, **(sizes or {})}
     renamed = getattr(kind, "attribute_map", None) or {}
     known = set(inspect.signature(kind.__init__).parameters)
     for base in kind.__mro__:
@@ -190,7 +191,7 @@ def small_config(
     for name in parts or {}:
         if isinstance(part := getattr(whole, name, None), PreTrainedConfig):
             fields[name] = small_config(type(part), part.model_type, sizes, of_type)
-    fields.update({**_OF_TYPE, **of_type}.get(model_type or "", {}))
+    fields.update({**_OF_TYPE, **(of_type or {})}.get(model_type or "", {}))
     for name, value in (("is_encoder_decoder", False), ("is_decoder", True), ("use_cache", True)):
         if name in known:
             fields[name] = value

@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture that reads pictures or hears sound, and their inputs."""
+"""Tiny random models that read pictures, hear sound or have an encoder, and their inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.architectures import small_config
+from tests.helpers.architectures import small_config, with_sdpa
 from tests.helpers.models import VOCAB, enlarged
 
 PICTURE, SOUND = VOCAB - 3, VOCAB - 2
@@ -42,7 +42,6 @@ _SMALL = {name: size for size, names in _NAMES.items() for name in names.split()
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _SECTIONS_OF_2 = {**_SECTIONS, "mrope_section": [1, 1, 0]}
-_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GEMMA4 = {
     "vision_config": {
         **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
@@ -59,11 +58,6 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         + ("qwen2_5_omni_text",),
         {"rope_parameters": _SECTIONS},
     ),
-    "deepseek_vl_hybrid": {"high_res_vision_config": {"image_size": 64, "patch_size": 8}},
-    "speech_to_text": {
-        **{"input_feat_per_channel": 8, "conv_channels": 32, "max_source_positions": 64},
-        "max_target_positions": 64,
-    },
     **dict.fromkeys(("glm4v_moe_text", "glm_ocr_text"), {"rope_parameters": _SECTIONS_OF_2}),
     "blip-2": {"image_token_index": PICTURE},
     "gemma4": _GEMMA4,
@@ -85,9 +79,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "llava_onevision": {"image_grid_pinpoints": [[16, 16], [16, 32]]},
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96},
-    "moonshine_streaming": {"encoder_config": _ENCODER},
-    "parakeet_encoder": {"num_mel_bins": 8, "subsampling_conv_channels": 8},
     "pixtral": {"image_size": 32},
+    "qwen3_omni_moe_text": {"sliding_window": None},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "voxtral_encoder": {"intermediate_size": 128, "max_source_positions": 16},
@@ -108,11 +101,12 @@ def build(model_type: str, scale: float = 3.0) -> Any:
     """Return a tiny model of a type in eval mode.
 
     Args:
-        model_type: One of `CLASSES`.
+        model_type: One of `ALL_CLASSES`.
         scale: What the matrices are multiplied with.
 
     Raises:
-        Exception: These sizes do not make a model of this type, or a package is missing.
+        Exception: These sizes do not make a model of this type, or a package is missing; a
+            configuration may object in any way.
     """
     kind = CONFIG_MAPPING[model_type]
     config = small_config(kind, model_type, _SMALL, _OF_TYPE)
@@ -130,10 +124,14 @@ def build(model_type: str, scale: float = 3.0) -> Any:
         raise ValueError(f"{count} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _of(model_class, config).eval().float()
+        model = with_sdpa(model_class._from_config, config).eval().float()
         _let_pictures_matter(model)
     model.generation_config.update(
-        num_beams=1, eos_token_id=None, pad_token_id=0, forced_eos_token_id=None, forced_bos_token_id=None
+        num_beams=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        forced_eos_token_id=None,
+        forced_bos_token_id=None,
     )
     if config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 1
@@ -151,14 +149,6 @@ def _let_pictures_matter(model: Any) -> None:
                 parameter.normal_(std=0.6 * parameter[0].numel() ** -0.5)
             elif name.endswith("_gate"):  # Mllama opens them in training
                 parameter.fill_(1.0)
-
-
-def _of(model_class: Any, config: Any) -> Any:
-    """Return a model with sdpa attention if it supports that, else eager attention."""
-    try:
-        return model_class._from_config(config, attn_implementation="sdpa")
-    except (ValueError, ImportError):
-        return model_class._from_config(config, attn_implementation="eager")
 
 
 def call(
@@ -236,20 +226,11 @@ def _forms(
             "aspect_ratio_ids": shown[..., 0],
             "aspect_ratio_mask": shown,
         }
-    elif "flattened_patches" in names:
-        patches = noise(rows, 4, 2 + channels * patch**2)
-        patches[:, :, 0], patches[:, :, 1] = torch.tensor([1, 1, 2, 2]), torch.tensor([1, 2, 1, 2])
-        yield {"flattened_patches": patches}
     elif "pixel_attention_mask" in names:
         pixels = noise(rows, most, channels, size, size)
         for row, of_row in enumerate(counts):
             pixels[row, of_row:] = 0  # as processors fill the place of a missing picture
         yield {"pixel_values": pixels}
-    elif "high_res_pixel_values" in names:
-        yield {
-            "pixel_values": noise(count, channels, size, size),
-            "high_res_pixel_values": noise(count, channels, 4 * size, 4 * size),
-        }
     elif "pixel_values" in names:
         yield {"pixel_values": noise(count, channels, size, size)}
         yield {"pixel_values": noise(count, channels, size, size), "image_sizes": sizes}
@@ -258,7 +239,7 @@ def _forms(
         yield from _sounds(model, names, count, noise)
     if "input_values" in names:
         yield {"input_values": noise(count, 1600)}
-    if not names & {"pixel_values", "flattened_patches", "input_features", "input_values"}:
+    if not names & {"pixel_values", "input_features", "input_values"}:
         yield {}
 
 
@@ -282,7 +263,7 @@ def _number(config: Any, name: str, default: int) -> int:
 def _places(model: Any, given: dict[str, Any], count: int) -> int:
     """Return how many tokens stand for one picture or recording, none for other arguments."""
     owners = [model, getattr(model, "model", None)]
-    kind = "image" if {"pixel_values", "flattened_patches"} & set(given) else "audio"
+    kind = "image" if "pixel_values" in given else "audio"
     found = (getattr(owner, f"get_{kind}_features", None) for owner in owners)
     read = next((each for each in found if each), None)
     if "feature_attention_mask" in given and read is None:
