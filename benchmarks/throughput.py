@@ -46,6 +46,9 @@ from lookahead_hf.cli.measuring import until_end
 
 PLAIN, THEIRS, NO_DRAFTS, OURS = "plain static", "transformers", "ours, no drafts", "ours"
 
+PAGE = 256
+"""Tokens of a block of transformers' paged cache."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -169,8 +172,13 @@ class Systems:
         if extra:
             extra["max_slots"] = work.size
         else:
-            limits = {"max_requests_per_batch": work.size, "use_async_batching": False}
-            extra["continuous_batching_config"] = ContinuousBatchingConfig(**limits)
+            longest = max(map(len, work.prompts)) + self._shared["max_new_tokens"]
+            extra["continuous_batching_config"] = ContinuousBatchingConfig(
+                max_requests_per_batch=work.size,
+                max_batch_tokens=1024,
+                num_blocks=(work.size + 1) * (longest // PAGE + 1),  # else most of the memory
+                use_async_batching=False,
+            )
         outputs = self._model.generate_batch(work.prompts, generation_config=config, **extra)
         texts = [tuple(output.generated_tokens) for output in outputs.values()]
         if len(texts) != len(work.prompts) or any(each.error for each in outputs.values()):

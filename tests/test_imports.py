@@ -60,7 +60,6 @@ LAYERS = {
         "column_map refilled",
     ),
     "drafting": (
-        "threads",
         """_heap _learning_numba cost_model drafter scheduler sources.assistant.model
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
         """_numba budget sources._recycling_numba sources.assistant.growth sources.lookahead

@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lookahead_hf.drafting.threads import in_parts
-
 if TYPE_CHECKING:
     import torch
 
     from lookahead_hf.kernels import RowScan
     from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
-
-LEAST_NODES = 8
-"""Fewest nodes whose logits are worth a thread."""
 
 
 class BestTokens:
@@ -66,25 +61,16 @@ class BestTokens:
         """
         which, top_k = rows * self._width + places, top_k or self._top_k
         if self._ticket is None and self._flat.device.type == "cpu":
-            return self._search(which, top_k)
+            from lookahead_hf.ngram_pool.logits_memory import top_rows
+
+            if self._bits is None:
+                self._bits = _bits(self._flat)
+            return top_rows(self._bits, which, top_k)
         if self._held is None:
             on_way = self._ticket
             self._held = on_way.take() if on_way else _pack(self._flat, self._top_k).cpu().numpy()
         tokens, probs = self._held[:, which, :top_k]
         return _padded(tokens.astype(np.int32), top_k, -1), _padded(probs, top_k, 0.0)
-
-    def _search(self, which: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Search some rows of logits on the CPU, in several threads where they are many."""
-        from lookahead_hf.ngram_pool.logits_memory import top_rows
-
-        if self._bits is None:
-            self._bits = _bits(self._flat)
-        bits = self._bits
-        found = in_parts(lambda part: top_rows(bits, which[part], top_k), len(which), LEAST_NODES)
-        if len(found) == 1:
-            return found[0]
-        tokens, probs = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        return tokens, probs
 
 
 def _pack(logits: torch.Tensor, top_k: int, scan: RowScan | None = None) -> torch.Tensor:

@@ -135,16 +135,14 @@ class SuffixIndexes:
         rates: np.ndarray,
         max_nodes: int,
         live: np.ndarray,
-        rows: slice = slice(None),
         min_score: float = 1e-4,
     ) -> tuple[np.ndarray, ...]:
-        """Grow the trees of rows, each tree's best nodes first.
+        """Grow a tree per row, best nodes first.
 
         Args:
             rates: Acceptance rate of each bucket, [NUM_BUCKETS], values from 0 to 1.
             max_nodes: Most nodes of a tree.
             live: Rows that get a tree, [rows] bool.
-            rows: The rows to grow trees of.
             min_score: Paths with a lower score are left out.
 
         Returns:
@@ -152,7 +150,7 @@ class SuffixIndexes:
             of each node, [nodes] int32.
         """
         grown: tuple[np.ndarray, ...] = _functions().grow_rows(
-            self._states[rows], live[rows], self._limits, rates.astype(np.float64), min_score,
+            self._states, live, self._limits, rates.astype(np.float64), min_score,
             max_nodes,
         )  # fmt: skip
         return grown

@@ -14,7 +14,6 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
-from lookahead_hf.drafting.threads import trees_in_parts
 from lookahead_hf.ngram_pool import Continuations, SuffixIndexes
 from lookahead_hf.ngram_pool.matches import BORDER, LONGEST_MATCH, NUM_BUCKETS, check_limits
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 ONLY_CONTINUATION = (0.28, 0.40, 0.52, 0.60, 0.63, 0.71, 0.72, 0.76, 0.82, 0.92, 0.97)
 MISSES_LEFT = (1.0, 0.65, 0.5)
 SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
-
-LEAST_ROWS = 4
-"""Fewest rows whose trees are worth a thread."""
 
 
 class NgramDrafter(BuiltInDrafter):
@@ -108,16 +104,11 @@ class NgramDrafter(BuiltInDrafter):
         return np.array([*border, *context[num_same:]], np.int64)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        indexes, live = self._indexes, rows.live
-        assert indexes is not None, "begin() comes first"
-
-        def grow(part: slice) -> DraftTree:
-            offsets, tokens, parents, depth, score, buckets = indexes.grow(
-                self.rates, max_nodes, live, part
-            )
-            return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets)
-
-        return trees_in_parts(grow, rows.num_rows, LEAST_ROWS)
+        assert self._indexes is not None, "begin() comes first"
+        offsets, tokens, parents, depth, score, buckets = self._indexes.grow(
+            self.rates, max_nodes, rows.live
+        )
+        return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         assert self._indexes is not None, "begin() comes first"

@@ -16,7 +16,6 @@ from lookahead_hf.config import check_int
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import MIN_REACH, NUM_BUCKETS
-from lookahead_hf.drafting.threads import trees_in_parts
 from lookahead_hf.drafting.topk import BestTokens
 
 if TYPE_CHECKING:
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from lookahead_hf.runner.cuda.transfer import HostCopy
 
 MAX_TOP_K = 64
-
-LEAST_ROWS = 8
-"""Fewest rows whose trees are worth a thread."""
 
 # Measured on texts of a 135M model: acceptance rates by classes of rank (rows) and of probability.
 # A first rank is never improbable and a late one never probable: the ends of the rows are guesses.
@@ -116,19 +112,13 @@ class RecyclingDrafter(BuiltInDrafter):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees
 
-        memory, live = self._memory, rows.live
+        memory = self._memory
         assert memory is not None, "begin() comes first"
-        contexts = rows.last_two()
-
-        def grow(part: slice) -> DraftTree:
-            offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
-                memory.keys, memory.tokens, memory.probs, contexts[part], self._next_tokens[part],
-                self._next_probs[part], live[part], self.rates, max_nodes, MIN_REACH,
-            )  # fmt: skip
-            tree = DraftTree(offsets, tokens, parents, depth, score)
-            return tree.with_buckets(buckets, entries)
-
-        return trees_in_parts(grow, rows.num_rows, LEAST_ROWS)
+        offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
+            memory.keys, memory.tokens, memory.probs, rows.last_two(),
+            self._next_tokens, self._next_probs, rows.live, self.rates, max_nodes, MIN_REACH,
+        )  # fmt: skip
+        return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets, entries)
 
     def prepare(self, logits: torch.Tensor) -> None:
         self._best = BestTokens(logits, max(self._top_k, self._num_next))

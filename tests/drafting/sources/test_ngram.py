@@ -121,3 +121,17 @@ def test_a_row_that_another_text_takes_forgets_the_text_before() -> None:
     draft = drafter.propose(taken, 2)
     assert paths(draft, 0) == [[12], [12, 13]]
     assert paths(draft, 1)[0] == [4]
+
+
+def test_rows_draft_the_same_together_and_alone() -> None:
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 6, 30 + 7 * row).tolist() for row in range(12)]
+    together, rows = NgramDrafter(), rows_of(texts)
+    together.begin(rows)
+    rows.end(5)
+    tree = together.propose(rows, 16)
+    for row, text in enumerate(texts):
+        alone = NgramDrafter()
+        alone.begin(rows_of([text]))
+        expected = paths(alone.propose(rows_of([text]), 16))
+        assert expected and paths(tree, row) == (expected if row != 5 else [])
