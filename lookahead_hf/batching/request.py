@@ -175,6 +175,8 @@ class Maker:
             raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
         if compat.has_own_generate(model) or model.config.is_encoder_decoder:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
+        if compat.is_stateful(model):
+            raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
         if compat.counts_positions(model) or prefix_tuning.of_model(model).count:
             detail = "a model that counts positions itself"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)

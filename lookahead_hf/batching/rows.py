@@ -57,6 +57,20 @@ class RefilledRows(Rows):
     def context(self, row: int) -> np.ndarray:
         return self.texts[row].context(0)
 
+    def last_two(self, dropped: np.ndarray | None = None) -> np.ndarray:
+        """Return the last two tokens of every row's context, [rows, 2] int64, -1 where it has none.
+
+        Args:
+            dropped: Newest tokens of each row to leave out, [rows]; by default none.
+        """
+        tokens = np.full((self.num_rows, 2), -1, np.int64)
+        for row, text in enumerate(self.texts):
+            context = text.context(0)
+            end = len(context) - (0 if dropped is None else int(dropped[row]))
+            last = context[max(0, end - 2) : end]
+            tokens[row, 2 - len(last) :] = last
+        return tokens
+
     def prompt_length(self, row: int) -> int:
         return self.texts[row].prompt_length(0)
 
