@@ -6,6 +6,7 @@ import copy
 import queue
 import sys
 import threading
+import warnings
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -157,7 +158,13 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             stats.tell(self.model, record)
         if self._progress is not None and output.is_finished():
             self._progress.finished(record)
-        self.output_router.deliver(output)
+        try:
+            self.output_router.deliver(output)
+        except RuntimeError as error:  # the event loop of its handler was closed
+            name = output.request_id
+            self.output_router.result_handlers.pop(name, None)
+            self.cancel_queue.put(name)
+            warnings.warn(f"nobody takes the text of {name!r}: {error}", stacklevel=2)
 
     def stepped(self, num_live: int, num_new: int) -> None:
         """Note a step of the rows that decode, and the tokens that it brought."""
@@ -178,7 +185,10 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
     def _run_generation_loop(self) -> None:
         """Decode whatever comes, until the manager is stopped."""
         self.batch_processor = self._maker  # for `stop`, which asks whether there is anything
+        device = self.model.device
         try:
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)  # of this thread
             with torch.no_grad():
                 self._decode_all()
             error = RuntimeError("the run was stopped before this request was begun")

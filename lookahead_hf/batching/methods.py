@@ -25,6 +25,9 @@ from lookahead_hf.generation.options import Request
 SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
 """Texts that are decoded together where nobody says how many."""
 
+MOST_SLOTS = 4096
+"""The upper limit of `max_slots`."""
+
 NAMES = ("generate_batch", "init_continuous_batching")
 """The methods of a model that speculate in continuous batching."""
 
@@ -127,8 +130,6 @@ def _call(
     asked = outer if own == Asked() and outer is not None else own
     if original.__name__ == NAMES[1]:
         return _manager(model, original, asked, default, *args, **kwargs)
-    if asked.progress is True and "progress_bar" in kwargs:
-        raise ValueError("progress=True replaces progress_bar: leave progress_bar out")
     with asking(asked):
         return original(*args, **kwargs)
 
@@ -185,17 +186,19 @@ def _ours(
     # The cache of `generate` is another one: transformers' server, for one, switches it off.
     generation.cache_implementation, generation.use_cache = None, True
     fallback.check_settings(lambda name: getattr(generation, name, None))
-    slots = asked.max_slots or batching.max_requests_per_batch
+    slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots
     if slots is None:
         slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE
         slots = max(1, min(slots, getattr(hints, "num_requests", None) or slots))
-    check_int("max_slots", slots, 1, 4096)
+    check_int("max_slots", slots, 1, MOST_SLOTS)
     tokens = asked.max_tokens
     if tokens is None and batching.num_blocks is not None:
         tokens = batching.num_blocks * batching.page_size
     seed = batching.seed
     if seed is None:
         seed = int(torch.randint(2**31, ()))
+    if tokens is not None:
+        check_int("max_tokens", tokens, slots, 2**40)
     room = None if tokens is None else tokens // slots
     maker = Maker(model.eval(), generation, Request(config), room)
     maker.check()

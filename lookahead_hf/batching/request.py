@@ -12,6 +12,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.compat.batching import RequestState
+from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.call import PreparedCall
@@ -25,7 +26,6 @@ from lookahead_hf.verification.walk import Walk
 
 _STEP = 0x9E3779B1
 """An odd number, so that the seeds of 2^32 texts differ: a CPU's generator reads 32 bits."""
-
 
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that a request may have of its own, beside settings."""
@@ -109,6 +109,11 @@ class Maker:
             ValueError: Its text may become longer than the room.
             Exception: Whatever `generate` raises about its arguments.
         """
+        call = self._prepared(job)
+        self._check(call)
+        return call
+
+    def _prepared(self, job: Job) -> PreparedCall:
         calls: list[PreparedCall] = []
 
         def keep(
@@ -125,13 +130,11 @@ class Maker:
 
         plain(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
-        self._check(call)
+        support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
 
     def _check(self, call: PreparedCall) -> None:
-        """Raise Unserved where a call must be decoded alone."""
-        model = call.model
-        support.check_call(model, call.generation_config, call.model_kwargs, is_checked=True)
+        """Raise Unserved where a call must be decoded alone, ValueError where it is too long."""
         longest = int(call.generation_config.max_length)
         if self.room is not None and longest > self.room:
             raise ValueError(
@@ -139,7 +142,7 @@ class Maker:
                 f"need more than the {self.room} tokens that a request may have: lower "
                 "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
             )
-        limit, last = positions.room(model), longest - 1
+        limit, last = positions.room(self.model), longest - 1
         if limit is not None and last > limit:
             detail = f"positions up to {last}, where those of the model change or end at {limit}"
             raise Unserved(FallbackReason.MODEL, detail)
@@ -168,8 +171,12 @@ class Maker:
         model = self.model
         support.check_setup(model)
         support.check_kind(model)
+        if sharding.is_spread(model):
+            raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
         if compat.has_own_generate(model) or model.config.is_encoder_decoder:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
+        if compat.is_stateful(model):
+            raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
         if compat.counts_positions(model) or prefix_tuning.of_model(model).count:
             detail = "a model that counts positions itself"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
@@ -187,7 +194,7 @@ class Maker:
 
     def _trial(self) -> PreparedCall:
         """The call of a request that nobody made."""
-        return self.call(Job(RequestState("trial", [0], max_new_tokens=None), 0))
+        return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0))
 
 
 def plain(model: Any, **settings: Any) -> Any:

@@ -109,6 +109,9 @@ def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
     found = model.generate_batch([text, text * 12], config, max_tokens=40, **given)
     assert found["req_0"].generated_tokens == alone(model, text, config)
     assert "12 tokens and up to 10 new ones need more than the 20" in found["req_1"].error
+    for wrong in ({"max_slots": 0}, {"max_slots": 4, "max_tokens": 3}):
+        with pytest.raises(ValueError, match="must be an int in"):
+            model.init_continuous_batching(config, speculative=DRAFTED, **wrong)
 
 
 def test_a_cancelled_request_leaves_its_row(model: Any) -> None:
@@ -206,6 +209,45 @@ def test_handlers_hear_of_their_requests(model: Any) -> None:
     with running(model, config) as manager:
         found = asyncio.run(ask(manager))
     assert found[-1].generated_tokens == alone(model, text, config)
+
+
+@pytest.mark.filterwarnings("ignore:nobody takes the text")
+def test_a_handler_whose_loop_is_gone_costs_nobody_else_a_text(model: Any) -> None:
+    config, (first, second) = settings(model), prompts(2)
+
+    async def register(manager: Any) -> None:
+        manager.register_result_handler("gone", print)
+
+    with running(model, config) as manager:
+        asyncio.run(register(manager))
+        manager.add_request(first, request_id="gone", streaming=True)
+        name = manager.add_request(second)
+        assert results(manager, 1)[name].generated_tokens == alone(model, second, config)
+        assert not manager.output_router.result_handlers
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrivals_and_cancellations_in_any_order(model: Any, seed: int) -> None:
+    chosen, texts = random.Random(seed), prompts(12, seed)
+    config = settings(model, do_sample=seed == 1)
+    with running(model, config, max_slots=chosen.randint(1, 4)) as manager:
+        found, cancelled = {}, set()
+        for index, text in enumerate(texts):
+            manager.add_request(text, request_id=str(index))
+            if chosen.random() < 0.5 and (output := manager.get_result(timeout=0.02)):
+                found[output.request_id] = output
+            if chosen.random() < 0.3:
+                cancelled.add(name := str(chosen.randint(0, index)))
+                manager.cancel_request(name)
+        while len(found.keys() | cancelled) < len(texts):
+            output = manager.get_result(timeout=WAIT)
+            found[output.request_id] = output
+    kept = {name: output.generated_tokens for name, output in found.items()}
+    if seed != 1:
+        assert kept == {name: alone(model, texts[int(name)], config) for name in kept}
+    else:  # a request that was cancelled while it waited has no number
+        assert all(len(tokens) == 24 for tokens in kept.values())
+    speculated(found.values())
 
 
 def test_a_full_queue_lets_callers_wait(model: Any) -> None:
