@@ -167,17 +167,29 @@ class Maker:
         return positions.num_draftable(self.model, position_ids, call.num_new)
 
     def check(self) -> None:
-        """Raise Unserved where the model, or the settings of the run, cannot be served at all."""
+        """Check whether the model and the settings of the run can be served at all.
+
+        Raises:
+            Unserved: They cannot.
+            ValueError: A drafter cannot.
+        """
         model = self.model
+        if heads := {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}:
+            raise ValueError(
+                f"the drafter {min(heads)!r} reads hidden states, which continuous batching does "
+                "not keep: leave it out, or call generate"
+            )
         support.check_setup(model)
         support.check_kind(model)
         if sharding.is_spread(model):
             raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
         if compat.has_own_generate(model) or model.config.is_encoder_decoder:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
-        if compat.is_stateful(model):
+        if compat.is_stateful(model) or compat.mixers(model):
             raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
-        if compat.counts_positions(model) or prefix_tuning.of_model(model).count:
+        if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
+        if compat.needs_columns(model) or prefix_tuning.of_model(model).count:
             detail = "a model that counts positions itself"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
         if self.request.config.draft_invariant:

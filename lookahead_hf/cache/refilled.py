@@ -73,7 +73,7 @@ class RefilledCache(AdoptedCache):
                 stores = layer.stores.k_store, layer.stores.v_store
                 self.slots.add(names[layer.group], *map(self._zeros, stores))
             else:
-                self.slots.add_empty()
+                self.slots.add_other(layer)
 
     def _zeros(self, store: torch.Tensor) -> torch.Tensor:
         return store.new_zeros(len(self.pads), *store.shape[1:])

@@ -20,7 +20,7 @@ import lookahead_hf
 from lookahead_hf.batching import progress, session
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.ngram_pool import NgramPool
-from tests.helpers import models
+from tests.helpers import architectures, models
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
 WAIT = 60
@@ -317,6 +317,20 @@ def test_what_cannot_be_served_goes_to_transformers(model: Any) -> None:
     with pytest.raises(lookahead_hf.SpeculationFallbackError, match="draft_invariant"):
         strict = lookahead_hf.SpeculativeConfig(draft_invariant=True, on_fallback="error")
         model.init_continuous_batching(config, speculative=strict)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v32", "bloom"])
+def test_models_that_keep_more_than_k_and_v_go_to_transformers(model_type: str) -> None:
+    model = lookahead_hf.enable(architectures.build(model_type))
+    strict = lookahead_hf.SpeculativeConfig(on_fallback="error")
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match="continuous batching"):
+        model.init_continuous_batching(settings(model), speculative=strict)
+
+
+def test_heads_that_read_hidden_states_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="'mtp' reads hidden states"):
+        heads = lookahead_hf.SpeculativeConfig(drafters=("ngram", "mtp"))
+        model.init_continuous_batching(settings(model), speculative=heads)
 
 
 def test_a_text_that_outgrows_the_positions_is_written_alone() -> None:
