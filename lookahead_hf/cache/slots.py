@@ -40,9 +40,8 @@ class SlotLayer(DynamicLayer):
         self.group, self.stores, self.index = group, stores, index
         keys = stores.k_store
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.keys = self.values = keys.new_empty(
-            0
-        )  # some models ask whether a layer holds anything
+        # Mllama asks every layer for its size.
+        self.keys = self.values = keys.new_empty(0)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

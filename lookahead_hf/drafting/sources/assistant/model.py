@@ -11,7 +11,7 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import support
+from lookahead_hf.runner import implicit_positions, support
 from lookahead_hf.runner.host import Runner
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class AssistantModel:
                 self._rows.emit(row, chain[0])
         nodes = branches or [([], [])] * len(chains)
         draft = DraftTree.from_rows(map(_hung, chains, nodes))
-        with torch.no_grad():
+        with torch.no_grad(), implicit_positions.laid_under(self._runner.model):
             outputs = self._runner.forward(self._runner.layout(self._rows, draft))
         self._rows.num_emitted[:] = kept
         return outputs.logits
@@ -125,13 +125,13 @@ def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
     """The arguments that `generate` would prepare beside the prompt."""
-    position_ids = (attended.long().cumsum(-1) - 1).clamp_(min=0)
     kwargs: dict[str, Any] = {
         "attention_mask": attended.long(),
-        "position_ids": position_ids,
         "past_key_values": compat.empty_cache(model),
         "use_cache": True,
     }
+    if not compat.counts_positions(model):
+        kwargs["position_ids"] = compat.positions_by_mask(attended)
     if "logits_to_keep" in compat.forward_arguments(model):
         kwargs["logits_to_keep"] = 1  # none is needed: the text after the prompt is known
     return kwargs
