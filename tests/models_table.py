@@ -18,10 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead_hf
 from lookahead_hf.fallback import FallbackReason, Unserved
@@ -38,13 +35,7 @@ MULTIMODAL = "Pictures and sound"
 ENCODER_DECODERS = "Encoder-decoders of text"
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    MULTIMODAL: tuple(
-        sorted(
-            model_type
-            for model_type, name in multimodal.CLASSES.items()
-            if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name
-        )
-    ),
+    MULTIMODAL: tuple(sorted(multimodal.CLASSES)),
     TEXTS: tuple(sorted(architectures.MODEL_TYPES)),
     ENCODER_DECODERS: tuple(
         sorted(set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) - set(multimodal.CLASSES))

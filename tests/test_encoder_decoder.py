@@ -27,7 +27,7 @@ SEEN = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
 OF_ENCODER = ("encoder_hidden_states", "encoder_attentions")
 
 
-@pytest.mark.parametrize("name", sorted(ENCODER_DECODERS - {"moonshine", "whisper"}))
+@pytest.mark.parametrize("name", sorted(ENCODER_DECODERS - {"florence2", "moonshine", "whisper"}))
 def test_every_type_writes_plains_text(name: str) -> None:
     model = tiny_pair(name)
     stats = compared(model, lambda: call(3, **SAMPLED), 1).stats
