@@ -34,6 +34,7 @@ part() { # name, seconds, command...
         echo "== $name ended with $code"
         failed=1
     fi
+    return $code
 }
 
 bench() { # name, seconds, script, options...
@@ -72,7 +73,9 @@ one() {
     attentions=$!
     tests graphs_tests tests/gpu tests/runner/cuda/test_capture.py $few &
     graphs=$!
-    wait $kernels $attentions $graphs
+    for each in $kernels $attentions $graphs; do
+        wait "$each" || failed=1
+    done
     keep
     bench launches 90 launches --shapes "$large" --nodes 0,15,63 --context "$short" $on
     bench step 90 step --shapes "$large" --nodes 0,7,15,31,63 --context "$short" --batch 1 \

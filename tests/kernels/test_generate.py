@@ -116,10 +116,11 @@ def test_rejection(calls: Counter[str], attention_aside: None, device: torch.dev
 
 
 def test_verified_on_the_host(calls: Counter[str], checked: None, device: torch.device) -> None:
-    """A penalty of repetitions looks at the text; layers with a window drop what they need not."""
+    """Steps whose states are returned are laid out there; windows drop what they need not."""
     model = models.tiny("mistral", num_hidden_layers=1, sliding_window=5)
-    stats = run(model, ragged(device), device, repetition_penalty=1.1)
-    assert stats.engine == "walk"
+    shown = {"return_dict_in_generate": True, "output_hidden_states": True}
+    stats = run(model, ragged(device), device, **shown)
+    assert (stats.engine, stats.execution) == ("walk", "model")
     assert calls["tree_attention"] == stats.num_steps > 0
 
 
