@@ -211,21 +211,6 @@ def test_handlers_hear_of_their_requests(model: Any) -> None:
     assert found[-1].generated_tokens == alone(model, text, config)
 
 
-@pytest.mark.filterwarnings("ignore:nobody takes the text")
-def test_a_handler_whose_loop_is_gone_costs_nobody_else_a_text(model: Any) -> None:
-    config, (first, second) = settings(model), prompts(2)
-
-    async def register(manager: Any) -> None:
-        manager.register_result_handler("gone", print)
-
-    with running(model, config) as manager:
-        asyncio.run(register(manager))
-        manager.add_request(first, request_id="gone", streaming=True)
-        name = manager.add_request(second)
-        assert results(manager, 1)[name].generated_tokens == alone(model, second, config)
-        assert not manager.output_router.result_handlers
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_arrivals_and_cancellations_in_any_order(model: Any, seed: int) -> None:
     chosen, texts = random.Random(seed), prompts(12, seed)
