@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -133,26 +134,42 @@ def timed_call(
     """Run `generate` once, seeded, and count the model's forwards."""
     import torch
 
-    forwards = 0
-
-    def count(*_: object) -> None:
-        nonlocal forwards
-        forwards += 1
-
     inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
-    handle = model.register_forward_pre_hook(count)
     torch.manual_seed(seed)
-    try:
+    with _forwards(model, "speculative" in arguments) as count:
         start = time.perf_counter()
         output = model.generate(**inputs, **arguments)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    finally:
-        handle.remove()
     sequences = getattr(output, "sequences", output)
     new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    return Call(seconds, tuple(until_end(row, end_ids) for row in new), forwards)
+    return Call(seconds, tuple(until_end(row, end_ids) for row in new), count())
+
+
+@contextmanager
+def _forwards(model: Any, is_ours: bool) -> Iterator[Callable[[], int]]:
+    """Count the forwards of a call, ours by its statistics: a hook would change how steps run."""
+    import lookahead_hf
+
+    counted = 0
+
+    def count(*_: object) -> None:
+        nonlocal counted
+        counted += 1
+
+    def by_stats() -> int:
+        stats = lookahead_hf.last_stats(model)
+        return 0 if stats is None else 1 + stats.num_steps
+
+    if is_ours:
+        yield by_stats
+        return
+    handle = model.register_forward_pre_hook(count)
+    try:
+        yield lambda: counted
+    finally:
+        handle.remove()
 
 
 def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:

@@ -1,16 +1,13 @@
-"""Runs the model of one call: the prompt, then blocks of draft tokens, kept or rolled back."""
+"""Runs the steps of one call: blocks of draft tokens, kept or rolled back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
-import torch
 
 from lookahead_hf import compat
-from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
@@ -18,183 +15,22 @@ from lookahead_hf.runner import (
     attention,
     execution,
     implicit_positions,
-    masks,
     non_finite,
-    passthrough_kwargs,
-    positions,
-    prefix_tuning,
-    prompts,
     torch_compile,
 )
-from lookahead_hf.runner.layout import BlockInputs, BlockLayout, BlockShape
+from lookahead_hf.runner.layout import BlockInputs
 from lookahead_hf.runner.outputs import StepOutputs
-from lookahead_hf.runner.packed_steps import PackedSteps
-from lookahead_hf.runner.recurrent.layers import RecurrentLayers
+from lookahead_hf.runner.prefill import PromptRunner
 
 
-class Runner:
+class Runner(PromptRunner):
     """Runs a model with ragged rows, in a cache that it takes over for the length of a call.
 
     Attributes:
-        execution: How the steps were run, as in `SpeculativeStats`.
-        num_fed: Tokens that the model was fed, padding included.
         most_nodes: Most nodes that a row's draft can have, None for any number.
-        only_chains: Whether drafts must be chains, as a recurrent state has one past.
-        recurrent: The layers that keep such a state, None without any or before the prompt.
-        is_flat: Whether blocks hold the tokens of live rows alone, without padding.
     """
 
-    execution: str | None = execution.MODEL
     most_nodes: int | None = None
-    num_fed = 0
-
-    def __init__(
-        self,
-        model: Any,
-        num_rows: int,
-        shape: BlockShape | None = None,
-        packed: PackedSteps | None = None,
-        flat: bool = False,
-    ) -> None:
-        """Prepare for one call.
-
-        Args:
-            model: The target.
-            num_rows: Rows of the batch.
-            shape: The shape of every block, None for as large as each draft needs.
-            packed: How steps use packed linear layers, None where they do not.
-            flat: Whether the model and the call admit flat blocks.
-        """
-        self.model = model
-        self.num_rows = num_rows
-        self._cache: AdoptedCache | None = None
-        self._shape, self._is_compiled = shape, torch_compile.is_compiled(model)
-        self.is_flat = flat
-        packed = None if self._is_compiled else packed
-        self._packed = packed or PackedSteps(model, False)
-        self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
-        self._is_repeat = self._is_new = False
-        self._names = compat.decoder_names(model)
-        self._extras: dict[str, Any] = {}
-        self._kinds = masks.of_model(model)
-        self.only_chains = bool(compat.mixers(model))
-        self.recurrent: RecurrentLayers | None = None
-        if self.only_chains and model.device.type == "cuda":
-            self.execution = execution.STATES
-        self._mask_dict = compat.takes_mask_dict(model)
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether the prompt was run and its cache taken over."""
-        return self._cache is not None
-
-    @property
-    def cache(self) -> AdoptedCache:
-        """The cache, which `prefill` or `start` takes over."""
-        assert self._cache is not None
-        return self._cache
-
-    def prefill(
-        self,
-        input_ids: torch.Tensor,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        before_steps: Callable[[], object] = lambda: None,
-    ) -> Any:
-        """Run the prompt as plain `generate` does and take over its cache.
-
-        Args:
-            input_ids: Prompt tokens, [rows, columns].
-            generation_config: As prepared by `generate`.
-            model_kwargs: As prepared by `generate`.
-            before_steps: Called after the forward, before the steps are prepared.
-
-        Returns:
-            The forward's outputs.
-        """
-        virtual = prefix_tuning.of_model(self.model).count
-        attended = prompts.attended_columns(model_kwargs.get(self._names.mask), virtual)
-        self._extras = passthrough_kwargs.passed_on(model_kwargs, self._names)
-        position_ids = positions.of_prompt(self.model, input_ids, model_kwargs)
-        assert position_ids is not None
-        given = model_kwargs.get("past_key_values")
-        facts = self.model, generation_config, model_kwargs
-        if self.is_flat and attended is not None and prompts.may_leave_padding(attended, *facts):
-            self._take_over(given, attended, position_ids, is_fed=True)
-            outputs: Any = self._read(input_ids.numpy(), attended)
-            before_steps()
-            return outputs
-        before = 0 if given is None else int(given.get_seq_length())
-        with self._packed.prefill():
-            outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
-        before_steps()
-        cache = outputs[self._names.cache]
-        returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)
-        self._take_over(cache, attended, position_ids, returned)
-        self.num_fed += self.num_rows * (self.cache.num_columns - before)
-        return outputs
-
-    def _read(self, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
-        """Read prompts, [rows, columns], without their pads, into a cache that lacks them."""
-
-        def run(pieces: list[np.ndarray]) -> torch.Tensor:
-            step = self.run(pieces, DraftTree.empty(self.num_rows), is_prompt=True)
-            self.keep(np.array([min(len(piece), 1) for piece in pieces]))
-            return step.logits
-
-        self.cache.slots.reserve(int(attended.sum(1).max()))
-        rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
-        return StepOutputs(logits=prompts.read(rows, run))
-
-    def start(
-        self, input_ids: torch.Tensor, cache: compat.Cache, mask: torch.Tensor | None = None
-    ) -> None:
-        """Run a prompt outside of `generate`.
-
-        Args:
-            input_ids: Its tokens, [rows, columns].
-            cache: An empty cache.
-            mask: 1 for what is attended, [rows, columns]; None for everything.
-        """
-        seen = torch.ones_like(input_ids) if mask is None else mask
-        position_ids = compat.positions_by_mask(seen)
-        given = {self._names.ids: input_ids, self._names.cache: cache}
-        if self._names.positions is not None:
-            given[self._names.positions] = position_ids
-        attended = None
-        if mask is not None:
-            given[self._names.mask] = mask
-            attended = mask.to("cpu").numpy().astype(bool)
-        outputs = self.model(**given, use_cache=True, return_dict=True)
-        self._take_over(outputs[self._names.cache], attended, position_ids)
-
-    def _take_over(
-        self,
-        cache: compat.Cache,
-        attended: np.ndarray | None,  # [rows, columns]
-        position_ids: torch.Tensor,  # [..., rows, columns]
-        returned: bool = False,
-        is_fed: bool = False,
-    ) -> None:
-        by_columns = is_fed or self._names.cache == "cache_params"
-        self._cache = AdoptedCache(
-            *(cache, attended, self.num_rows, compat.layer_masks(self.model), self._trims),
-            returned=returned,
-            num_columns=position_ids.shape[-1] if by_columns else None,
-            is_fed=is_fed,
-        )
-        self.cache.slots.extent.copies = state_of(self.model).needs_copies
-        self._kinds = [kind.within(self.cache.seen[kind.name]) for kind in self._kinds]
-        if self._shape is not None:
-            self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
-        self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
-        if self.only_chains:
-            by_token, slots = self._shape is not None, self.cache.slots
-            self.recurrent = RecurrentLayers(self.model, slots, self.num_rows, by_token)
-        self._layout = BlockLayout(
-            *(self.model, self.cache, self._kinds, self._extras, self._next_position),
-            position_ids.numpy() if self.is_flat else None,
-        )
 
     @property
     def mode(self) -> str:
@@ -214,11 +50,6 @@ class Runner:
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
         return self._packed.is_typical and not self._is_repeat and not self._is_new
-
-    @property
-    def _trims(self) -> bool:
-        """Whether layers with a window hold no more than that."""
-        return self._shape is None and not self._is_compiled
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.
