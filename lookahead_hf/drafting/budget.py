@@ -52,7 +52,8 @@ class Budget:
             is_flat: Whether the runner's blocks hold the tokens of live rows alone.
         """
         self._fixed = None if size == "auto" else int(size)
-        most = max(1, MOST_TOGETHER // rows.num_rows) if self._fixed is None else self._fixed
+        together = max(1, MOST_TOGETHER // max(1, rows.num_rows))
+        most = together if self._fixed is None else self._fixed
         self.most_nodes = min(most, max_nodes)
         self._costs, self._rows, self._placement = costs, rows, placement
         self._mode, self._sizes, self._is_flat = mode, sizes, is_flat

@@ -23,7 +23,9 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOLDERS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
-_SKIPPED = frozenset({*vars(nn.Module()), "generate", "generation_config"}) - {"training"}
+_METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `enable` replaces
+
+_SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config"}) - {"training"}
 """Attributes that are read as what they are, and those that `generate` reads and no forward."""
 
 

@@ -166,7 +166,7 @@ class PromptRunner(ABC):
         self,
         cache: compat.Cache,
         attended: np.ndarray | None,  # [rows, columns]
-        position_ids: torch.Tensor,  # [..., rows, columns]
+        position_ids: torch.Tensor,  # [..., rows, columns], or a single row for all
         returned: bool = False,
         is_fed: bool = False,
     ) -> None:
@@ -181,6 +181,7 @@ class PromptRunner(ABC):
         self._kinds = [kind.within(self.cache.seen[kind.name]) for kind in self._kinds]
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
+        position_ids = position_ids.expand(*position_ids.shape[:-2], self.num_rows, -1)
         self._next_position = position_ids[..., -1:] + 1  # [..., rows, 1]
         if self.only_chains:
             by_token, slots = self._shape is not None, self.cache.slots

@@ -268,8 +268,8 @@ class ForwardRunner(CudaRunner):
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:  # type: ignore[override]
         """Launch a step up to its logits, as `Runner.launch` does."""
         self.forget()
-        _, (logits,) = self._step(rows, draft)
-        return StepOutputs(logits=logits)
+        _, (logits, states) = self._step(rows, draft)
+        return StepOutputs(logits=logits, hidden_states=states)
 
     def commit(self, verdict: Verdict) -> int:
         return Runner.commit(self, verdict)
