@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MethodType
 from typing import Any
 
@@ -41,12 +42,14 @@ class Asked:
         max_slots: Most texts that are decoded together.
         max_tokens: Most tokens of all of them, prompts included. Each may have an equal share.
         progress: Whether a bar shows how the requests get on.
+        in_call: Whether a call asks that ends with its requests.
     """
 
     speculative: Any = None
     max_slots: int | None = None
     max_tokens: int | None = None
     progress: bool = False
+    in_call: bool = False
 
 
 _asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
@@ -124,13 +127,18 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call one of the methods, speculatively if that is asked for."""
-    names = [each.name for each in fields(Asked)]
+    names = [each.name for each in fields(Asked) if each.name != "in_call"]
     own = Asked(**{name: kwargs.pop(name) for name in names if name in kwargs})
     outer = _asked.get()
     asked = outer if own == Asked() and outer is not None else own
     if original.__name__ == NAMES[1]:
         return _manager(model, original, asked, default, *args, **kwargs)
-    with asking(asked):
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
+    in_call = speculates and not given.get("persistent_manager")
+    if in_call and kwargs.get("progress_bar"):  # transformers' bar would stand still until the end
+        asked, kwargs["progress_bar"] = replace(asked, progress=True), False
+    with asking(replace(asked, in_call=in_call)):
         return original(*args, **kwargs)
 
 
@@ -202,7 +210,8 @@ def _ours(
     room = None if tokens is None else tokens // slots
     maker = Maker(model.eval(), generation, Request(config), room)
     maker.check()
-    limits = Limits(slots, batching.max_queue_size, seed)
+    in_call = asked.in_call and not batching.max_queue_size  # adding to a full queue waits
+    limits = Limits(slots, batching.max_queue_size, seed, in_call)
     bar = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
     return SpeculativeBatchingManager(maker, limits, bar)
 

@@ -304,6 +304,18 @@ def test_what_cannot_be_served_goes_to_transformers(model: Any) -> None:
         model.init_continuous_batching(config, speculative=strict)
 
 
+def test_a_batch_is_decoded_in_the_callers_thread(model: Any) -> None:
+    """A second thread that computes makes both slower; one that goes on needs its own."""
+    for more, threads in ({}, {threading.get_ident()}), ({"persistent_manager": True}, set()):
+        seen: set[int] = set()
+        stop = lookahead_hf.on_stats(model, lambda _, seen=seen: seen.add(threading.get_ident()))
+        found = model.generate_batch(prompts(3), settings(model), speculative=DRAFTED, **more)
+        stop()
+        speculated(list(found.values()))
+        assert (seen == threads) if threads else (threading.get_ident() not in seen)
+    model.destroy_cached_continuous_batching_manager()
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v32", "bloom"])
 def test_models_that_keep_more_than_k_and_v_go_to_transformers(model_type: str) -> None:
     model = lookahead_hf.enable(architectures.build(model_type))
