@@ -60,7 +60,7 @@ and the logits of every step. `python -m tests.models_table` writes it anew.
 * **inputs**: the arguments beside the token ids that the model was given. Pictures and sound are
   read with the prompt; a batch has one in every row.
 
-A type that this page lacks, for example one of a repository's own code, is tested by four short
+A type that this page lacks, for example one of a repository's own code, is tested by a few short
 forwards before its first call, and served if they give plain's logits.
 
 {counts}
