@@ -55,6 +55,7 @@ LAYERS = {
     ),
     "cache": (
         "hf_layers storage",
+        "slot_layer",
         "slots",
         "adopt",
         "column_map refilled",
@@ -62,7 +63,7 @@ LAYERS = {
     "drafting": (
         """_heap _learning_numba cost_model drafter scheduler sources.assistant.model
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
-        """_numba budget sources._recycling_numba sources.assistant.growth sources.lookahead
+        """_numba budget in_use sources._recycling_numba sources.assistant.growth sources.lookahead
         sources.ngram sources.prediction user_drafter""",
         """prompt_lookup sources.assistant.drafter sources.heads.drafter sources.pool
         sources.recycling""",

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache import hf_layers
-from lookahead_hf.cache.slots import SlotCache, SlotGroup, SlotLayer
+from lookahead_hf.cache.slot_layer import SlotLayer
+from lookahead_hf.cache.slots import SlotCache, SlotGroup
 from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self_attention
 
 

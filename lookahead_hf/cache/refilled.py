@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.cache.slots import SlotCache, SlotGroup, SlotLayer
+from lookahead_hf.cache.slot_layer import SlotLayer
+from lookahead_hf.cache.slots import SlotCache, SlotGroup
 
 
 class RefilledCache(AdoptedCache):

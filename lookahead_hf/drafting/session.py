@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting import in_use
 from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
@@ -43,7 +42,6 @@ CHAIN_OF = 64
 """Nodes of the tree that such a chain is taken from."""
 
 
-_lock = threading.Lock()
 _has_warned = False
 
 
@@ -142,7 +140,7 @@ class DraftSession:
         )
         self._memory = memory_of(model)
         self._do_sample = do_sample
-        self._sources = sources = _take(self, sources)
+        self._sources = sources = in_use.take(self, sources)
         self._calibration = self._memory.rates.lease(sources, do_sample)
         self._ensemble = Ensemble(
             sources, self._calibration, vocab_size=vocab_size, max_new_tokens=max_new_tokens
@@ -280,7 +278,7 @@ class DraftSession:
                 self._ensemble.end(rows)  # also after a failure: sources hold resources
                 self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
         finally:
-            _release(self._sources)
+            in_use.release(self._sources)
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         """Run a part of drafting; if it raises, the call goes on without drafts."""
@@ -297,38 +295,3 @@ class DraftSession:
                 stacklevel=3,
             )
             return None
-
-
-def _take(session: DraftSession, sources: Sequence[Drafter]) -> list[Drafter]:
-    """Reserve the sources for a session, and warn of those that another session uses.
-
-    Two calls may name one object at the same time, in two threads or as a call inside a processor
-    of another. But its state is that of one call.
-    """
-    with _lock:
-        users = [_users.get(source) for source in sources]
-        is_free = [user is None or user() is None for user in users]
-        free = [source for source, is_free in zip(sources, is_free, strict=True) if is_free]
-        _users.update((source, ref(session)) for source in free)
-    for source in sources:
-        if source not in free:
-            warnings.warn(
-                f"the drafter object {source.name!r} drafts for another call at this moment and is "
-                "left out of this one: an object serves one call at a time. Give every call an "
-                f"object of its own, or the name {source.name!r} instead, which makes a new one "
-                "for every call",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-    return free
-
-
-def _release(sources: Sequence[Drafter]) -> None:
-    """Let other sessions use the sources."""
-    with _lock:
-        for source in sources:
-            _users.pop(source, None)
-
-
-_users: WeakKeyDictionary[Drafter, ref[DraftSession]] = WeakKeyDictionary()
-"""The session that uses each source; a session that is gone uses nothing."""

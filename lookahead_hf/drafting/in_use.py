@@ -1,0 +1,47 @@
+"""Which drafter objects draft for a call at this moment; each serves one call at a time."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from lookahead_hf.drafting.drafter import Drafter
+
+_lock = threading.Lock()
+
+_users: WeakKeyDictionary[Drafter, ref[Any]] = WeakKeyDictionary()
+"""The session that uses each source; a session that is gone uses nothing."""
+
+
+def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
+    """Reserve the sources for a session, and warn of those that another session uses.
+
+    Two calls may name one object at the same time, in two threads or as a call inside a processor
+    of another. But its state is that of one call.
+    """
+    with _lock:
+        users = [_users.get(source) for source in sources]
+        is_free = [user is None or user() is None for user in users]
+        free = [source for source, is_free in zip(sources, is_free, strict=True) if is_free]
+        _users.update((source, ref(session)) for source in free)
+    for source in sources:
+        if source not in free:
+            warnings.warn(
+                f"the drafter object {source.name!r} drafts for another call at this moment and is "
+                "left out of this one: an object serves one call at a time. Give every call an "
+                f"object of its own, or the name {source.name!r} instead, which makes a new one "
+                "for every call",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    return free
+
+
+def release(sources: Sequence[Drafter]) -> None:
+    """Let other sessions use the sources."""
+    with _lock:
+        for source in sources:
+            _users.pop(source, None)
