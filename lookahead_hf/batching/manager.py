@@ -67,11 +67,15 @@ class CallersThread:
         """Whether the run is still to come."""
         return self._is_alive
 
-    def join(self, timeout: float | None = None) -> None:
-        """Do the run, unless it was done."""
+    def run(self) -> None:
+        """Do the run, unless it was done or given up."""
         if self._is_alive:
             self._is_alive = False
             self._run()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Give the run up if it was not done: nobody has asked for a result."""
+        self._is_alive = False
 
 
 class SpeculativeBatchingManager(ContinuousBatchingManager):
@@ -141,7 +145,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         if isinstance(thread, CallersThread) and thread.is_alive():
             status = self.background_thread_status
             status.request_stop(status.FLUSH_AND_STOP, self.distributed_helper.global_rank)
-            thread.join()
+            thread.run()
         return super().get_result(request_id, timeout)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:

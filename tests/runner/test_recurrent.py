@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache, StoppingCriteria
+from transformers import DynamicCache, StaticCache, StoppingCriteria, TextStreamer
 
 import lookahead_hf
 from lookahead_hf import compat
@@ -74,6 +76,36 @@ def test_other_forwards_on_the_model_are_its_own_during_a_call() -> None:
         expected = model(ids).logits
         with layers.laid_under(model):
             assert torch.equal(model(ids).logits, expected)
+
+
+def test_copies_made_in_the_middle_of_a_call_are_the_models_own() -> None:
+    model, ids = build("lfm2"), prompt(1, 12)
+    copies: list[Any] = []
+
+    class Copying(TextStreamer):
+        def __init__(self) -> None:
+            self.next_tokens_are_prompt = False
+
+        def put(self, value: torch.Tensor) -> None:
+            if len(copies) < 2:
+                copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model.model))])
+
+        def end(self) -> None:
+            pass
+
+    lookahead_hf.enable(model)
+    model.generate(ids, max_new_tokens=8, **GREEDY, speculative=True, streamer=Copying())
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    whole, body = copies
+    for made, original in ((whole.model, model.model), (body, model.model)):
+        with torch.no_grad():
+            expected = original(ids).last_hidden_state
+            for each in original.parameters():
+                each.mul_(2)
+            assert torch.equal(made(ids).last_hidden_state, expected)
+            for each in original.parameters():
+                each.div_(2)
 
 
 def test_a_call_of_a_processor_in_the_middle_of_a_call() -> None:
