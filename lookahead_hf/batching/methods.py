@@ -13,12 +13,14 @@ from types import MethodType
 from typing import Any
 
 import torch
+import transformers
 from transformers import ContinuousBatchingConfig
 
 from lookahead_hf import fallback
 from lookahead_hf.batching.manager import Limits, SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import Maker
+from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.options import Request
@@ -187,6 +189,9 @@ def _ours(
 ) -> SpeculativeBatchingManager:
     batching = batching_config or ContinuousBatchingConfig()
     generation = copy.deepcopy(generation_config or model.generation_config)
+    if not IS_KNOWN:
+        detail, fix = f"transformers {transformers.__version__}", "update transformers"
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, fix)
     if batching.return_logprobs:
         raise _unserved("return_logprobs=True")
     if batching.cpu_offload_space:
