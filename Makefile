@@ -16,9 +16,9 @@ ARGS ?=
 # The number of processes that run the tests, each with one thread.
 WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
-# Tests that do not use transformers, and tests of processors that only the newest version has.
+# Tests that do not use transformers, and tests of what only its newest version has.
 NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests/cli --ignore tests/logits \
-	--ignore tests/batching
+	--ignore tests/batching --ignore tests/serving/test_continuous_batching.py
 
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
