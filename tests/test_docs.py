@@ -17,6 +17,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.cli.commands import COMMANDS
+from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.runner import execution
 from tests.helpers.tiny_chat import save_tiny_chat
 
@@ -131,6 +132,8 @@ def run(page: Path) -> dict[str, Any]:
 def test_snippets_generate_speculatively(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if page.stem == "generate_batch" and not IS_KNOWN:
+        pytest.skip("this version's continuous batching is its own")
     monkeypatch.chdir(tmp_path)  # where the names of models are folders
     (tmp_path / "Qwen").mkdir()
     model = save_tiny_chat(tmp_path / "Qwen" / "Qwen3-0.6B")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lookahead_hf
+from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.drafting.cost_model import SLOPE, CostCurve
 from tests.helpers.tiny_chat import save_looping_chat
 
@@ -31,6 +32,8 @@ def test_example_runs_and_speculates(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if example.stem == "dataset" and not IS_KNOWN:
+        pytest.skip("this version's continuous batching is its own")
     # On a tiny model no draft is worth its measured cost, so a node costs what is assumed first.
     observe = CostCurve.observe
     monkeypatch.setattr(CostCurve, "observe", lambda curve, n, _: observe(curve, n, 1 + SLOPE * n))
