@@ -111,10 +111,17 @@ def sampling(text: str) -> tuple[float, float]:
     return temperature, top_p
 
 
-def load(folder: str | None, dtype: str, device: str) -> tuple[Any, Any]:
-    """A model and its tokenizer; without a name the demo's, from the cache."""
+def load(
+    folder: str | None, dtype: str, device: str, threads: int | None = None
+) -> tuple[Any, Any]:
+    """A model and its tokenizer; without a name the demo's, from the cache.
+
+    `threads` is the number of torch's threads from now on; None leaves it to torch.
+    """
     from lookahead_hf.cli.real_model import ensure_demo_model
 
+    if threads:
+        torch.set_num_threads(threads)
     name = folder or str(ensure_demo_model())
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token_id is None:

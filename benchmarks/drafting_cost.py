@@ -197,9 +197,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    load = functools.cache(lambda: common.load(arguments.model, "float32", "cpu"))
+    place = "float32", "cpu", arguments.threads
+    load = functools.cache(lambda: common.load(arguments.model, *place))
     from lookahead_hf.cli.real_model import cache_root
 
     model, _ = load()

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import torch
 from results import are_near_ties, check_texts, plot, print_lines, store
 from transformers import TextStreamer
 
@@ -111,9 +110,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    place = arguments.dtype, arguments.device, arguments.threads
+    model, tokenizer = common.load(arguments.model, *place)
     if arguments.random_weights:
         model = common.with_random_weights(model)
     prompts = common.read_prompts(arguments.families)

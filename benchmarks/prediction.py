@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import torch
 from results import print_lines
 
 import lookahead_hf
@@ -156,9 +155,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    place = arguments.dtype, arguments.device, arguments.threads
+    model, tokenizer = common.load(arguments.model, *place)
     lookahead_hf.enable(model)
     lookahead_hf.warm_up(model, context_length=300)
     shared = {

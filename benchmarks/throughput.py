@@ -363,9 +363,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    place = arguments.dtype, arguments.device, arguments.threads
+    model, tokenizer = common.load(arguments.model, *place)
     works = works_of(arguments, tokenizer)
     lookahead_hf.enable(model)
     for size in {work.size for work in works}:

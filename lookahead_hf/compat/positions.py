@@ -69,10 +69,8 @@ def relative_biases(model: Any) -> list[Any]:
 
 def windowed_by_slot(model: Any) -> list[Any]:
     """Return the attentions that cut their window out of a causal matrix, the buffer `bias`."""
-    modules = model.modules()
-    return [
-        m for m in modules if getattr(m, "attention_type", None) == "local" and "bias" in m._buffers
-    ]
+    with_bias = (module for module in model.modules() if "bias" in module._buffers)
+    return [module for module in with_bias if getattr(module, "attention_type", None) == "local"]
 
 
 ALIBI_BUILDERS = ("build_alibi_tensor", "build_mpt_alibi_tensor")

@@ -109,7 +109,7 @@ def _try(model: Any, is_flat: bool = False) -> str:
         state = state_of(model)
         if "view size is not compatible" in str(error) and not state.needs_copies:
             state.needs_copies = True
-            return _try(model)
+            return _try(model, is_flat)
         logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
         return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
     logger.info("in its self test %s differed by %.2g standard deviations", name, difference)

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 
 from lookahead_hf import SpeculativeConfig, totals
-from tests.helpers.served import Served, save_ascii_chat, serving
+from tests.helpers.served import Served, serving
 from tests.helpers.tiny_chat import DRAFTING
 
 for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
     pytest.importorskip(name)
 
 PROMPTS = ["def f(x):", "def g(y):\n    return y", "a b a b a b"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_ascii_chat(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

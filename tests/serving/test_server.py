@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.serving.fields import ServedRequest, current
-from tests.helpers.served import Served, save_ascii_chat, serving
+from tests.helpers.served import Served, serving
 from tests.helpers.tiny_chat import DRAFTING
 
 for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
@@ -27,11 +27,6 @@ for name in ("fastapi", "uvicorn", "openai", "prometheus_client"):
 
 CHAT = "/v1/chat/completions"
 PREFIX = "lookahead_hf:spec_decode_num_"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_ascii_chat(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
