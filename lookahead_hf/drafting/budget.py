@@ -15,8 +15,8 @@ FIRST_SIZE = 7
 double."""
 
 PATIENCE = 0.5
-"""Expected tokens per row that a due plain step may give up, as many again for each step that it
-has waited. Short answers often copy in their very first steps."""
+"""Expected tokens per row that a due plain step may give up, times the steps that it has waited.
+Short answers often copy in their very first steps."""
 
 MOST_TOGETHER = 512
 """Most nodes that all rows together are offered to choose from; no device verifies more for free.
@@ -100,7 +100,7 @@ class Budget:
         if self._is_first or not self._curve.is_due(0):
             self._waited = 0
             return False
-        is_cheap = gain <= PATIENCE * (1 + self._waited) * self._rows.live.sum()
+        is_cheap = gain <= PATIENCE * self._waited * self._rows.live.sum()
         self._waited = 0 if is_cheap else self._waited + 1
         return bool(is_cheap)
 
