@@ -209,6 +209,27 @@ def test_a_flat_block_takes_the_likeliest_nodes_of_all_rows() -> None:
     assert head(tree, budget.choose(tree)).row_offsets.tolist() == [0, 7, 8, 8, 8]
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None:
+    rows, costs = rows_of(2), CostModel()
+    for token in range(40):
+        rows.emit(1, token)  # the other row is far behind
+    curve = costs.curve(2, 141, is_flat=is_flat)
+    for size in SIZES:
+        curve.observe(size, 1.0 + 0.12 * size)
+    scores = np.array([0.5, 0.2, 0.1, 0.6, 0.4, 0.3])
+    tree = replace(DraftTree.from_chains([[[1, 2, 3]], [[4, 5, 6]]]), score=scores)
+    chosen = [
+        Budget("auto", 64, costs, rows, is_flat=is_flat, num_new=num_new).choose(tree).tolist()
+        for num_new in (None, 64)
+    ]
+    refilled, static = chosen
+    if is_flat:
+        assert refilled == [1, 3] and static == [2, 0]
+    else:  # all rows draft equally much
+        assert refilled == [3, 3] and static == [2, 2]
+
+
 def test_flat_blocks_of_any_rows_learn_what_their_nodes_cost_together() -> None:
     rows, costs = rows_of(3), CostModel()
     budget = Budget("auto", 64, costs, rows, is_flat=True)
