@@ -17,7 +17,7 @@ COPY = {
     "prompt": "the cat sat on the mat, said he",
     "output": "the cat sat on the mat",
 }
-NEW = {"group": "new", "prompt": "abc", "output": "zyxwvutsrqponmlkjihg"}
+NEW = {"group": "new", "prompt": "abc", "output": "ZYXWVUTSRQPONMLKJIHG"}
 FLAT = ["--references", "--costs", "0:1,64:1"]
 
 
