@@ -14,6 +14,10 @@ FIRST_SIZE = 7
 """Nodes up to whose size a step may go while no cost is known; then the greatest measured size may
 double."""
 
+PATIENCE = 0.5
+"""Expected tokens per row that a due plain step may give up, as many again for each step that it
+has waited. Short answers often copy in their very first steps."""
+
 MOST_TOGETHER = 512
 """Most nodes that all rows together are offered to choose from; no device verifies more for free.
 Growing trees for 32 rows takes half of the time that it takes for 64 nodes per row."""
@@ -71,6 +75,7 @@ class Budget:
         self._mode, self._sizes, self._is_flat = mode, sizes, is_flat
         self._num_new, self._num_steps = num_new, 0
         self._is_first = True
+        self._waited = 0  # steps since a plain step is due
         self._curve = self._present_curve()
 
     def choose(self, tree: DraftTree) -> np.ndarray:
@@ -85,18 +90,33 @@ class Budget:
             return np.minimum(counts, self._fixed)
         if self._is_flat or self._is_first:  # rows may have begun, the prefill settled the mode
             self._curve = self._present_curve()
-        if self._curve.is_due(0) and not self._is_first:
-            return np.zeros_like(counts)  # all other sizes are compared with the plain step
         row = np.repeat(np.arange(len(counts)), counts)
-        worth = tree.score * self._weights()[row]
+        gain = tree.score * self._weights()[row]
         if not self._is_flat:
             place = place_in_row(tree.row_offsets)
-            gain = np.bincount(place, weights=worth, minlength=1)
-            return np.minimum(counts, self._size(gain, tree.max_nodes))
-        order = np.argsort(-worth, kind="stable")  # parents stay before their children
-        most = min(tree.num_nodes, self._curve.sizes[-1])  # nothing is known of greater blocks
-        taken = order[: self._size(worth[order], most)]
-        return np.bincount(row[taken], minlength=len(counts))
+            gain = np.bincount(place, weights=gain, minlength=1)
+            size = self._size(gain, tree.max_nodes)
+            taken = np.minimum(counts, size)
+        else:
+            order = np.argsort(-gain, kind="stable")  # parents stay before their children
+            gain = gain[order]
+            most = min(tree.num_nodes, self._curve.sizes[-1])  # nothing is known of greater blocks
+            size = self._size(gain, most)
+            taken = np.bincount(row[order[:size]], minlength=len(counts))
+        return np.zeros_like(counts) if self._measures_plain(gain[:size].sum()) else taken
+
+    def _measures_plain(self, gain: float) -> bool:
+        """Whether the step drafts nothing, since all sizes are compared with the plain step.
+
+        Args:
+            gain: Tokens to be gained from the draft, in all rows.
+        """
+        if self._is_first or not self._curve.is_due(0):
+            self._waited = 0
+            return False
+        is_cheap = gain <= PATIENCE * (1 + self._waited) * self._rows.live.sum()
+        self._waited = 0 if is_cheap else self._waited + 1
+        return bool(is_cheap)
 
     def _weights(self) -> np.ndarray:
         """What a token of each row counts, [rows], on average 1 for a live row."""

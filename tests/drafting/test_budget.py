@@ -259,7 +259,7 @@ def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> No
     ]
     first, later = [run.seconds / (len(run.sizes) * cost(0)) for run in runs]
     # The first call of a model also finds out what sizes cost; a step's cost per node is the worst.
-    assert first < (1.06 if curve != "steep" else 1.1)
+    assert first < (1.08 if curve != "steep" else 1.13)
     assert later < 1.07
     assert np.mean([cost(n) for n in runs[1].sizes[-64:]]) < 1.03 * cost(0)
 
@@ -274,6 +274,18 @@ def test_a_text_that_begins_to_copy_is_drafted_from_at_once() -> None:
         budget.observe(draft, points(BF16)(taken[-1]))
     assert max(taken[100:103]) > 0
     assert taken[110:].count(8) >= 8
+
+
+def test_the_plain_step_is_measured_where_least_is_lost() -> None:
+    costs = CostModel()
+    budget, sizes = Budget("auto", 64, costs, rows_of()), []
+    copying, other = 0.9 ** np.arange(1, 9), np.array([0.3, 0.1])
+    for scores in [copying] * 4 + [other] + [copying] * 50:
+        draft = head(tree_of(scores), budget.choose(tree_of(scores)))
+        sizes.append(draft.max_nodes)
+        budget.observe(draft, points(BF16)(draft.max_nodes))
+    assert sizes[:6] == [8, 8, 8, 8, 0, 8]
+    assert sizes.count(0) == 2, "a text that copies all the time is interrupted in the end"
 
 
 def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:
