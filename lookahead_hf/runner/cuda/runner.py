@@ -120,14 +120,14 @@ class CudaRunner(Runner):
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
         width, (logits, states, *decided) = self._step(rows, draft)
-        finite = None
+        finite, num_nodes = None, self._state.draft(width).num_nodes
         if self._scoring is None:
             packed, *scan = decided
-            copy = HostCopy(RowScan(*scan) if scan else None)
+            copy = HostCopy(RowScan(*scan) if scan else None, packed, num_nodes)
         else:
-            copy = HostCopy()
             scores = self._scoring(rows, draft, logits)
             packed = self._function.decide(width, scores.values, scores.noise).packed
+            copy = HostCopy(None, packed, num_nodes)
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
         walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
         copy.send()
