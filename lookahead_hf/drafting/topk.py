@@ -37,9 +37,9 @@ class BestTokens:
 
     def bring(self, copy: HostCopy) -> None:
         """Start the search on the device, and add its result to the copy to the host."""
-        from lookahead_hf.kernels import Wanted
-
         if self._on_device():
+            from lookahead_hf.kernels import Wanted
+
             wanted = None
             if copy.walk is not None and copy.num_nodes is not None and self._few is not None:
                 wanted = Wanted(copy.walk, copy.num_nodes, min(self._few, self._flat.shape[1]))
