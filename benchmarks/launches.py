@@ -1,8 +1,10 @@
 """List what a device runs in one step of ours: every kernel with its launches and its time.
 
-On a GPU the step is replayed as a CUDA graph, and what runs are kernels. On a CPU they are torch's
-operations. `products` instead times the matrix products of the shape by the tokens that they take,
-each over several copies of its weight, so that none stays in a cache.
+On a GPU the step is replayed as a CUDA graph, and what runs are kernels. On a CPU the same step is
+run, and what is listed are torch's operations, also those that launch nothing. `joined` joins the
+linear layers that read the same input (`packed_weights=True`). `products` instead times the matrix
+products of the shape by the tokens that they take, each over several copies of its weight, so that
+none stays in a cache.
 
     python benchmarks/launches.py --shapes 8B --nodes 0,15,63 --json launches.json
     python benchmarks/launches.py --shapes 8B --products --json products.json
@@ -48,11 +50,11 @@ def launches(shape: str, options: argparse.Namespace) -> Iterator[Line]:
     bench = Bench(model, 1, options.context, rounds=1)
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     for nodes in options.nodes:
-        with bench.stepping(nodes, cuda_graphs=True) as step:
+        on_gpu = device.type == "cuda"
+        with bench.stepping(nodes, on_gpu, options.joined, on_device=True) as step:
             step(), step()
             with profile(activities=[kind]) as seen:
                 step()
-        on_gpu = device.type == "cuda"
         events = [
             (
                 event.key,
@@ -95,6 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--joined", action="store_true", help="join layers of one input")
     parser.add_argument("--products", action="store_true", help="time matrix products instead")
     parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
     parser.set_defaults(nodes=[0, 15, 63])

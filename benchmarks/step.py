@@ -9,6 +9,7 @@ tokens, and the result on the host. Systems:
     ours            our cache, masks, walk and compaction, one operation after the other
     ours graphs     the same replayed as a CUDA graph
     ours packed     the same with packed linear layers, on a CPU
+    ours joined     "ours graphs" with the linear layers of one input joined
 
 `floor` is the time to read the weights once, but for an embedding that is no head, by the bandwidth
 of a large copy in the same run. The context of transformers' eager steps grows by a token from
@@ -169,20 +170,28 @@ class Bench:
 
     @contextmanager
     def stepping(
-        self, nodes: int, cuda_graphs: bool = False, packed: bool = False
+        self,
+        nodes: int,
+        cuda_graphs: bool = False,
+        packed: bool = False,
+        on_device: bool | None = None,
     ) -> Iterator[Callable[[], None]]:
-        """Yield a function that runs our step and waits for it."""
-        on_device = self.model.device.type == "cuda"
+        """Yield a function that runs our step and waits for it.
+
+        The device verifies the step on a GPU, or by `on_device`, which a CPU can stand for.
+        """
+        if on_device is None:
+            on_device = self.model.device.type == "cuda"
         with attention.laid_under(self.model), recurrent.laid_under(self.model):
-            steps = PackedSteps(self.model, packed)
-            target: Any = Runner(self.model, self.rows, packed=steps)
+            given: dict[str, Any] = {"packed": PackedSteps(self.model, packed)}
             if on_device:
-                room = nodes + 1
-                target = CudaRunner(self.model, self.rows, room=room, cuda_graphs=cuda_graphs)
+                given = {"room": nodes + 1, "cuda_graphs": cuda_graphs, "joins_layers": packed}
+            target: Any = (CudaRunner if on_device else Runner)(self.model, self.rows, **given)
             target.start(self.prompt, DynamicCache(config=self.model.config))
             texts, draft = self._texts(), self._draft(nodes)
             try:
                 if on_device:
+                    texts.end(np.ones(self.rows, bool))  # so that steps keep nothing
                     yield lambda: _on_device(target, texts, draft)
                 else:
                     yield _Host(target, texts, draft).step
@@ -190,12 +199,10 @@ class Bench:
                 target.end()
 
     def _texts(self) -> Rows:
-        """Texts that have ended: a step computes all the same, and keeps nothing."""
+        """Return texts with a last token."""
         texts = Rows(self.prompt.to("cpu").numpy())
         for row in range(self.rows):
             texts.emit(row, 5)
-        if self.model.device.type == "cuda":
-            texts.end(np.ones(self.rows, bool))
         return texts
 
     def _draft(self, nodes: int) -> DraftTree:
@@ -276,6 +283,8 @@ def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -
                 if cuda:
                     step, _ = bench.ours(nodes, cuda_graphs=True)
                     yield Line(shape, "ours graphs", *place, step, floor)
+                    step, _ = bench.ours(nodes, cuda_graphs=True, packed=True)
+                    yield Line(shape, "ours joined", *place, step, floor)
                 else:
                     step, twins = bench.ours(nodes, packed=True)
                     yield Line(shape, "ours packed", *place, step, floor, twins)

@@ -83,6 +83,10 @@ class SpeculativeConfig:
             of the block in any case, the same numbers up to rounding. Weights that were written to
             between calls are packed anew. In the middle of a call a write counts from the next
             step on, unless it goes through `.data`, which counts from the next call on.
+            On a GPU, True computes linear layers that read the same input (an attention's
+            projections, a gate and what it gates) in one product, which may round differently. The
+            first call moves their weights to other addresses, once and for good: nothing else may
+            run the model meanwhile.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the

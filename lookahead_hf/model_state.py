@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from lookahead_hf.drafting.memory import ModelMemory
     from lookahead_hf.runner.cuda.graphs import ModelGraphs
+    from lookahead_hf.runner.cuda.joined_linear import JoinedLinears
     from lookahead_hf.runner.packed_linear import PackedLinears
     from lookahead_hf.stats import SpeculativeStats, Totals
 
@@ -26,6 +27,7 @@ class ModelState:
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
         packed: Packed copies of the weights of linear layers, on a CPU.
+        joined: Linear layers of one input that are computed in one product, on a GPU.
         graphs: Captured steps with their K and V, on a GPU.
         heads: Heads that draft, by the drafter's name, each with what it was loaded for.
         stats: What the latest call did, None after a plain one.
@@ -51,6 +53,7 @@ class ModelState:
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
     packed: PackedLinears | None = None
+    joined: JoinedLinears | None = None
     graphs: ModelGraphs | None = None
     heads: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     stats: SpeculativeStats | None = None
@@ -82,7 +85,7 @@ class ModelState:
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""
         with self.lock:
-            self.packed = None
+            self.packed = self.joined = None
             self.heads.clear()
             graphs, self.graphs = self.graphs, None
         if graphs is not None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.session import compile_or_warn
@@ -34,6 +35,7 @@ def warm_up(
     max_draft_nodes: int = 64,
     max_new_tokens: int = 256,
     do_sample: bool = False,
+    packed_weights: str | bool = "auto",
 ) -> None:
     """Compile, pack weights, capture steps, and measure what draft tokens cost this model.
 
@@ -51,9 +53,12 @@ def warm_up(
             serves all calls that need no more room.
         do_sample: Whether such calls sample or have logits processors: then only the forward is
             captured. What is captured serves one of the two kinds.
+        packed_weights: That of the calls to come, as in `SpeculativeConfig`. With True the weights
+            on a GPU move, so that what is captured serves such calls.
 
     Raises:
-        ValueError: A number that is no int from 1 on, or no model in `model`.
+        ValueError: A number that is no int from 1 on, another value of `packed_weights` than a
+            configuration takes, or no model in `model`.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -63,6 +68,7 @@ def warm_up(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
+    packs = SpeculativeConfig(packed_weights=packed_weights).packed_weights
     model = unwrap(model)
     compile_or_warn()
     try:
@@ -78,21 +84,24 @@ def warm_up(
         max_draft_nodes = min(max_draft_nodes, room // 2)
         context_length = max(1, min(context_length, room - 1 - max_draft_nodes))
         max_new_tokens = max(1, min(max_new_tokens, room - context_length))
-    runner = _runner(model, batch_size, max_new_tokens, do_sample)
+    runner = _runner(model, batch_size, max_new_tokens, do_sample, packs)
     try:
         _measure(runner, context_length, min(max_draft_nodes, runner.most_nodes or max_draft_nodes))
     finally:
         runner.end()
 
 
-def _runner(model: Any, num_rows: int, max_new_tokens: int, do_sample: bool) -> Runner:
+def _runner(
+    model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, packs: str | bool
+) -> Runner:
     """What will run the steps of calls like these."""
     nothing = torch.empty(num_rows, 0, device=model.device)
     if device.serves(model.device) and support.on_device(model, nothing):
         scoring = _unaltered if do_sample else None
-        return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
+        given: dict[str, Any] = {"room": max_new_tokens, "joins_layers": packs is True}
+        return CudaRunner(model, num_rows, scoring=scoring, **given)
     is_flat = num_rows > 1 and support.takes_flat(model, torch.zeros(num_rows, 1), {})
-    packed = PackedSteps(model, num_new_tokens=LONG_CALL)
+    packed = PackedSteps(model, packs, LONG_CALL)
     return Runner(model, num_rows, packed=packed, flat=is_flat)
 
 

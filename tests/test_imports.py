@@ -87,7 +87,8 @@ LAYERS = {
         """cuda.capture cuda.transfer execution masks non_finite packed_weights
         flat passthrough_kwargs prefix_tuning prompts recurrent.mixer shared_change torch_compile
         tree_attention""",
-        "attention guards implicit_positions outputs packed_linear positions recurrent.layers",
+        "attention guards implicit_positions linear_calls outputs positions recurrent.layers",
+        "cuda.joined_linear packed_linear",
         "cuda.step layout packed_steps",
         "cuda.graph_set prefill",
         "host",

@@ -10,6 +10,7 @@ import torch
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.drafting.memory import memory_of, placement
+from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import packed_weights
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
@@ -42,8 +43,10 @@ def test_costs_are_known_afterwards(
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("do_sample", "packed"), [(False, "auto"), (True, "auto"), (False, True)])
+def test_a_later_call_finds_its_graphs(
+    do_sample: bool, packed: str | bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
     monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 64)
     model, ids = tiny("llama"), prompt(2, 20)
@@ -51,9 +54,11 @@ def test_a_later_call_finds_its_graphs(do_sample: bool, monkeypatch: pytest.Monk
     torch.manual_seed(7)
     plain = model.generate(ids, **call)
     trees = replace(scripted(continuations(plain, 20), RandomTrees()), cuda_graphs=True)
+    trees = replace(trees, packed_weights=packed)
     warm = {"batch_size": 2, "context_length": 20, "max_draft_nodes": 8, "max_new_tokens": 80}
     with taped(monkeypatch) as made, lookahead_hf.enabled(model):
-        lookahead_hf.warm_up(model, **warm, do_sample=do_sample)
+        lookahead_hf.warm_up(model, **warm, do_sample=do_sample, packed_weights=packed)
+        assert (state_of(model).joined is not None) == (packed is True)
         (recorder,) = [each for each in made if each.recordings]
         before = len(recorder.recordings)
         assert before == 6  # two widths, 64, 128 and 256 slots

@@ -13,21 +13,22 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from lookahead_hf.kernels import RowScan
+    from lookahead_hf.kernels import RowScan, Wanted
     from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
 
 
 class BestTokens:
     """Finds the k best logits of nodes: with a kernel for all at once, otherwise on demand."""
 
-    def __init__(self, logits: torch.Tensor, top_k: int) -> None:
+    def __init__(self, logits: torch.Tensor, top_k: int, few: int | None = None) -> None:
         """Take the logits; the search comes later.
 
         Args:
             logits: Logits of all rows, [rows, width, vocab], on any device.
             top_k: Tokens to find per node.
+            few: Tokens that suffice at nodes where no accepted path ends.
         """
-        self._top_k = top_k
+        self._top_k, self._few = top_k, few
         self._width = logits.shape[1]
         self._flat = logits.detach().flatten(0, 1)  # [rows * width, vocab]
         self._ticket: Ticket | None = None
@@ -37,7 +38,12 @@ class BestTokens:
     def bring(self, copy: HostCopy) -> None:
         """Start the search on the device, and add its result to the copy to the host."""
         if self._on_device():
-            self._ticket = copy.add(_pack(self._flat, self._top_k, copy.scan))
+            from lookahead_hf.kernels import Wanted
+
+            wanted = None
+            if copy.walk is not None and copy.num_nodes is not None and self._few is not None:
+                wanted = Wanted(copy.walk, copy.num_nodes, min(self._few, self._flat.shape[1]))
+            self._ticket = copy.add(_pack(self._flat, self._top_k, copy.scan, wanted))
 
     def _on_device(self) -> bool:
         from lookahead_hf.kernels import backend
@@ -53,7 +59,8 @@ class BestTokens:
         Args:
             rows: Row of each node, [nodes] int64.
             places: Its index in the row's logits, [nodes] int64.
-            top_k: Tokens per node, by default as many as can be found.
+            top_k: Tokens per node, by default as many as can be found; at most `few` where no
+                path ends.
 
         Returns:
             tokens: Best first, -1 where there are no more, [nodes, top_k] int32.
@@ -73,7 +80,9 @@ class BestTokens:
         return _padded(tokens.astype(np.int32), top_k, -1), _padded(probs, top_k, 0.0)
 
 
-def _pack(logits: torch.Tensor, top_k: int, scan: RowScan | None = None) -> torch.Tensor:
+def _pack(
+    logits: torch.Tensor, top_k: int, scan: RowScan | None = None, wanted: Wanted | None = None
+) -> torch.Tensor:
     """Tokens and probabilities as one float32 tensor [2, rows, k], which one copy fetches.
 
     float32 holds whole numbers up to 2**24, more than any vocabulary has.
@@ -82,7 +91,7 @@ def _pack(logits: torch.Tensor, top_k: int, scan: RowScan | None = None) -> torc
 
     from lookahead_hf.kernels import topk_rows
 
-    values, ids, log_sum = topk_rows(logits, min(top_k, logits.shape[1]), scan)
+    values, ids, log_sum = topk_rows(logits, min(top_k, logits.shape[1]), scan, wanted)
     return torch.stack([ids.float(), (values - log_sum[:, None]).exp()])
 
 

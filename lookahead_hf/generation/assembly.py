@@ -187,6 +187,7 @@ def _runner(
             scoring=verifier.scoring if isinstance(verifier, Device) else None,
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
+            joins_layers=call.request.config.packed_weights is True,
         )
     # No packed layers where ranks must agree, nor where bits must not vary.
     config = call.request.config

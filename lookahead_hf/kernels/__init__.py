@@ -15,7 +15,7 @@ from lookahead_hf.kernels.dispatch import (
     verify_tree,
 )
 from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk
+from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk, Wanted
 
 __all__ = [
     "MAX_ATTENTION_NODES",
@@ -24,6 +24,7 @@ __all__ = [
     "RowScan",
     "TopRows",
     "TreeWalk",
+    "Wanted",
     "backend",
     "compact_path",
     "is_asked_for",

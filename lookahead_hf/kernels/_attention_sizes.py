@@ -8,13 +8,20 @@ import torch
 import triton
 
 
-def tile_sizes(queries: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Queries and keys per tile, as many as fit into registers for up to 256 dimensions.
+def tile_sizes(queries: int, dim: int, dtype: torch.dtype, is_rdna: bool = False) -> dict[str, int]:
+    """Queries, keys and warps per tile, as many as fit into registers for up to 256 dimensions.
 
-    float32 is multiplied without tensor cores, which takes a register for every operand.
+    float32 is multiplied without tensor cores, which takes a register for every operand. On RDNA,
+    the operands of a product are in the registers twice.
     """
     keys = 16 if dtype == torch.float32 else 32 if dim > 128 else 64
-    return {"QUERIES": min(keys, max(16, triton.next_power_of_2(queries))), "KEYS": keys}
+    if is_rdna:
+        keys = max(16, keys // 2)
+    return {
+        "WARPS": 8 if is_rdna else 4,
+        "QUERIES": min(keys, max(16, triton.next_power_of_2(queries))),
+        "KEYS": keys,
+    }
 
 
 def keys_per_split(slots: int, programs: int, device: torch.device) -> int:
@@ -31,6 +38,14 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 128
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache
+def is_rdna(device: torch.device) -> bool:
+    """Whether a device is one of AMD's with 32 lanes in a warp, all but those for data centres."""
+    if device.type != "cuda" or not torch.version.hip:
+        return False
+    return int(torch.cuda.get_device_properties(device).warp_size) == 32
 
 
 @lru_cache

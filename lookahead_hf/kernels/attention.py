@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._attention_sizes import keys_per_split, num_stages, tile_sizes
+from lookahead_hf.kernels._attention_sizes import is_rdna, keys_per_split, num_stages, tile_sizes
 from lookahead_hf.kernels._common import FP_FUSION, on_device
 from lookahead_hf.kernels._softmax import (
     add_sink,
@@ -231,7 +231,7 @@ def tree_attention(
     rows, heads, nodes, dim = q.shape
     kv_heads, slots, v_dim = v.shape[1:]
     group = heads // kv_heads
-    tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype)
+    tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype, is_rdna(q.device))
     tiles = triton.cdiv(nodes * group, tile["QUERIES"])
     of_split = keys_per_split(slots, rows * kv_heads * tiles, q.device)
     splits = triton.cdiv(slots, of_split)
@@ -261,7 +261,7 @@ def tree_attention(
             kv_heads=kv_heads,
             QUERIES=tile["QUERIES"],
             num_stages=num_stages(q.device, max(dim, v_dim)),
-            num_warps=4,
+            num_warps=tile["WARPS"],
             enable_fp_fusion=FP_FUSION,
             **both,
         )

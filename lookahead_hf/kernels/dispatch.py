@@ -10,7 +10,7 @@ import torch
 
 from lookahead_hf.kernels import reference
 from lookahead_hf.kernels.path_table import PathTable
-from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk
+from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk, Wanted
 
 MAX_ATTENTION_NODES = 64
 """Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
@@ -165,7 +165,9 @@ def compact_path(
             reference.compact_path(part, *local)
 
 
-def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopRows:
+def topk_rows(
+    logits: torch.Tensor, k: int, scan: RowScan | None = None, wanted: Wanted | None = None
+) -> TopRows:
     """Find the `k` best entries of every row, best first, and the `logsumexp` of the row.
 
     Args:
@@ -173,6 +175,8 @@ def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopR
         k: How many, at most the size of the vocabulary.
         scan: `TreeWalk.scan` of these scores, if `verify_tree` kept it. Results for rows of
             padding then mean nothing.
+        wanted: Of which rows fewer than `k` are wanted, if these are the nodes of a step's trees.
+            Further entries then mean nothing; a kernel does not look for them.
 
     Returns:
         Values, [rows, k] float32, token ids, [rows, k] int64, and sums, [rows] float32.
@@ -181,7 +185,7 @@ def topk_rows(logits: torch.Tensor, k: int, scan: RowScan | None = None) -> TopR
     if backend(logits.device) == "triton" and k <= MAX_FUSED_K:
         from lookahead_hf.kernels import topk
 
-        return topk.topk_rows(logits, k, scan)
+        return topk.topk_rows(logits, k, scan, wanted)
     return reference.topk_rows(logits, k)
 
 

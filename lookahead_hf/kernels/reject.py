@@ -71,6 +71,13 @@ def _draw(left, noise, vocab, BLOCK: tl.constexpr):
     return packed_index(best)
 
 
+@triton.jit
+def _either(first, second, is_first, ALIGNED: tl.constexpr):
+    """One of two float32 pointers; for AMD, Triton 3.6 chooses between numbers only."""
+    address = tl.where(is_first, first.to(tl.int64), second.to(tl.int64))
+    return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED)
+
+
 @triton.jit(do_not_specialize=["width"])
 def _reject_kernel(
     packed_ptr,  # [rows, 2 + width]
@@ -90,6 +97,7 @@ def _reject_kernel(
     width,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = probs_ptr + row * probs_stride_row
@@ -98,25 +106,28 @@ def _reject_kernel(
     path = tl.where(nodes == 0, 0, -1)
     accepted = tl.min(nodes, axis=0)
     at = row * 0
-    left, total = target, tl.full([], 1.0, tl.float32)
+    rejected = at - 1  # the latest node with a rejected child; what that has left is in `rest`
+    total = tl.full([], 1.0, tl.float32)
     node = at + 1
     while node <= tl.load(num_nodes_ptr + row):
         if tl.load(parents_ptr + row * width + node) == at:
             token = tl.load(tokens_ptr + row * width + node)
             draft = draft_ptr + row * draft_stride_row + (node - 1) * draft_stride_node
             uniform = tl.load(uniforms_ptr + row * (width - 1) + node - 1)
+            left = _either(rest, target + at * probs_stride_node, rejected == at, ALIGNED)
             if uniform * tl.load(draft + token) * total < tl.load(left + token):
                 accepted += 1
                 path = tl.where(nodes == accepted, node.to(tl.int32), path)
                 at = node
-                left, total = target + at * probs_stride_node, tl.full([], 1.0, tl.float32)
+                total = tl.full([], 1.0, tl.float32)
             else:
                 scale = tl.where(total > 0, total, 1.0)
                 total = _reject_sibling(left, draft, rest, scale, vocab, BLOCK)
-                left = rest
+                rejected = at
         node += 1
     # Only rounding can leave nothing; then the target's own distribution is drawn from.
-    left = tl.where(total > 0, left, target + at * probs_stride_node)
+    has_rest = (rejected == at) & (total > 0)
+    left = _either(rest, target + at * probs_stride_node, has_rest, ALIGNED)
     out = packed_ptr + row * (2 + width)
     tl.store(out, accepted)
     tl.store(out + 1, _draw(left, noise_ptr + row * vocab, vocab, BLOCK))
@@ -138,6 +149,7 @@ def reject_tree(
     draft_probs = draft_probs if draft_probs.stride(2) == 1 else draft_probs.contiguous()
     left = torch.empty(rows, vocab, dtype=torch.float32, device=probs.device)
     packed = torch.empty(rows, 2 + width, dtype=torch.int64, device=probs.device)
+    in_fours = all(n % 4 == 0 for n in (vocab, probs.stride(0), probs.stride(1)))
     with on_device(probs):
         _reject_kernel[(rows,)](
             packed_ptr=packed,
@@ -157,6 +169,7 @@ def reject_tree(
             width=width,
             NODES=triton.next_power_of_2(width),
             BLOCK=_BLOCK,
+            ALIGNED=16 if in_fours and probs.data_ptr() % 16 == 0 else 4,
             num_warps=8,
             enable_fp_fusion=FP_FUSION,
         )

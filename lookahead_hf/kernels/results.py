@@ -22,6 +22,20 @@ class RowScan(NamedTuple):
     sums: torch.Tensor
 
 
+class Wanted(NamedTuple):
+    """Of which nodes of a step's trees `topk_rows` finds how many entries.
+
+    Attributes:
+        walk: `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.
+        num_nodes: Drafted nodes of each row, behind which there is padding, [rows] integers.
+        few: Entries to find at all other nodes, at most k.
+    """
+
+    walk: torch.Tensor
+    num_nodes: torch.Tensor
+    few: int
+
+
 class TopRows(NamedTuple):
     """The best entries of every row.
 

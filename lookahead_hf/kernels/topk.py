@@ -7,7 +7,8 @@
 
 One pass over the logits (`tiles.py`), which verification may have made already; then one program
 per row reads the k parts with the greatest maxima again. No other part can hold one of the k best,
-as those k maxima come before all of its entries.
+as those k maxima come before all of its entries. Each of the k takes a round of the program, so
+fewer are found where fewer are wanted, and none in padding.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,7 +29,7 @@ from lookahead_hf.kernels._common import (
     packed_index,
     packed_score,
 )
-from lookahead_hf.kernels.results import RowScan, TopRows
+from lookahead_hf.kernels.results import RowScan, TopRows, Wanted
 from lookahead_hf.kernels.tiles import PART, tile_best
 
 _FOR_8_WARPS = 8192
@@ -47,7 +48,17 @@ def _log_sum(best_ptr, sums_ptr, tiles, TILES: tl.constexpr):
     return tl.where(total == 0.0, float("-inf"), shift + tl.log(tl.where(total == 0.0, 1.0, total)))
 
 
-@triton.jit(do_not_specialize=["k", "tiles", "parts"])
+@triton.jit
+def _num_wanted(walk_ptr, num_nodes_ptr, row, width, k, few):
+    """Entries that are wanted of a row of logits."""
+    tree, node = row // width, row % width
+    walk = walk_ptr + tree * (2 + width)
+    end = tl.load(walk + 2 + tl.load(walk))
+    of_node = tl.where(node == end, k, few)
+    return tl.where(node <= tl.load(num_nodes_ptr + tree), of_node, 0)
+
+
+@triton.jit(do_not_specialize=["k", "few", "width", "tiles", "parts"])
 def _topk_kernel(
     values_ptr,  # [rows, k]
     ids_ptr,  # [rows, k]
@@ -56,26 +67,36 @@ def _topk_kernel(
     best_ptr,  # [rows, tiles]
     parts_ptr,  # [rows, parts]
     sums_ptr,  # [rows, tiles]
+    walk_ptr,  # [trees, 2 + width], rows = trees * width
+    num_nodes_ptr,  # [trees]
     logits_stride_row,
     vocab,
     tiles,
     parts,
+    width,
     k,
+    few,
+    HAS_WALK: tl.constexpr,
     K: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    wanted = k
+    if HAS_WALK:
+        wanted = _num_wanted(walk_ptr, num_nodes_ptr, row, width, k, few)
     rank = tl.arange(0, K)
     part = tl.arange(0, PARTS)
     key = tl.load(parts_ptr + row * parts + part, mask=part < parts, other=LOWEST_KEY)
     maxima = tl.where(part < parts, pack(key, part), LOWEST_PACKED)
     chosen = tl.full([K], LOWEST_PACKED, tl.int64)
-    for i in range(K):
+    i = wanted * 0
+    while i < wanted:
         best = tl.max(maxima, axis=0)
         chosen = tl.where(rank == i, best, chosen)
         maxima = tl.where(maxima == best, LOWEST_PACKED, maxima)
+        i += 1
 
     first = tl.where(chosen > LOWEST_PACKED, packed_index(chosen) * PART, vocab)
     index = first.to(tl.int32)[:, None] + tl.arange(0, PART)[None, :]
@@ -85,28 +106,34 @@ def _topk_kernel(
     packed = pack(tl.where(inside, order_key(score), LOWEST_KEY), index)
     packed = tl.reshape(packed, [K * PART])
     found = tl.full([K], 0, tl.int64)
-    for i in range(K):
+    i = wanted * 0
+    while i < wanted:
         best = tl.max(packed, axis=0)
         found = tl.where(rank == i, best, found)
         packed = tl.where(packed == best, LOWEST_PACKED, packed)
-    ids, wanted = packed_index(found), rank < k
-    tl.store(ids_ptr + row * k + rank, ids, mask=wanted)
-    value = tl.load(logits + ids, mask=wanted, other=0.0)
-    tl.store(values_ptr + row * k + rank, value.to(tl.float32), mask=wanted)
+        i += 1
+    is_found = rank < wanted
+    ids = tl.where(is_found, packed_index(found), -1)
+    tl.store(ids_ptr + row * k + rank, ids, mask=rank < k)
+    value = tl.load(logits + ids, mask=is_found, other=float("-inf"))
+    tl.store(values_ptr + row * k + rank, value.to(tl.float32), mask=rank < k)
     total = _log_sum(best_ptr + row * tiles, sums_ptr + row * tiles, tiles, TILES)
-    tl.store(log_sum_ptr + row, total)
+    tl.store(log_sum_ptr + row, tl.where(wanted > 0, total, 0.0))
 
 
 def topk_rows(
     logits: torch.Tensor,  # [rows, vocab]
     k: int,
     scan: RowScan | None = None,
+    wanted: Wanted | None = None,
 ) -> TopRows:
-    """See `dispatch.topk_rows`."""
+    """See `dispatch.topk_rows`; entries that are not wanted have the id -1."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     k_block = triton.next_power_of_2(k)
-    scan = tile_best(logits[:, None], parts=True) if scan is None else scan
+    if scan is None:
+        trees = logits[:, None] if wanted is None else logits.unflatten(0, (len(wanted.walk), -1))
+        scan = tile_best(trees, None if wanted is None else wanted.num_nodes, parts=True)
     tiles, parts = scan.best.shape[2], scan.parts.shape[2]
     found = TopRows(
         torch.empty(rows, k, dtype=torch.float32, device=logits.device),
@@ -122,11 +149,16 @@ def topk_rows(
             best_ptr=scan.best,
             parts_ptr=scan.parts,
             sums_ptr=scan.sums,
+            walk_ptr=scan.best if wanted is None else wanted.walk.contiguous(),
+            num_nodes_ptr=scan.best if wanted is None else wanted.num_nodes.contiguous(),
             logits_stride_row=logits.stride(0),
             vocab=vocab,
             tiles=tiles,
             parts=parts,
+            width=1 if wanted is None else wanted.walk.shape[1] - 2,
             k=k,
+            few=k if wanted is None else wanted.few,
+            HAS_WALK=wanted is not None,
             K=k_block,
             PART=PART,
             PARTS=triton.next_power_of_2(parts),

@@ -1,49 +1,26 @@
 """Linear layers that multiply by packed copies of their weights in our steps on a CPU.
 
 oneDNN lays a weight out anew in every multiplication by a block of tokens; a copy that is kept in
-that layout saves this work. For the length of a step, a stand-in lies under the `__call__` of each
-`nn.Linear`. It multiplies by the copy where the layer would do nothing but multiply by the weight
-that was copied, and calls the layer in every other case. All other code stays the model's own.
+that layout saves this work. During a step, a stand-in under each layer multiplies by the copy
+(`linear_calls.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.modules import module as torch_module
 
+from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread, only_multiplies
 from lookahead_hf.runner.packed_weights import Group, Multiply, checksum, fits, pack, served_tokens
-from lookahead_hf.runner.shared_change import SharedChange
 
 _logger = logging.getLogger(__name__)
-
-_CALL = "_compiled_call_impl"
-"""The attribute that torch calls in place of a module's hooks and forward. Copies and pickles of a
-module leave it out, so that a model can be copied and saved in the middle of a step."""
-
-_LINEAR, _FORWARD = torch._C._nn.linear, nn.Linear.forward
-
-
-class _Thread(threading.local):
-    """What a model's stand-ins share on one thread.
-
-    Attributes:
-        depth: Steps in progress.
-        num_products: Multiplications by copies so far.
-        product: The latest product of layers that read the same input: the packed weights, the
-            input, its stamp, and the outputs that no layer has returned yet.
-    """
-
-    depth = num_products = 0
-    product: tuple[Any, Any, Any, list[Any]] = (None, None, None, [])
 
 
 class _StandIn:
@@ -54,7 +31,7 @@ class _StandIn:
 
     def __init__(
         self,
-        thread: _Thread,
+        thread: OnThread,
         module: nn.Linear,
         index: int,
         sizes: list[int],
@@ -108,83 +85,21 @@ class _StandIn:
         thread.num_products += 1
         if len(self.sizes) == 1:
             return self.multiply(input, module._parameters.get("bias"))
-        return self._part(thread, input)
+        return thread.part(self.index, input, self.multiply, self._products)
 
-    def _part(self, thread: _Thread, x: torch.Tensor) -> torch.Tensor:
-        """Return this layer's part of the joined product."""
-        multiply, given, stamped, parts = thread.product
-        is_same = multiply is self.multiply and given is x and is_unwritten(x, stamped)
-        if not is_same or parts[self.index] is None:  # None: the layer is called a second time
-            product = self.multiply(x, None)
-            # The parts of a single token are contiguous as they are.
-            is_single = x.numel() == self.terms
-            split: Any = torch.split_with_sizes if is_single else torch.split_with_sizes_copy
-            parts = [*split(product, self.sizes, -1)]
-            thread.product = self.multiply, x, stamp(x), parts
-        part: torch.Tensor = parts[self.index]
-        parts[self.index] = None
-        return part
-
-
-def torch_only_multiplies() -> bool:
-    """Whether torch's linear layers are torch's own and nobody watches all modules or functions.
-
-    This is asked once a step.
-    """
-    return (
-        nn.Linear.forward is _FORWARD
-        and functional.linear is _LINEAR
-        and not torch_module._global_forward_hooks
-        and not torch_module._global_forward_pre_hooks
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
-    )
-
-
-def only_multiplies(module: nn.Module) -> bool:
-    """Whether a call of a module does no more than multiply by its weight, and nobody watches.
-
-    This is asked in every call, since code inside a forward may hook, patch or switch anything.
-    """
-    return (
-        type(module) is nn.Linear
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and "forward" not in module.__dict__
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def stamp(x: torch.Tensor) -> Any:
-    """Return what tells later whether a tensor was written to: torch's count, or else a copy."""
-    return x.clone() if x.is_inference() else x._version
-
-
-def is_unwritten(x: torch.Tensor, stamp: Any) -> bool:
-    """Whether nobody wrote to a tensor since it was stamped."""
-    return torch.equal(x, stamp) if isinstance(stamp, torch.Tensor) else x._version == stamp
+    def _products(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the outputs of all layers that are joined with this one."""
+        # The parts of a single token are contiguous as they are.
+        is_single = x.numel() == self.terms
+        split: Any = torch.split_with_sizes if is_single else torch.split_with_sizes_copy
+        outputs: Sequence[torch.Tensor] = split(self.multiply(x, None), self.sizes, -1)
+        return outputs
 
 
 def _settings() -> tuple[Any, ...]:
     """Return the settings of torch that the bits of a product may depend on."""
     mkldnn: Any = torch.backends.mkldnn
     return torch.get_num_threads(), mkldnn.enabled, mkldnn.matmul.fp32_precision
-
-
-def laid(calls: list[tuple[nn.Module, Any]], users: set[object]) -> SharedChange:
-    """Lay calls under modules; a module that `torch.compile` has given one keeps it."""
-
-    def put() -> None:
-        for module, call in calls:
-            vars(module).setdefault(_CALL, call)
-
-    def take_out() -> None:
-        for module, call in calls:
-            if vars(module).get(_CALL) is call:
-                del vars(module)[_CALL]
-
-    return SharedChange(users, put, take_out)
 
 
 class PackedLinears:
@@ -204,7 +119,7 @@ class PackedLinears:
         self.stand_ins: list[_StandIn] | None = None
         self.dtype: torch.dtype | None = None
         self.same_bits = False
-        self.packing, self.thread = threading.Lock(), _Thread()
+        self.packing, self.thread = threading.Lock(), OnThread()
         self._settings, self._users = _settings(), set[object]()
 
     def are_ready(self) -> bool:
@@ -216,17 +131,9 @@ class PackedLinears:
         each = self.stand_ins or ()
         return not each or (self.are_ready() and all(stand_in.is_current() for stand_in in each))
 
-    @contextmanager
-    def laid_under(self) -> Iterator[None]:
+    def laid_under(self) -> AbstractContextManager[None]:
         """Let this thread's calls of the layers go through their stand-ins."""
-        held = [(each.module(), each) for each in self.stand_ins or ()]
-        with laid([(module, each) for module, each in held if module is not None], self._users):
-            self.thread.depth += 1
-            try:
-                yield
-            finally:
-                self.thread.depth -= 1
-                self.thread.product = _Thread.product
+        return laid_on_thread(self.stand_ins or (), self.thread, self._users)
 
     def pack(self, blocks: list[list[nn.Linear]], insists: bool) -> None:
         """Pack the blocks that gain by it, or none where memory is short.

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner.packed_linear import (
-    PackedLinears,
-    laid,
-    only_multiplies,
-    torch_only_multiplies,
-)
+from lookahead_hf.runner.linear_calls import InputObserver, laid, linear_is_torchs
+from lookahead_hf.runner.packed_linear import PackedLinears
 
 PACKED_AFTER = 12
 """Steps of a model after which "auto" packs its weights. Packing takes as long as about six steps,
@@ -29,39 +23,16 @@ LONG_CALL = 64
 _IS_PATCHED = getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear)
 
 
-class _Observer:
-    """Finds out in one step which layers are called, and which of them read the same input."""
+def _only_multiplies() -> bool:
+    """Whether linear layers are torch's own and nobody watches all modules or functions.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.blocks: list[list[nn.Linear]] = []
-        self._seen: set[nn.Module] = set()
-        self._input: tuple[Any, Any] = (None, None)
-        self._thread = threading.get_ident()
-        self.calls: list[tuple[nn.Module, Any]] = [
-            (module, partial(self._call, module))
-            for module in model.modules()
-            if _may_be_packed(module)
-        ]
-
-    def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and threading.get_ident() == self._thread and only_multiplies(module):
-            self._note(module, args[0])
-        return module._call_impl(*args, **kwargs)
-
-    def _note(self, module: nn.Linear, x: torch.Tensor) -> None:
-        """Join a layer to the ones before it where all of them read the same tensor."""
-        (given, stamped), is_new = self._input, module not in self._seen
-        joins = is_new and module.bias is None
-        # A copy, since torch counts no write through `.data` or by a kernel of the model's.
-        if joins and x is given and torch.equal(x, stamped):
-            self.blocks[-1].append(module)
-        elif is_new:
-            self.blocks.append([module])
-        self._input = (x, x.clone()) if joins else (None, None)
-        self._seen.add(module)
+    This is asked once a step.
+    """
+    is_watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    return not is_watched and linear_is_torchs()
 
 
-def _may_be_packed(module: nn.Module) -> bool:
+def _may_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer with an ordinary weight on the CPU."""
     if type(module) is not nn.Linear or _IS_PATCHED:
         return False
@@ -114,7 +85,7 @@ class PackedSteps:
         """Run a step inside: with packed layers, or watched where it is time to pack them."""
         self.is_typical = True
         kept = self._kept()
-        if kept is None or not torch_only_multiplies():
+        if kept is None or not _only_multiplies():
             self.is_used = False
             yield
             return
@@ -128,7 +99,8 @@ class PackedSteps:
         is_due = kept.num_steps > self._after or self._wanted is True
         if kept.stand_ins is None and is_due and kept.packing.acquire(blocking=False):
             try:
-                observer = _Observer(self._model)
+                layers = [each for each in self._model.modules() if _may_be_packed(each)]
+                observer = InputObserver(layers)
                 with laid(observer.calls, set()):
                     yield
                 self.is_typical = False
@@ -147,6 +119,6 @@ class PackedSteps:
         They save a third of a multiplication by 64 tokens, and a quarter of one by 256.
         """
         kept = self._kept()
-        if kept is not None and kept.same_bits and kept.are_ready() and torch_only_multiplies():
+        if kept is not None and kept.same_bits and kept.are_ready() and _only_multiplies():
             return kept.laid_under()
         return nullcontext()

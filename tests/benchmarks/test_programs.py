@@ -45,7 +45,13 @@ def test_launches(tmp_path: Path) -> None:
     options = "--shapes tiny --device cpu --dtype float32 --rounds 1"
     lines = run_program("launches", tmp_path, f"{options} --nodes 0,3 --context 32")
     assert {line["tokens"] for line in lines} == {1, 4}
-    assert sum(line["launches"] for line in lines if line["name"] == "aten::mm") > 2 * 14
+    products = {(1, False): 0, (4, False): 0, (4, True): 0}
+    joined = run_program("launches", tmp_path, f"{options} --nodes 3 --context 32 --joined")
+    for run, is_joined in ((lines, False), (joined, True)):
+        for line in run:
+            if line["name"] == "aten::mm":
+                products[line["tokens"], is_joined] += line["launches"]
+    assert products == {(1, False): 15, (4, False): 15, (4, True): 9}  # two layers and a head
     lines = run_program("launches", tmp_path, f"{options} --products")
     assert len(lines) == 7 * 8
     assert all(line["gigabytes_per_second"] > 0 for line in lines)

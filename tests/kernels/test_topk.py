@@ -83,6 +83,31 @@ def test_shares_the_pass_of_verification(
     check_found([part[live] for part in found], logits.flatten(0, 1)[live], k)
 
 
+@pytest.mark.parametrize("shares_scan", [True, False])
+def test_few_are_found_at_nodes_where_no_path_ends(device: torch.device, shares_scan: bool) -> None:
+    """All k where the path ends, fewer at other nodes, nothing in padding, which is not read."""
+    from lookahead_hf.kernels import Wanted, topk, verify
+
+    logits = torch.randn(2, 4, 1009, generator=torch.Generator().manual_seed(0))
+    best = logits.argmax(-1)
+    chain = torch.tensor([[-1, 0, 1, 2]] * 2)
+    counts = torch.tensor([3, 1])
+    tokens = torch.tensor([[0, int(best[0, 0]), int(best[0, 1]), -5], [0, -5, -5, -5]])
+    logits[1, 2:] = float("nan")
+    given = [each.to(device) for each in (logits, tokens, chain, counts)]
+    walk = verify.verify_tree(*given, keep_scan=True)
+    assert walk.num_accepted.tolist() == [2, 0]
+    wanted = Wanted(walk.packed, given[3], 3)
+    scan = walk.scan if shares_scan else None
+    found = topk.topk_rows(given[0].flatten(0, 1), 7, scan, wanted)
+    ids = found.ids.view(2, 4, 7)
+    assert (ids >= 0).sum(2).tolist() == [[3, 3, 7, 3], [7, 3, 0, 0]]
+    assert not any(part[6:].isnan().any() for part in found)
+    for number, live in ((7, [2, 4]), (3, [0, 1, 3, 5])):
+        parts = found.values[live, :number], found.ids[live, :number], found.log_sum[live]
+        check_found(parts, logits.flatten(0, 1)[live], number)
+
+
 def test_any_number_of_rows_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grids may be long along their first axis only."""
     from lookahead_hf.kernels import topk

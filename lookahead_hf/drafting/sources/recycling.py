@@ -121,7 +121,7 @@ class RecyclingDrafter(BuiltInDrafter):
         return DraftTree(offsets, tokens, parents, depth, score).with_buckets(buckets, entries)
 
     def prepare(self, logits: torch.Tensor) -> None:
-        self._best = BestTokens(logits, max(self._top_k, self._num_next))
+        self._best = BestTokens(logits, max(self._top_k, self._num_next), few=self._top_k)
         self._flush()
 
     def bring(self, copy: HostCopy) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import execution, non_finite, torch_compile
-from lookahead_hf.runner.cuda import graphs
+from lookahead_hf.runner.cuda import graphs, joined_linear
 from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
+from lookahead_hf.runner.cuda.joined_linear import JoinedLinears
 from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy, pinned
 from lookahead_hf.runner.guards import ModelSnapshot
@@ -44,6 +46,7 @@ class CudaRunner(Runner):
         scoring: Scoring | None = None,
         room: int = 0,
         cuda_graphs: str | bool = "auto",
+        joins_layers: bool = False,
     ) -> None:
         """Prepare for one call, as `Runner` does.
 
@@ -52,8 +55,11 @@ class CudaRunner(Runner):
             scoring: Alters the logits; None where the likeliest token is chosen.
             room: Slots that the call may need behind the longest prompt.
             cuda_graphs: As in `SpeculativeConfig`.
+            joins_layers: Whether linear layers that read the same input are computed in one
+                product, unless no bit may vary.
         """
         super().__init__(model, num_rows, shape)
+        self._joins = joins_layers and shape is None and not self._is_compiled
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
@@ -62,11 +68,22 @@ class CudaRunner(Runner):
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
         super()._take_over(*args, **kwargs)
         self._state = StepState(self.cache, self._next_position)
+        # Before graphs freeze where the weights are.
+        joined = joined_linear.joined(self.model, self._trial) if self._joins else None
         if self._wanted is not False:
-            self._enter_graphs()
-        self._function = StepFunction(
-            self.model, self.cache, self._state, self._extras, self._kinds, self._mask_dict
-        )
+            self._enter_graphs(joined is not None)
+        self._function = self._step_function(joined)
+
+    def _step_function(self, joined: JoinedLinears | None = None) -> StepFunction:
+        given = self._extras, self._kinds, self._mask_dict, joined
+        return StepFunction(self.model, self.cache, self._state, *given)
+
+    def _trial(self) -> torch.Tensor:
+        """Run a step without nodes and keep nothing; return its logits."""
+        width = joined_linear.TRIED_TOKENS
+        visible = self._visible(self.cache.slots.longest + width)
+        self._state.rehearse(width)
+        return self._step_function().forward(width, visible)[0]
 
     @property
     def _decides(self) -> bool:
@@ -81,7 +98,7 @@ class CudaRunner(Runner):
     def _trims(self) -> bool:
         return False  # one layout for all layers, whatever their windows
 
-    def _enter_graphs(self) -> None:
+    def _enter_graphs(self, is_joined: bool) -> None:
         """Move into the model's graphs, where there are any or may be."""
         self._snapshot = ModelSnapshot(self.model)
         reasons = self._snapshot.blockers(self._extras)
@@ -90,7 +107,7 @@ class CudaRunner(Runner):
             return
         self._graphs = graphs.of_model(self.model)
         extras = repr(sorted(self._extras.items()))
-        kind = self._snapshot.key, self._decides, extras, self._shape is None
+        kind = self._snapshot.key, self._decides, extras, self._shape is None, is_joined
         slots = self.cache.slots.longest + self._room + MAX_WIDTH
         create = self._wanted is True or self._room >= graphs.WORTHWHILE
         try:
@@ -103,14 +120,14 @@ class CudaRunner(Runner):
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
         width, (logits, states, *decided) = self._step(rows, draft)
-        finite = None
+        finite, num_nodes = None, self._state.draft(width).num_nodes
         if self._scoring is None:
             packed, *scan = decided
-            copy = HostCopy(RowScan(*scan) if scan else None)
+            copy = HostCopy(RowScan(*scan) if scan else None, packed, num_nodes)
         else:
-            copy = HostCopy()
             scores = self._scoring(rows, draft, logits)
             packed = self._function.decide(width, scores.values, scores.noise).packed
+            copy = HostCopy(None, packed, num_nodes)
             finite = None if scores.is_finite is None else copy.add(scores.is_finite)
         walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
         copy.send()

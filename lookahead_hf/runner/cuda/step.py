@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, tree_attention
+from lookahead_hf.runner.cuda.joined_linear import JoinedLinears
 from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.runner.masks import MaskKind
 from lookahead_hf.runner.passthrough_kwargs import widened
@@ -166,10 +168,12 @@ class StepFunction:
         extras: dict[str, Any],
         kinds: list[MaskKind],
         takes_dict: bool,
+        joined: JoinedLinears | None = None,
     ) -> None:
-        """`extras` is what plain passes with every forward."""
+        """`extras` is what plain passes with every forward; `joined` are layers of one input."""
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
+        self._joined = joined
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run everything from the masks to the new lengths, choosing the likeliest tokens.
@@ -208,7 +212,8 @@ class StepFunction:
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
-        with experts, attention.step(state.lengths.device, self._trees(built, draft)):
+        linears = nullcontext() if self._joined is None else self._joined.laid_under()
+        with experts, linears, attention.step(state.lengths.device, self._trees(built, draft)):
             outputs = self._model(**inputs, return_dict=True)
         return outputs.logits, compat.last_hidden_states(outputs)
 

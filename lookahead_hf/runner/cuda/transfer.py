@@ -36,10 +36,17 @@ class HostCopy:
 
     Attributes:
         scan: What the step's own pass over its logits found, for `topk_rows`.
+        walk: `TreeWalk.packed` of the step, None where the device does not walk.
+        num_nodes: Drafted nodes of each row on the device, [rows], until the next step.
     """
 
-    def __init__(self, scan: RowScan | None = None) -> None:
-        self.scan = scan
+    def __init__(
+        self,
+        scan: RowScan | None = None,
+        walk: torch.Tensor | None = None,
+        num_nodes: torch.Tensor | None = None,
+    ) -> None:
+        self.scan, self.walk, self.num_nodes = scan, walk, num_nodes
         self._waiting: list[Ticket] = []
 
     def add(self, tensor: torch.Tensor) -> Ticket:

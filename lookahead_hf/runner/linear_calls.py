@@ -1,0 +1,183 @@
+"""Calls of linear layers under which something of ours lies, and layers that read the same input.
+
+For the length of a step, a stand-in lies under the `__call__` of each `nn.Linear` that is
+multiplied by in another way: by a packed copy, or together with other layers. It does so where the
+layer would do nothing but multiply by its weight, and calls the layer in every other case. All
+other code stays the model's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import module as torch_module
+
+from lookahead_hf.runner.shared_change import SharedChange
+
+CALL = "_compiled_call_impl"
+"""The attribute that torch calls in place of a module's hooks and forward. Copies and pickles of a
+module leave it out, so that a model can be copied and saved in the middle of a step."""
+
+_LINEAR, _FORWARD = torch._C._nn.linear, nn.Linear.forward
+
+NO_PRODUCT: tuple[Any, Any, Any, list[Any]] = (None, None, None, [])
+
+
+class OnThread(threading.local):
+    """What a model's stand-ins share on one thread.
+
+    Attributes:
+        depth: Steps in progress.
+        num_products: Multiplications by stand-ins so far.
+        product: The latest product of layers that read the same input: whose it is, the input, its
+            stamp, and the outputs that no layer has returned yet.
+    """
+
+    depth = num_products = 0
+    product = NO_PRODUCT
+
+    def part(
+        self,
+        index: int,
+        x: torch.Tensor,
+        owner: object,
+        multiply: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    ) -> torch.Tensor:
+        """Return the output of one of the layers that read the same input.
+
+        The first of them to be called multiplies for all.
+
+        Args:
+            index: Which of the layers it is.
+            x: The input.
+            owner: What these layers share and no other layers do.
+            multiply: Takes the input and returns the outputs of all of them.
+        """
+        known, given, stamped, parts = self.product
+        is_same = known is owner and given is x and _is_unwritten(x, stamped)
+        if not is_same or parts[index] is None:  # None: the layer is called a second time
+            parts = [*multiply(x)]
+            self.product = owner, x, _stamp(x), parts
+        part: torch.Tensor = parts[index]
+        parts[index] = None
+        return part
+
+
+def _stamp(x: torch.Tensor) -> Any:
+    """Return what tells later whether a tensor was written to: torch's count, or else a copy."""
+    return x.clone() if x.is_inference() else x._version
+
+
+def _is_unwritten(x: torch.Tensor, stamp: Any) -> bool:
+    """Whether nobody wrote to a tensor since it was stamped."""
+    return torch.equal(x, stamp) if isinstance(stamp, torch.Tensor) else x._version == stamp
+
+
+def linear_is_torchs() -> bool:
+    """Whether torch's linear layers are torch's own, and nobody watches all modules."""
+    return (
+        nn.Linear.forward is _FORWARD
+        and functional.linear is _LINEAR
+        and not torch_module._global_forward_hooks
+        and not torch_module._global_forward_pre_hooks
+    )
+
+
+def only_multiplies(module: nn.Module, device: str = "cpu") -> bool:
+    """Whether a call of a module does no more than multiply by its weight, and nobody watches.
+
+    This is asked in every call, since code inside a forward may hook, patch or switch anything.
+    """
+    return (
+        type(module) is nn.Linear
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in module.__dict__
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(device)
+    )
+
+
+def laid(calls: list[tuple[nn.Module, Any]], users: set[object]) -> SharedChange:
+    """Lay calls under modules; a module that `torch.compile` has given one keeps it."""
+
+    def put() -> None:
+        for module, call in calls:
+            vars(module).setdefault(CALL, call)
+
+    def take_out() -> None:
+        for module, call in calls:
+            if vars(module).get(CALL) is call:
+                del vars(module)[CALL]
+
+    return SharedChange(users, put, take_out)
+
+
+@contextmanager
+def laid_on_thread(
+    stand_ins: Iterable[Any], thread: OnThread, users: set[object]
+) -> Iterator[None]:
+    """Let this thread's calls of layers go through their stand-ins, which know them as `module`."""
+    held = [(each.module(), each) for each in stand_ins]
+    with laid([(module, each) for module, each in held if module is not None], users):
+        thread.depth += 1
+        try:
+            yield
+        finally:
+            thread.depth -= 1
+            thread.product = NO_PRODUCT
+
+
+class InputObserver:
+    """Finds out in one step which layers are called, and which of them read the same input.
+
+    Attributes:
+        calls: What is to be laid under the layers for the step.
+        blocks: Layers that read the same input, one after the other.
+    """
+
+    def __init__(self, layers: Iterable[nn.Linear], joins_biases: bool = False) -> None:
+        """Prepare to observe.
+
+        Args:
+            layers: Those to observe.
+            joins_biases: Whether layers with biases are joined too, with one another.
+        """
+        self.blocks: list[list[nn.Linear]] = []
+        self.calls: list[tuple[nn.Module, Any]] = [
+            (layer, partial(self._call, layer)) for layer in layers
+        ]
+        self._joins_biases = joins_biases
+        self._seen: set[nn.Module] = set()
+        self._input: tuple[Any, Any] = (None, None)
+        self._thread = threading.get_ident()
+
+    def _call(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        is_own = args and threading.get_ident() == self._thread
+        if is_own and only_multiplies(layer, args[0].device.type):
+            self._note(layer, args[0])
+        return layer._call_impl(*args, **kwargs)
+
+    def _note(self, layer: nn.Linear, x: torch.Tensor) -> None:
+        """Join a layer to the ones before it where all of them read the same tensor."""
+        (given, stamped), is_new = self._input, layer not in self._seen
+        joins = is_new and (layer.bias is None or self._joins_biases)
+        # A copy, since torch counts no write through `.data` or by a kernel of the model's.
+        if joins and x is given and self._is_alike(layer) and torch.equal(x, stamped):
+            self.blocks[-1].append(layer)
+        elif is_new:
+            self.blocks.append([layer])
+        self._input = (x, x.clone()) if joins else (None, None)
+        self._seen.add(layer)
+
+    def _is_alike(self, layer: nn.Linear) -> bool:
+        before = self.blocks[-1][-1]
+        same_type = layer.weight.dtype == before.weight.dtype
+        return same_type and (layer.bias is None) == (before.bias is None)
