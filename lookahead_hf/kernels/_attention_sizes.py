@@ -20,7 +20,8 @@ def tile_sizes(queries: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
 def keys_per_split(slots: int, programs: int, device: torch.device) -> int:
     """Keys of one program: two programs per processor where the cache is long enough.
 
-    It depends on the capacity and not on the lengths, so that no bit changes in mid-text.
+    It depends on the capacity and not on the lengths, so that no bit changes in mid-text. There are
+    as many programs where they share the lengths instead.
     """
     splits = max(1, min(64, 2 * _processors(device) // programs))
     return max(128, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)

@@ -59,6 +59,13 @@ def tail_start(text):
 
 
 @triton.jit
+def split_size(keys_per_split, length, splits):
+    """Keys of a split: as given, or where that is 0 an equal share of the prefix."""
+    share = tl.cdiv(tl.cdiv(length, splits), TAIL) * TAIL
+    return tl.where(keys_per_split > 0, keys_per_split, tl.maximum(share, 2 * TAIL))
+
+
+@triton.jit
 def in_window(text, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS):
     """Whether the columns of nodes at `text` and keys at `index` differ by less than `window`."""
     column = index

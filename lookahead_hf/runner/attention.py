@@ -13,7 +13,7 @@ from torch import nn
 
 from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import torch_compile, tree_attention
+from lookahead_hf.runner import torch_compile, tree_attention, unread_mask
 from lookahead_hf.runner.flat import FlatBlock
 from lookahead_hf.runner.shared_change import SharedChange
 from lookahead_hf.runner.tree_attention import BlockTree
@@ -49,7 +49,11 @@ class _Step:
 
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
         """What is known of this very mask; a copy that the model made may say something else."""
-        return self._trees.get(id(mask))
+        known = self._trees.get(id(mask))
+        if known is None and mask is not None:
+            trees = self._trees.values()
+            known = next((t for t in trees if unread_mask.made(t.mask) is mask), None)
+        return known
 
     def function(self, name: str, module: nn.Module) -> tuple[Any, bool]:
         """Return the attention function registered by a name, and whether it is a stock one.

@@ -67,6 +67,8 @@ class CudaRunner(Runner):
         self._function = StepFunction(
             self.model, self.cache, self._state, self._extras, self._kinds, self._mask_dict
         )
+        if self._set is not None and self._set.reads_masks is None and self._shape is None:
+            self._try_masks(self._set)
 
     @property
     def _decides(self) -> bool:
@@ -99,6 +101,17 @@ class CudaRunner(Runner):
             self.execution = str(error)
             return
         self._state = self._set.state
+
+    def _try_masks(self, used: GraphSet) -> None:
+        """Find out whether one graph of a width serves all lengths."""
+        try:
+            used.try_masks(self._function.try_masks)
+            self._snapshot = ModelSnapshot(
+                self.model
+            )  # a forward may note something on its modules
+        except Uncapturable as error:
+            self.execution = str(error)
+            self._leave_graphs(error)
 
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
