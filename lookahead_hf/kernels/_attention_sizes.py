@@ -7,6 +7,9 @@ from functools import lru_cache
 import torch
 import triton
 
+LEAST_KEYS = 128
+"""Fewest keys that a program reads."""
+
 
 def tile_sizes(queries: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Queries and keys per tile, as many as fit into registers for up to 256 dimensions.
@@ -24,7 +27,7 @@ def keys_per_split(slots: int, programs: int, device: torch.device) -> int:
     as many programs where they share the lengths instead.
     """
     splits = max(1, min(64, 2 * _processors(device) // programs))
-    return max(128, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
+    return max(LEAST_KEYS, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
 
 
 @lru_cache

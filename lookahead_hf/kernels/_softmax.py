@@ -59,10 +59,9 @@ def tail_start(text):
 
 
 @triton.jit
-def split_size(keys_per_split, length, splits):
-    """Keys of a split: as given, or where that is 0 an equal share of the prefix."""
-    share = tl.cdiv(tl.cdiv(length, splits), TAIL) * TAIL
-    return tl.where(keys_per_split > 0, keys_per_split, tl.maximum(share, 2 * TAIL))
+def keys_of_split(length, splits, least):
+    """An equal share of the prefix in whole tiles, but no fewer keys than `least`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), TAIL) * TAIL, least)
 
 
 @triton.jit

@@ -24,7 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._attention_sizes import keys_per_split, num_stages, tile_sizes
+from lookahead_hf.kernels._attention_sizes import (
+    LEAST_KEYS,
+    keys_per_split,
+    num_stages,
+    tile_sizes,
+)
 from lookahead_hf.kernels._common import FP_FUSION, on_device
 from lookahead_hf.kernels._softmax import (
     add_sink,
@@ -33,9 +38,9 @@ from lookahead_hf.kernels._softmax import (
     depth_of,
     first_in_window,
     in_window,
+    keys_of_split,
     load_vectors,
     merge,
-    split_size,
     store_vectors,
     tail_start,
 )
@@ -65,7 +70,7 @@ def _prefix_kernel(
     v_stride_slot,
     nodes,
     kv_heads,
-    keys_per_split,
+    least_keys,
     window,
     num_columns,
     GROUP: tl.constexpr,
@@ -91,7 +96,7 @@ def _prefix_kernel(
     text = length + depth_of(bits)
     tail = tail_start(text)
 
-    keys = split_size(keys_per_split, length, tl.num_programs(0))
+    keys = keys_of_split(length, tl.num_programs(0), least_keys)
     first = split * keys
     # The greatest tail of all nodes still begins inside the prefix.
     last = tl.minimum(first + keys, tl.max(tail, axis=0))
@@ -147,7 +152,7 @@ def _node_kernel(
     v_stride_head,
     v_stride_slot,
     splits,
-    keys_per_split,
+    least_keys,
     window,
     num_columns,
     GROUP: tl.constexpr,
@@ -197,7 +202,7 @@ def _node_kernel(
         top, total, acc = attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP)
 
     # The splits that `_prefix_kernel` wrote for this node, in text order.
-    keys = split_size(keys_per_split, length, splits)
+    keys = keys_of_split(length, splits, least_keys)
     first = tail * 0
     used = tl.cdiv(tail, keys)
     if WINDOW:
@@ -256,7 +261,8 @@ def tree_attention(
         "softcap": softcap,
         "SOFTCAP": softcap > 0,
         "scale": scale,
-        "keys_per_split": 0 if by_length else of_split,
+        # A prefix has no more keys than there are slots, so its share is never larger than theirs.
+        "least_keys": LEAST_KEYS if by_length else of_split,
         "KEYS": tile["KEYS"],
         **_layout(q, k, v),
     }
