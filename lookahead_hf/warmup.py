@@ -119,7 +119,8 @@ def _measure(runner: Runner, context_length: int, most_nodes: int) -> None:
     counts, states = implicit_positions.laid_under(model), recurrent.laid_under(model)
     with attention.laid_under(model), counts, states:
         prompt = torch.from_numpy(ids).to(model.device)
-        runner.start(prompt, compat.DynamicCache(config=model.config))
+        cache = compat.DynamicCache(config=model.config)
+        runner.start(prompt, cache, position_ids=compat.text_positions(model, prompt))
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
         if isinstance(runner, CudaRunner):

@@ -86,7 +86,7 @@ LAYERS = {
     "runner": (
         """cuda.capture cuda.transfer execution masks non_finite packed_weights
         flat passthrough_kwargs prefix_tuning prompts recurrent.mixer shared_change torch_compile
-        tree_attention""",
+        tree_attention unread_mask""",
         "attention guards implicit_positions linear_calls outputs positions recurrent.layers",
         "cuda.joined_linear packed_linear",
         "cuda.step layout packed_steps",

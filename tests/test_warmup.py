@@ -17,6 +17,7 @@ from tests.helpers.compared import speculated
 from tests.helpers.device import taped
 from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import prompt, tiny
+from tests.helpers.multimodal import build
 from tests.helpers.packing import needs_packing
 from tests.helpers.scripted import RandomTrees, Scripted, continuations, right, scripted
 
@@ -43,13 +44,22 @@ def test_costs_are_known_afterwards(
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 
-@pytest.mark.parametrize(("do_sample", "packed"), [(False, "auto"), (True, "auto"), (False, True)])
+@pytest.mark.parametrize(
+    ("name", "do_sample", "packed"),
+    [
+        ("llama", False, "auto"),
+        ("llama", True, "auto"),
+        ("llama", False, True),
+        ("qwen2_vl", False, "auto"),
+    ],
+)
 def test_a_later_call_finds_its_graphs(
-    do_sample: bool, packed: str | bool, monkeypatch: pytest.MonkeyPatch
+    name: str, do_sample: bool, packed: str | bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of a model whose tokens have a height and a width, beside a position in the text."""
     monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
     monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 64)
-    model, ids = tiny("llama"), prompt(2, 20)
+    model, ids = tiny(name) if name == "llama" else build(name), prompt(2, 20)
     call = {"max_new_tokens": 70, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(7)
     plain = model.generate(ids, **call)
@@ -64,6 +74,7 @@ def test_a_later_call_finds_its_graphs(
         assert before == 6  # two widths, 64, 128 and 256 slots
         torch.manual_seed(7)
         assert model.generate(ids, **call, speculative=trees).tolist() == plain.tolist()
+        assert model.generate(ids[:, 5:], **call, speculative=True).shape == (2, 85)
     assert [each for each in made if each.recordings] == [recorder]
     assert len(recorder.recordings) == before
     assert speculated(model).execution == "replayed"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     AttentionMaskInterface,
     eager_mask,
+    flash_attention_mask,
     sdpa_mask,
 )
 from transformers.modeling_utils import (
@@ -23,6 +26,9 @@ from transformers.modeling_utils import (
 from lookahead_hf.compat.forwards import mask_sources, text_config
 from lookahead_hf.compat.states import STATE_ATTENTION, WITHOUT_ATTENTION
 from lookahead_hf.model_state import state_of
+
+SDPA = sdpa_attention_forward
+"""transformers' own attention by torch's function, which has neither soft caps nor sinks."""
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
@@ -69,6 +75,26 @@ def eager_attention(module: nn.Module) -> Any:
     return forward.__globals__["eager_attention_forward"]
 
 
+def is_flash(function: Any) -> bool:
+    """Whether an attention function is transformers' own for flash attention of any make.
+
+    It takes a mask of columns or none. The kernels hub's makes are registered under their own names
+    and call the same function.
+    """
+    return function is flash_attention_forward
+
+
+def under_own_name(module: nn.Module, name: str) -> nn.Module:
+    """Return a view of an attention module whose configuration has this name for its attention.
+
+    Flash attention loads its make by the name that it finds there.
+    """
+    view = copy.copy(module)
+    view.config = copy.copy(module.config)
+    set_attention_name(view.config, name)
+    return view
+
+
 def is_stock_attention(function: Any, module: nn.Module) -> bool:
     """Whether attention is what transformers and torch make of it, and nobody has replaced it.
 
@@ -79,14 +105,17 @@ def is_stock_attention(function: Any, module: nn.Module) -> bool:
     if function is None:
         package = type(module).__module__.partition(".")[0]
         return bool(eager_attention(module).__module__.partition(".")[0] == package)
+    if is_flash(function):
+        return True
     stock = torch._C._nn.scaled_dot_product_attention
     is_torchs = torch.nn.functional.scaled_dot_product_attention is stock
-    return is_torchs and function is sdpa_attention_forward
+    return is_torchs and function is SDPA
 
 
 def has_stock_masks(name: str) -> bool:
     """Whether the masks of an attention implementation are made by transformers."""
-    return ALL_MASK_ATTENTION_FUNCTIONS.get(name) in (eager_mask, sdpa_mask)
+    stock = (eager_mask, flash_attention_mask, sdpa_mask)
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name) in stock
 
 
 def has_only_flash_beside_eager(model: nn.Module) -> bool:

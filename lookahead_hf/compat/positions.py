@@ -11,6 +11,9 @@ from torch import nn
 
 from lookahead_hf.compat.forwards import decoder_names, mask_sources, text_config
 
+ROPE_NOTE = "rope_deltas"
+"""Where `generate` notes, for later calls on a cache, how positions differ from columns."""
+
 
 def counts_positions(model: Any) -> bool:
     """Return whether the decoder counts positions from the length of its cache."""
@@ -21,6 +24,30 @@ def counts_positions(model: Any) -> bool:
 def positions_by_mask(mask: torch.Tensor) -> torch.Tensor:
     """Return the positions that `generate` gives to columns, [rows, columns], by their mask."""
     return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+
+def text_positions(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the position ids that `generate` gives to texts without padding.
+
+    Models whose positions have a height and a width put them before the rows. They also note how
+    far the positions of a conversation's pictures are from its columns; the note stays as it was.
+
+    Args:
+        model: The model.
+        input_ids: The texts, [rows, columns].
+
+    Returns:
+        Their position ids, [..., rows, columns].
+    """
+    notes = [vars(module) for module in model.modules() if ROPE_NOTE in vars(module)]
+    before = [note[ROPE_NOTE] for note in notes]
+    given = {"attention_mask": torch.ones_like(input_ids)}
+    try:
+        positions: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, given)
+        return positions
+    finally:
+        for note, value in zip(notes, before, strict=True):
+            note[ROPE_NOTE] = value
 
 
 def counted_tables(model: Any) -> list[nn.Module]:

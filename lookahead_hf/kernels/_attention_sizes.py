@@ -7,6 +7,9 @@ from functools import lru_cache
 import torch
 import triton
 
+LEAST_KEYS = 128
+"""Fewest keys that a program reads."""
+
 
 def tile_sizes(queries: int, dim: int, dtype: torch.dtype, is_rdna: bool = False) -> dict[str, int]:
     """Queries, keys and warps per tile, as many as fit into registers for up to 256 dimensions.
@@ -27,10 +30,11 @@ def tile_sizes(queries: int, dim: int, dtype: torch.dtype, is_rdna: bool = False
 def keys_per_split(slots: int, programs: int, device: torch.device) -> int:
     """Keys of one program: two programs per processor where the cache is long enough.
 
-    It depends on the capacity and not on the lengths, so that no bit changes in mid-text.
+    It depends on the capacity and not on the lengths, so that no bit changes in mid-text. There are
+    as many programs where they share the lengths instead.
     """
     splits = max(1, min(64, 2 * _processors(device) // programs))
-    return max(128, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
+    return max(LEAST_KEYS, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
 
 
 @lru_cache

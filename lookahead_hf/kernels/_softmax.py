@@ -59,6 +59,12 @@ def tail_start(text):
 
 
 @triton.jit
+def keys_of_split(length, splits, least):
+    """An equal share of the prefix in whole tiles, but no fewer keys than `least`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), TAIL) * TAIL, least)
+
+
+@triton.jit
 def in_window(text, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS):
     """Whether the columns of nodes at `text` and keys at `index` differ by less than `window`."""
     column = index

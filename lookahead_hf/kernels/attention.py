@@ -11,7 +11,8 @@ text is cut at multiples of 64 keys. What ends 64 to 127 keys before the node li
 whatever the tree, and the keys of a tile serve all nodes there (`_prefix_kernel`, split over keys).
 The rest is gathered for each node by itself (`_node_kernel`, which also merges the splits). So the
 cuts and the order of all sums depend on the node's place in the text alone: a token accepted from
-any tree has the bits that it has in a chain, or as the last token.
+any tree has the bits that it has in a chain, or as the last token. With `by_length` the splits
+share what the row holds, however large the cache is: the cuts depend on the prefix's length, too.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,7 +24,13 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._attention_sizes import is_rdna, keys_per_split, num_stages, tile_sizes
+from lookahead_hf.kernels._attention_sizes import (
+    LEAST_KEYS,
+    is_rdna,
+    keys_per_split,
+    num_stages,
+    tile_sizes,
+)
 from lookahead_hf.kernels._common import FP_FUSION, on_device
 from lookahead_hf.kernels._softmax import (
     add_sink,
@@ -32,6 +39,7 @@ from lookahead_hf.kernels._softmax import (
     depth_of,
     first_in_window,
     in_window,
+    keys_of_split,
     load_vectors,
     merge,
     store_vectors,
@@ -63,7 +71,7 @@ def _prefix_kernel(
     v_stride_slot,
     nodes,
     kv_heads,
-    keys_per_split,
+    least_keys,
     window,
     num_columns,
     GROUP: tl.constexpr,
@@ -89,9 +97,10 @@ def _prefix_kernel(
     text = length + depth_of(bits)
     tail = tail_start(text)
 
-    first = split * keys_per_split
+    keys = keys_of_split(length, tl.num_programs(0), least_keys)
+    first = split * keys
     # The greatest tail of all nodes still begins inside the prefix.
-    last = tl.minimum(first + keys_per_split, tl.max(tail, axis=0))
+    last = tl.minimum(first + keys, tl.max(tail, axis=0))
     if WINDOW:
         first = tl.maximum(first, first_in_window(length, window, KEYS))
     if first < last:
@@ -144,7 +153,7 @@ def _node_kernel(
     v_stride_head,
     v_stride_slot,
     splits,
-    keys_per_split,
+    least_keys,
     window,
     num_columns,
     GROUP: tl.constexpr,
@@ -194,11 +203,12 @@ def _node_kernel(
         top, total, acc = attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP)
 
     # The splits that `_prefix_kernel` wrote for this node, in text order.
+    keys = keys_of_split(length, splits, least_keys)
     first = tail * 0
-    used = tl.cdiv(tail, keys_per_split)
+    used = tl.cdiv(tail, keys)
     if WINDOW:
         reached = first_in_window(length, window, KEYS)
-        first = reached // keys_per_split
+        first = reached // keys
         used = tl.where(reached < tail, used, first)
     for split in range(first, used):
         entry = ((row * kv_heads + kv_head) * splits + split) * nodes * GROUP + node * GROUP + group
@@ -226,6 +236,7 @@ def tree_attention(
     pads: torch.Tensor | None = None,  # [rows]
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [heads]
+    by_length: bool = False,
 ) -> torch.Tensor:
     """See `dispatch.tree_attention`."""
     rows, heads, nodes, dim = q.shape
@@ -251,7 +262,8 @@ def tree_attention(
         "softcap": softcap,
         "SOFTCAP": softcap > 0,
         "scale": scale,
-        "keys_per_split": of_split,
+        # A prefix has no more keys than there are slots, so its share is never larger than theirs.
+        "least_keys": LEAST_KEYS if by_length else of_split,
         "KEYS": tile["KEYS"],
         **_layout(q, k, v),
     }

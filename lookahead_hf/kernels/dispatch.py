@@ -201,12 +201,14 @@ def tree_attention(
     pads: torch.Tensor | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    by_length: bool = False,
 ) -> torch.Tensor:
     """Attend from a draft tree's nodes to the prefix of their row and to their ancestors.
 
     Token `i` of a row's prefix is in slot `i`, node `i` in slot `lengths[row] + i`; later slots are
     not read. A node has the same bits in every tree, as long as the capacity `slots` and the number
-    of nodes do not change. There is no twin: without Triton, attend under a mask.
+    of nodes do not change, unless `by_length` is set. There is no twin: without Triton, attend
+    under a mask.
 
     Args:
         q: Queries, [rows, heads, nodes, dim], last stride 1, nodes at most 64.
@@ -222,6 +224,8 @@ def tree_attention(
         pads: Column less slot for all further tokens, needed with `columns`, [rows] integers.
         softcap: Limit c of the scores, `c * tanh(score / c)`; 0 for none.
         sinks: Score of each head that takes part in the softmax without a value, [heads].
+        by_length: Whether programs share the prefix of each row, rather than its slots: as fast in
+            a cache that is mostly empty.
 
     Returns:
         [rows, nodes, heads, v_dim] in the dtype of `q`.
@@ -232,5 +236,5 @@ def tree_attention(
     from lookahead_hf.kernels import attention
 
     return attention.tree_attention(
-        q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks
+        q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks, by_length
     )

@@ -13,13 +13,14 @@ from torch import nn
 
 from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import torch_compile, tree_attention
+from lookahead_hf.runner import torch_compile, tree_attention, unread_mask
 from lookahead_hf.runner.flat import FlatBlock
 from lookahead_hf.runner.shared_change import SharedChange
 from lookahead_hf.runner.tree_attention import BlockTree
 
 SERVED = ("eager", "sdpa")
-"""Implementations that take an additive mask of our own."""
+"""Implementations that take an additive mask of our own. In the place of flash attention, which
+takes none, steps use one of them or our kernel."""
 
 _PREFIX = "lookahead:"
 """Before the name of the implementation that ours lies under."""
@@ -48,7 +49,11 @@ class _Step:
 
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
         """What is known of this very mask; a copy that the model made may say something else."""
-        return self._trees.get(id(mask))
+        known = self._trees.get(id(mask))
+        if known is None and mask is not None:
+            trees = self._trees.values()
+            known = next((t for t in trees if unread_mask.made(t.mask) is mask), None)
+        return known
 
     def function(self, name: str, module: nn.Module) -> tuple[Any, bool]:
         """Return the attention function registered by a name, and whether it is a stock one.
@@ -136,18 +141,21 @@ def laid_under(model: nn.Module) -> SharedChange:
     configs = compat.registry_configs(model)
 
     def put() -> None:
-        for name in _replaced(model):
-            _rename(configs, name, _registered(name))
+        replaced = _replaced(model)
+        for config in configs:
+            if (name := compat.attention_name(config)) in replaced:
+                compat.set_attention_name(config, _registered(name))
 
     def take_out() -> None:
-        for name in SERVED:
-            _rename(configs, _PREFIX + name, name)
+        for config in configs:
+            if (own := _own_name(config)) != compat.attention_name(config):
+                compat.set_attention_name(config, own)
 
     return SharedChange(state_of(model).attention_users, put, take_out)
 
 
 def _replaced(model: nn.Module) -> tuple[str, ...]:
-    """Implementations that ours go under.
+    """Implementations that ours go under: sdpa, and that of the text where it is flash attention.
 
     Eager attention is each modelling file's own, so only where flash attention could stand for it
     (soft-capped scores, sinks, which sdpa has not) and where our kernel may. None under compiled
@@ -155,6 +163,9 @@ def _replaced(model: nn.Module) -> tuple[str, ...]:
     """
     if torch_compile.is_compiled(model):
         return ()
+    own = _own_name(compat.text_config(model))
+    if own and compat.is_flash(compat.attention_function(own)):
+        return ("sdpa", own)
     device = next((parameter.device for parameter in model.parameters()), None)
     if device is None or not tree_attention.serves(device, 1):
         return ("sdpa",)
@@ -162,17 +173,22 @@ def _replaced(model: nn.Module) -> tuple[str, ...]:
 
 
 def is_ours_everywhere(model: nn.Module) -> bool:
-    """Return whether `laid_under` puts our attention under all attention of the model."""
+    """Return whether all attention of the model, in prompts and in steps, may be ours."""
+    names = {_own_name(config) for config in compat.attention_configs(model)}
+    return names <= set(SERVED) and all(replaces(model, str(name)) for name in names)
+
+
+def replaces(model: nn.Module, name: str) -> bool:
+    """Return whether `laid_under` puts our attention under all attention of this name."""
     laid = set(map(id, compat.registry_configs(model)))
-    names = {name for each in _replaced(model) for name in (each, _PREFIX + each)}
-    configs = compat.attention_configs(model)
-    return all(id(each) in laid and compat.attention_name(each) in names for each in configs)
+    of_name = [each for each in compat.attention_configs(model) if _own_name(each) == name]
+    return name in _replaced(model) and all(id(each) in laid for each in of_name)
 
 
-def _rename(configs: list[Any], old: str, new: str) -> None:
-    for config in configs:
-        if compat.attention_name(config) == old:
-            compat.set_attention_name(config, new)
+def _own_name(config: Any) -> str | None:
+    """The name of the model's own attention, also while ours lies under it."""
+    name = compat.attention_name(config)
+    return None if name is None else name.removeprefix(_PREFIX)
 
 
 def _registered(name: str) -> str:
@@ -216,9 +232,16 @@ def _ours(name: str) -> Callable[..., Any]:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         registered, is_stock = (step or _Step(())).function(name, module)
+        more = kwargs.get("softcap"), kwargs.get("s_aux")
+        if compat.is_flash(registered):
+            if step is None or attention_mask is None or attention_mask.dim() == 2:
+                named = compat.under_own_name(module, name)
+                given = query, key, value, attention_mask
+                return registered(named, *given, dropout=dropout, scaling=scaling, **kwargs)
+            # It takes no mask of ours. What stands in for it has all that the layer asks for.
+            registered = compat.SDPA if more == (None, None) else None
         if step is not None and is_stock and kwargs.get("position_bias") is None:
             tree = step.tree(attention_mask)
-            more = kwargs.get("softcap"), kwargs.get("s_aux")
             # sdpa refuses these or looks past them, as transformers' version has it.
             has_them = registered is None or more == (None, None)
             if _leaves_to_kernel(tree if has_them else None, query, key, value, kwargs):

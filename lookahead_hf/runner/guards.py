@@ -25,7 +25,9 @@ _HOLDERS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 _METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `enable` replaces
 
-_SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config"}) - {"training"}
+_SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE}) - {
+    "training"
+}
 """Attributes that are read as what they are, and those that `generate` reads and no forward."""
 
 

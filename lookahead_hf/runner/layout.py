@@ -227,6 +227,7 @@ class BlockLayout:
         if not tree_attention.serves(device, seen.shape[1]):
             return []
         words = torch.from_numpy(tree_attention.ancestor_words(seen)).to(device)
+        by_length = self._cache.slots.extent.shown is None
         trees = []
         for kind in self._kinds:
             if kind.chunk is None:
@@ -236,7 +237,11 @@ class BlockLayout:
                     given += [self._cache.token_columns(group), self._cache.pads + group.dropped]
                 lengths, *columns = (torch.from_numpy(array).to(device) for array in given)
                 window = kind.window or 0
-                trees.append(BlockTree(built[kind.name], lengths, words, window, *columns))
+                trees.append(
+                    BlockTree(
+                        built[kind.name], lengths, words, window, *columns, by_length=by_length
+                    )
+                )
         return trees
 
     def _mask(

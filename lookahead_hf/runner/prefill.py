@@ -141,7 +141,11 @@ class PromptRunner(ABC):
         return StepOutputs(logits=prompts.read(rows, run))
 
     def start(
-        self, input_ids: torch.Tensor, cache: compat.Cache, mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        cache: compat.Cache,
+        mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> None:
         """Run a prompt outside of `generate`.
 
@@ -149,9 +153,11 @@ class PromptRunner(ABC):
             input_ids: Its tokens, [rows, columns].
             cache: An empty cache.
             mask: 1 for what is attended, [rows, columns]; None for everything.
+            position_ids: Their positions, [..., rows, columns]; None for those by the mask.
         """
-        seen = torch.ones_like(input_ids) if mask is None else mask
-        position_ids = compat.positions_by_mask(seen)
+        if position_ids is None:
+            seen = torch.ones_like(input_ids) if mask is None else mask
+            position_ids = compat.positions_by_mask(seen)
         given = {self._names.ids: input_ids, self._names.cache: cache}
         if self._names.positions is not None:
             given[self._names.positions] = position_ids

@@ -110,9 +110,21 @@ def check_kind(model: Any) -> None:
         raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
     name = (compat.attention_name(config) or "").removeprefix("lookahead:")
     if name and name not in SERVED:
-        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
+        check_flash(model, name)
     if name and not compat.has_stock_masks(name):
         raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
+
+
+def check_flash(model: Any, name: str) -> None:
+    """Raise Unserved where an attention implementation is not flash attention that we may replace.
+
+    That of an encoder-decoder's cross-attention takes a single token beside a mask.
+    """
+    if not compat.is_flash(compat.attention_function(name)):
+        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
+    if model.config.is_encoder_decoder or not attention.replaces(model, name):
+        detail = f"{name!r} in {type(model).__name__}"
+        raise Unserved(FallbackReason.ATTENTION, detail)
 
 
 def check_states(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -35,6 +35,8 @@ class BlockTree:
         window: Columns that a token sees, its own included; 0 for all.
         columns: Column of the token in every slot, needed with a window, [rows, any] int64.
         pads: Column less slot of later tokens, [rows] int64.
+        by_length: Whether programs share what each row holds, rather than its slots. This is
+            faster, and the bits of a token then depend on the length of the row.
     """
 
     mask: torch.Tensor
@@ -43,6 +45,7 @@ class BlockTree:
     window: int = 0
     columns: torch.Tensor | None = None
     pads: torch.Tensor | None = None
+    by_length: bool = field(default=False, kw_only=True)
 
 
 def ancestor_words(seen: np.ndarray) -> np.ndarray:
@@ -119,4 +122,5 @@ def attend(
         pads=tree.pads,
         softcap=softcap or 0.0,
         sinks=sinks,
+        by_length=tree.by_length,
     )

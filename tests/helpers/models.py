@@ -37,6 +37,13 @@ _GPT2 = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+_TWO_KINDS = {
+    **_COMMON,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "head_dim": 12,
+}
 _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _COMMON),
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 12}),
@@ -60,6 +67,8 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {**_COMMON, "sliding_window": None}),
     "opt": ("opt", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 48}),
+    "gemma2": ("gemma2", {**_TWO_KINDS, "attn_logit_softcapping": 2.0}),
+    "gpt_oss": ("gpt_oss", {**_TWO_KINDS, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
 
 _SCALE = {"llama": 5.0, "qwen3": 5.0, "gpt2": 4.0, "mixtral": 6.0}
@@ -71,7 +80,7 @@ def tiny(
     """Return a tiny random model in eval mode whose texts are varied and do not end by themselves.
 
     Args:
-        name: One of `NAMES`, "phi3" or "opt".
+        name: One of `NAMES`, "phi3" or "opt"; "gemma2" or "gpt_oss", for eager attention.
         attn: Attention implementation.
         seed: Seed of the weights.
         scale: What the matrices are multiplied with; None is what makes its texts varied: some

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -75,3 +77,49 @@ def under_mask(
         score = torch.cat([score, column], -1)
     weight = score.softmax(-1)[..., : k.shape[2]]
     return (weight @ v).transpose(1, 2).to(query.dtype)
+
+
+def by_words(
+    tree: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `tree_attention.attend` returns, without the kernel and without the tree's mask."""
+    seen = tree.lengths, tree.ancestors, tree.window, tree.columns, tree.pads
+    return _by_words(query, key, value, *seen, scaling, softcap, sinks)
+
+
+@torch.library.custom_op("lookahead_hf_tests::by_words", mutates_args=())
+def _by_words(
+    query: torch.Tensor,  # [rows, heads, width, dim]
+    key: torch.Tensor,  # [rows, kv_heads, slots, dim]
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    ancestors: torch.Tensor,
+    window: int,
+    columns: torch.Tensor | None,
+    pads: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One operation for those who count them, as the kernel is."""
+    width = query.shape[2]
+    lengths = lengths[:, None]
+    slot = torch.arange(key.shape[2])
+    node = slot - lengths  # [rows, slots]
+    of_block = node.clamp(0, width - 1)
+    drafted = (ancestors[:, :, None] >> of_block[:, None] & 1 == 1) & (node < width)[:, None]
+    seen = torch.where((node < 0)[:, None], True, drafted)
+    if window:
+        assert columns is not None and pads is not None
+        depth = (ancestors[:, :, None] >> torch.arange(64) & 1).sum(2) - 1
+        column = lengths + pads[:, None] + depth
+        of_slot = torch.where(node < 0, columns[:, : key.shape[2]], column.gather(1, of_block))
+        seen = seen & (column[:, :, None] - of_slot[:, None] < window)
+    mask = torch.where(seen, 0.0, -1.0)[:, None]
+    return under_mask(mask, query, key, value, scaling, softcap, sinks)

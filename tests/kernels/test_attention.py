@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lookahead_hf import kernels
+from lookahead_hf.kernels import _attention_sizes
 from tests.helpers.trees import random_tree, under_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -117,6 +118,27 @@ def test_trees(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype)
 @pytest.mark.parametrize("window", [1, 64, 150])
 def test_window(device: torch.device, window: int) -> None:
     check(random_case(SHAPES[1], torch.float32, device) | {"window": window})
+
+
+@pytest.mark.parametrize("further", [{}, {"window": 150}], ids=str)
+@pytest.mark.parametrize("lengths", [[395, 310], [0, 130], [64, 257]], ids=str)
+def test_programs_share_what_a_row_holds(
+    device: torch.device,
+    lengths: list[int],
+    further: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph is launched as it was captured, for all the lengths that fit its cache."""
+    monkeypatch.setattr(_attention_sizes, "_processors", lambda _: 3)
+    case = random_case((2, 2, 1, 5, 16, 16, 400), torch.float32, device, lengths)
+    case |= {"by_length": True, **further}
+    check(case)
+    expected = kernels.tree_attention(**case)
+    for name in "kv":
+        roomy = torch.full((2, 1000, 1, 16), float("nan"), device=device)
+        roomy[:, :400] = case[name].transpose(1, 2)
+        case[name] = roomy.transpose(1, 2)
+    assert torch.equal(kernels.tree_attention(**case), expected)
 
 
 @pytest.mark.parametrize("window", [2, 9, 130])

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
@@ -17,6 +15,7 @@ from lookahead_hf.runner.cuda import transfer
 from lookahead_hf.runner.tree_attention import BlockTree
 from tests.helpers import models
 from tests.helpers.compared import compared, speculated
+from tests.helpers.flash import with_flash
 from tests.helpers.scripted import (
     RandomTrees,
     Scripted,
@@ -124,41 +123,40 @@ def test_verified_on_the_host(calls: Counter[str], checked: None, device: torch.
     assert calls["tree_attention"] == stats.num_steps > 0
 
 
-def tiny_eager(model_type: str, device: torch.device, **fields: Any) -> Any:
+def tiny_eager(name: str, device: torch.device) -> Any:
     """A tiny model of a kind whose attention sdpa does not have."""
-    config = CONFIG_MAPPING[model_type](**{**models._COMMON, **WINDOWS, "head_dim": 12, **fields})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    model.generation_config.eos_token_id = None
-    model.to(device)
+    model = models.tiny(name, attn="eager").to(device)
     # The first look at a kind of model takes forwards of its own.
     assert self_test.refusal(model) == ("", "")
     return model
 
 
-EAGER = {
-    "gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 6},
-    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6},
-}
-
-
-@pytest.mark.parametrize("model_type", EAGER)
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_softcap_and_sinks(
-    calls: Counter[str], checked: None, device: torch.device, model_type: str
+    calls: Counter[str], checked: None, device: torch.device, name: str
 ) -> None:
-    model = tiny_eager(model_type, device, **EAGER[model_type])
+    model = tiny_eager(name, device)
     calls.clear()
     stats = run(model, {"input_ids": models.prompt(1).to(device)}, device)
     assert calls["tree_attention"] == 2 * stats.num_steps > 0
     assert model.config._attn_implementation == "eager"
 
 
+def test_flash_attention_is_left_to_the_kernel(
+    calls: Counter[str], checked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU alone: there are stand-ins for its own kernels."""
+    model = tiny_eager("gpt_oss", torch.device("cpu"))
+    flash = with_flash(model, "flash_attention_3", monkeypatch)
+    calls.clear()
+    stats = run(model, ragged(model.device), model.device)
+    assert stats.engine == "device"
+    assert calls["tree_attention"] == 2 * stats.num_steps > 0
+    assert len(flash.widths) == 2 * (NEW + 1)  # every token of plain's, and our prompt
+
+
 def test_weights_that_are_asked_for(calls: Counter[str], device: torch.device) -> None:
-    model = tiny_eager("gpt_oss", device, **EAGER["gpt_oss"])
+    model = tiny_eager("gpt_oss", device)
     calls.clear()
     settings = {"return_dict_in_generate": True, "output_attentions": True}
     given = {"input_ids": models.prompt(1).to(device), "max_new_tokens": 5, **settings}

@@ -54,6 +54,7 @@ class GraphSet:
         recorder: Captures the steps.
         recordings: The captured steps by width and visible slots.
         is_used: Whether a call replays; two replays must not overlap.
+        reads_masks: Whether a layer reads its mask; None as long as nobody knows.
     """
 
     key: tuple[Any, ...]
@@ -64,6 +65,7 @@ class GraphSet:
     recorder: CudaRecorder
     recordings: dict[tuple[int, int], Recording] = field(default_factory=dict)
     is_used: bool = False
+    reads_masks: bool | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +73,28 @@ class GraphSet:
         return sum(store.nbytes for pair in self.stores for store in pair)
 
     def visible_for(self, slots: int) -> int:
-        """Return the slots that a graph shows where so many are in use."""
-        return min(bucket(slots), self.capacity)
+        """Return the slots that a graph shows where so many are in use.
+
+        Our kernel reads what a row holds, whatever it is shown. So where it does all attention, and
+        no layer reads a mask, one graph serves all lengths.
+        """
+        return self.capacity if self.reads_masks is False else min(bucket(slots), self.capacity)
+
+    def try_masks(self, run: Callable[[int, int], bool]) -> None:
+        """Find out by a step of one token per row whether a layer reads its mask.
+
+        Args:
+            run: Runs a step, as a `Run`, and returns whether one did.
+
+        Raises:
+            Uncapturable: The step fails.
+        """
+        self.state.rehearse(1)
+        try:
+            with _capturing, torch.inference_mode(False), torch.no_grad():
+                self.reads_masks = run(1, self.capacity)
+        except Exception as error:
+            raise Uncapturable.after(error) from error
 
     def move_in(self, cache: AdoptedCache, state: StepState) -> None:
         """Let a call go on in the set's tensors."""

@@ -73,6 +73,8 @@ class CudaRunner(Runner):
         if self._wanted is not False:
             self._enter_graphs(joined is not None)
         self._function = self._step_function(joined)
+        if self._set is not None and self._set.reads_masks is None and self._shape is None:
+            self._try_masks(self._set)
 
     def _step_function(self, joined: JoinedLinears | None = None) -> StepFunction:
         given = self._extras, self._kinds, self._mask_dict, joined
@@ -116,6 +118,17 @@ class CudaRunner(Runner):
             self.execution = str(error)
             return
         self._state = self._set.state
+
+    def _try_masks(self, used: GraphSet) -> None:
+        """Find out whether one graph of a width serves all lengths."""
+        try:
+            used.try_masks(self._function.try_masks)
+            self._snapshot = ModelSnapshot(
+                self.model
+            )  # a forward may note something on its modules
+        except Uncapturable as error:
+            self.execution = str(error)
+            self._leave_graphs(error)
 
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +16,13 @@ from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, tree_attention
+from lookahead_hf.runner import attention, torch_compile, tree_attention, unread_mask
 from lookahead_hf.runner.cuda.joined_linear import JoinedLinears
 from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.runner.masks import MaskKind
 from lookahead_hf.runner.passthrough_kwargs import widened
 from lookahead_hf.runner.tree_attention import BlockTree
+from lookahead_hf.runner.unread_mask import UnreadMask
 
 MAX_WIDTH = 64
 """Tokens per row of a block, the last one included: one bit each in the ancestor words."""
@@ -158,7 +160,13 @@ class StepState:
 
 
 class StepFunction:
-    """The step of one model over one cache."""
+    """The step of one model over one cache.
+
+    Attributes:
+        reads_masks: Whether a layer read a mask in the latest forward, and before the first one.
+    """
+
+    reads_masks = True
 
     def __init__(
         self,
@@ -174,6 +182,7 @@ class StepFunction:
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
         self._joined = joined
+        self._is_compiled = torch_compile.is_compiled(model)
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run everything from the masks to the new lengths, choosing the likeliest tokens.
@@ -215,7 +224,14 @@ class StepFunction:
         linears = nullcontext() if self._joined is None else self._joined.laid_under()
         with experts, linears, attention.step(state.lengths.device, self._trees(built, draft)):
             outputs = self._model(**inputs, return_dict=True)
+        self.reads_masks = any(unread_mask.made(mask) is not None for mask in built.values())
         return outputs.logits, compat.last_hidden_states(outputs)
+
+    def try_masks(self, width: int, visible: int) -> bool:
+        """Return whether a layer reads a mask, as a forward shows where the kernel may attend."""
+        if self._is_served(self._state.draft(width)):
+            self.forward(width, visible)
+        return self.reads_masks
 
     def decide(
         self,
@@ -236,8 +252,8 @@ class StepFunction:
 
     def _trees(self, built: dict[str, torch.Tensor], draft: DraftViews) -> list[BlockTree]:
         """Return the masks in terms of the kernel, which knows windows but no chunks."""
-        state = self._state
-        if not tree_attention.serves(state.lengths.device, draft.tokens.shape[1]):
+        state, by_length = self._state, self._cache.slots.extent.shown is None
+        if not self._is_served(draft):
             return []
         return [
             BlockTree(
@@ -247,10 +263,16 @@ class StepFunction:
                 kind.window or 0,
                 state.columns if kind.window else None,
                 state.pads,
+                by_length=by_length,
             )
             for kind in self._kinds
             if kind.chunk is None
         ]
+
+    def _is_served(self, draft: DraftViews) -> bool:
+        """Whether the kernel may attend; compiled code has attention of its own."""
+        device, width = draft.tokens.device, draft.tokens.shape[1]
+        return tree_attention.serves(device, width) and not self._is_compiled
 
     def _masks(self, draft: DraftViews, width: int, visible: int) -> dict[str, torch.Tensor]:
         """Place the block in the cache and return the mask of every kind by name."""
@@ -259,7 +281,12 @@ class StepFunction:
         row = torch.arange(len(draft.tokens), device=place.device)[:, None]
         flat = row * group.capacity + self._state.lengths[:, None] + place
         group.place_at(flat.reshape(-1), width, visible)
-        return {kind.name: self._mask(kind, draft, visible) for kind in self._kinds}
+        made = {kind.name: partial(self._mask, kind, draft, visible) for kind in self._kinds}
+        if not self._is_served(draft):
+            return {name: make() for name, make in made.items()}
+        shape = len(draft.tokens), 1, width, visible
+        like = shape, self._model.dtype, draft.tokens.device
+        return {name: UnreadMask.of(make, *like) for name, make in made.items()}
 
     def _mask(self, kind: MaskKind, draft: DraftViews, visible: int) -> torch.Tensor:
         """`[rows, 1, width, visible]`, 0 where a slot is seen and the lowest number elsewhere."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,16 +19,18 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig, compat
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.cuda import graph_set
+from lookahead_hf.runner import tree_attention, unread_mask
+from lookahead_hf.runner.cuda import graph_set, graphs
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.execution import REPLAYED, WAITS
 from lookahead_hf.runner.host import Runner
 from tests.helpers.calls import GREEDY, padded
-from tests.helpers.device import TapeRecorder, storages
+from tests.helpers.device import TapeRecorder, storages, taped
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
 from tests.helpers.packing import in_threads
 from tests.helpers.replayed import WIDTHS, compare, compare_calls, sets_of
+from tests.helpers.trees import by_words
 
 SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
@@ -47,22 +51,74 @@ def test_replayed_steps_write_plains_text(name: str, kind: str, made: list[TapeR
     assert max(r.num_replays for r in recorder.recordings) > 5
 
 
-MOST_PER_LAYER = 42
+MOST_PER_LAYER = {False: 42, True: 41}
 """Operations of a layer of llama, each of them a launch, but for four of compaction's twin: its
-kernel moves the tokens of all layers at once."""
+kernel moves the tokens of all layers at once. True: where our kernel attends, as one of them."""
 
-MOST_PER_STEP = 105
+MOST_PER_STEP = {False: 105, True: 86}
 """Operations of a step outside of its layers, where torch's twins verify and compact."""
 
 
-def test_a_step_launches_no_more_than_it_did(made: list[TapeRecorder]) -> None:
+@pytest.fixture
+def attends(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """The kernel attends, or a stand-in that a tape can hold; counts its calls."""
+    counts = Counter[bool]()
+
+    def attend(tree: Any, *args: Any) -> torch.Tensor:
+        counts[unread_mask.made(tree.mask) is not None] += 1
+        return by_words(tree, *args)
+
+    monkeypatch.setattr(tree_attention, "serves", lambda *_: True)
+    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: True)
+    monkeypatch.setattr(tree_attention, "attend", attend)
+    return counts
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_step_launches_no_more_than_it_did(
+    by_kernel: bool, made: list[TapeRecorder], request: pytest.FixtureRequest
+) -> None:
+    if by_kernel:
+        request.getfixturevalue("attends")
     counts = []
     for layers in (1, 2):
         compare(tiny("llama", num_hidden_layers=layers), padded("left"))
         counts.append(len(made[-1].recordings[0].tape.calls))
     of_layer = counts[1] - counts[0]
-    assert of_layer <= MOST_PER_LAYER
-    assert counts[0] - of_layer <= MOST_PER_STEP
+    assert of_layer <= MOST_PER_LAYER[by_kernel]
+    assert counts[0] - of_layer <= MOST_PER_STEP[by_kernel]
+
+
+@pytest.mark.parametrize(("name", "do_sample"), [("llama", False), ("gemma3", True)])
+def test_where_the_kernel_attends_one_graph_serves_all_lengths(
+    name: str, do_sample: bool, attends: Counter[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the widths of a GPU, and without masks."""
+    monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 32)
+    fields = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
+    model = tiny(name, num_hidden_layers=2, **fields)
+    with taped(monkeypatch) as made:
+        stats = compare(model, padded("left"), do_sample=do_sample)
+        (recorder,) = made
+        (kept,) = graphs.of_model(model).sets
+        assert {*kept.recordings} == {(width, 128) for width in graphs.WIDTHS}
+        compare(model, padded("holes"), max_new_tokens=20, do_sample=do_sample)
+    assert stats.execution == "replayed"
+    assert len(recorder.recordings) == len(graphs.WIDTHS)
+    assert attends[False] and not attends[True]
+
+
+def test_a_mask_that_a_layer_reads_has_no_more_slots_than_are_used(
+    attends: Counter[bool], made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_set, "LEAST_VISIBLE", 32)
+    turns = itertools.cycle([True, False])  # of two layers
+    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: next(turns))
+    model = tiny("llama", num_hidden_layers=2)
+    assert compare(model, padded("left")).execution == "replayed"
+    (kept,) = graphs.of_model(model).sets
+    assert {visible for _, visible in kept.recordings} == {32, 64, 128}
+    assert attends[False]
 
 
 def test_sampled_steps_are_captured_up_to_the_logits(made: list[TapeRecorder]) -> None:
