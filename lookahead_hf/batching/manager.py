@@ -44,12 +44,14 @@ class Limits:
         seed: The seed of the run's samples, None to draw one from torch's default generator.
         in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody adds
             requests later.
+        max_batch_tokens: Most tokens of a step, None for any number.
     """
 
     max_slots: int
     max_queue_size: int
     seed: int | None
     in_call: bool = False
+    max_batch_tokens: int | None = None
 
 
 class CallersThread:
@@ -270,7 +272,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         while not self.stops():
             self.pauses()
             if self._jobs or not self.input_queue.empty():
-                run(new_session(self._maker, self, self.limits.max_slots))
+                limits = self.limits
+                run(new_session(self._maker, self, limits.max_slots, limits.max_batch_tokens))
             elif status.local_status == status.FLUSH_AND_STOP:
                 return
             else:

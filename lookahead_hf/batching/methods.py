@@ -210,6 +210,10 @@ def _ours(
         slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE
         slots = max(1, min(slots, getattr(hints, "num_requests", None) or slots))
     check_int("max_slots", slots, 1, MOST_SLOTS)
+    most = batching.max_batch_tokens
+    if most is not None:
+        check_int("max_batch_tokens", most, 1, 2**40)
+        slots = min(slots, most)
     tokens = asked.max_tokens
     if tokens is None and batching.num_blocks is not None:
         tokens = batching.num_blocks * batching.page_size
@@ -219,7 +223,7 @@ def _ours(
     maker = Maker(model.eval(), generation, Request(config), room)
     maker.check()
     in_call = asked.in_call and not batching.max_queue_size  # adding to a full queue waits
-    limits = Limits(slots, batching.max_queue_size, batching.seed, in_call)
+    limits = Limits(slots, batching.max_queue_size, batching.seed, in_call, most)
     manager = _kept(model)
     if manager is None or not manager.fits(maker, limits):
         manager = SpeculativeBatchingManager(maker, limits)
