@@ -14,6 +14,9 @@ from lookahead_hf.cli.screen import CommandError, Screen
 NAMES = "takes a folder that save_pretrained wrote, or OWNER/NAME of the Hugging Face hub."
 """What `--model`, `--assistant` and `--tokenizer` take."""
 
+HUB_TIMEOUT = 5.0
+"""Seconds in which the hub has to answer."""
+
 
 def open_model(
     name: str | None,
@@ -52,7 +55,7 @@ def load(
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer; `option` is the option that names them."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,10 +65,10 @@ def load(
         reason = str(error).partition("\n")[0]
         raise CommandError(f"--device {device} cannot be used here, take cpu: {reason}") from error
     logging.disable_progress_bar()
-    with screen.task(f"loading {name} in {dtype}"):
-        tokenizer = load_tokenizer(name, option)
-        with _explained(name, option):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    with screen.task(f"loading {name} in {dtype}"), _explained(name, option):
+        source = {"local_files_only": not reaches_hub(name)}
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **source)
         return model.to(device).eval(), tokenizer
 
 
@@ -74,7 +77,40 @@ def load_tokenizer(name: str, option: str) -> Any:
     from transformers import AutoTokenizer
 
     with _explained(name, option):
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, local_files_only=not reaches_hub(name))
+
+
+def reaches_hub(name: str) -> bool:
+    """Whether the hub can be asked for a model; where it cannot, its cache is all there is.
+
+    transformers asks it for each file of a model again and again, for 40 seconds and more. This
+    asks once, for a name that may be one of the hub.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if Path(name).exists():
+        return True
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
+    except (HfHubHTTPError, HFValidationError):  # an answer, or no name of the hub
+        return True
+    except Exception:  # of the HTTP library, which differs between versions
+        return False
+    return True
+
+
+def check_name(name: str, option: str) -> None:
+    """Check that a model is on this machine or that the hub can be asked for it.
+
+    Raises:
+        CommandError: It is not, and the hub cannot be reached.
+    """
+    from transformers import AutoConfig
+
+    if not reaches_hub(name):
+        with _explained(name, option):
+            AutoConfig.from_pretrained(name, local_files_only=True)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from lookahead_hf.cli.loading import check_name
 from lookahead_hf.cli.parsing import CONFIG, POOL, VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, Screen, open_screen
 from lookahead_hf.config import SpeculativeConfig
@@ -82,6 +83,9 @@ def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
     program = typer.Typer(add_completion=False)
     program.command()(Serve)
     command = typer.main.get_command(program)
+    parsed = command.make_context("serve", [*words], resilient_parsing=True)
+    if name := parsed.params.get("force_model"):
+        check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
     try:
         with speculating(config, warm_up):
             command(words, prog_name="lookahead-hf serve")

@@ -14,9 +14,20 @@ FIRST_SIZE = 7
 """Nodes up to whose size a step may go while no cost is known; then the greatest measured size may
 double."""
 
+PATIENCE = 0.5
+"""Expected tokens per row that a due plain step may give up, as many again for each step that it
+has waited. Short answers often copy in their very first steps."""
+
 MOST_TOGETHER = 512
 """Most nodes that all rows together are offered to choose from; no device verifies more for free.
 Growing trees for 32 rows takes half of the time that it takes for 64 nodes per row."""
+
+
+FIXED_SHARE = 0.9
+"""Share of a step that costs the same however many rows are live; the last row alone saves it."""
+
+SPREAD = 0.2
+"""How far the steps that rows are expected to need may be wrong, relative to the most of them."""
 
 
 class Budget:
@@ -26,6 +37,9 @@ class Budget:
     probabilities say what to expect, and the cost is measured. No draft at all is one of the sizes.
     Where a block is padded to its widest row, all rows may draft n nodes. Where it is flat, n nodes
     are taken from all rows, the likeliest first.
+
+    A static batch takes as long as its slowest row. There a row's tokens count the more, the
+    likelier the row is to end last; otherwise drafts of the other rows can make a batch slower.
     """
 
     def __init__(
@@ -38,6 +52,7 @@ class Budget:
         mode: Callable[[], str] = str,
         sizes: Callable[[], tuple[int, ...] | None] = lambda: None,
         is_flat: bool = False,
+        num_new: int | None = None,
     ) -> None:
         """Budget one call.
 
@@ -50,6 +65,7 @@ class Budget:
             mode: How the runner runs its steps just now.
             sizes: The sizes that its steps are padded to just now, None if they are not.
             is_flat: Whether the runner's blocks hold the tokens of live rows alone.
+            num_new: Most tokens of each text; None if other texts take the rows of those that end.
         """
         self._fixed = None if size == "auto" else int(size)
         together = max(1, MOST_TOGETHER // max(1, rows.num_rows))
@@ -57,7 +73,9 @@ class Budget:
         self.most_nodes = min(most, max_nodes)
         self._costs, self._rows, self._placement = costs, rows, placement
         self._mode, self._sizes, self._is_flat = mode, sizes, is_flat
+        self._num_new, self._num_steps = num_new, 0
         self._is_first = True
+        self._waited = 0  # steps since a plain step is due
         self._curve = self._present_curve()
 
     def choose(self, tree: DraftTree) -> np.ndarray:
@@ -72,17 +90,47 @@ class Budget:
             return np.minimum(counts, self._fixed)
         if self._is_flat or self._is_first:  # rows may have begun, the prefill settled the mode
             self._curve = self._present_curve()
-        if self._curve.is_due(0) and not self._is_first:
-            return np.zeros_like(counts)  # all other sizes are compared with the plain step
+        row = np.repeat(np.arange(len(counts)), counts)
+        gain = tree.score * self._weights()[row]
         if not self._is_flat:
             place = place_in_row(tree.row_offsets)
-            gain = np.bincount(place, weights=tree.score, minlength=1)
-            return np.minimum(counts, self._size(gain, tree.max_nodes))
-        order = np.argsort(-tree.score, kind="stable")  # parents stay before their children
-        most = min(tree.num_nodes, self._curve.sizes[-1])  # nothing is known of greater blocks
-        taken = order[: self._size(tree.score[order], most)]
-        row = np.repeat(np.arange(len(counts)), counts)
-        return np.bincount(row[taken], minlength=len(counts))
+            gain = np.bincount(place, weights=gain, minlength=1)
+            size = self._size(gain, tree.max_nodes)
+            taken = np.minimum(counts, size)
+        else:
+            order = np.argsort(-gain, kind="stable")  # parents stay before their children
+            gain = gain[order]
+            most = min(tree.num_nodes, self._curve.sizes[-1])  # nothing is known of greater blocks
+            size = self._size(gain, most)
+            taken = np.bincount(row[order[:size]], minlength=len(counts))
+        return np.zeros_like(counts) if self._measures_plain(gain[:size].sum()) else taken
+
+    def _measures_plain(self, gain: float) -> bool:
+        """Whether the step drafts nothing, since all sizes are compared with the plain step.
+
+        Args:
+            gain: Tokens to be gained from the draft, in all rows.
+        """
+        if self._is_first or not self._curve.is_due(0):
+            self._waited = 0
+            return False
+        is_cheap = gain <= PATIENCE * (1 + self._waited) * self._rows.live.sum()
+        self._waited = 0 if is_cheap else self._waited + 1
+        return bool(is_cheap)
+
+    def _weights(self) -> np.ndarray:
+        """What a token of each row counts, [rows], on average 1 for a live row."""
+        emitted, live = self._rows.num_emitted, self._rows.live
+        if self._num_new is None or live.sum() < 2:
+            return np.ones(len(live))
+        # The first steps tell little of a row's pace: 8 of 1.5 tokens are assumed before them.
+        pace = (emitted + 12) / (self._num_steps + 8)
+        left = np.where(live, (self._num_new - emitted) / pace, -np.inf)  # steps
+        most = float(left.max())
+        is_last = np.exp((left - most) / (SPREAD * most + 1))
+        is_last /= is_last.sum()
+        weights: np.ndarray = live * (1 - FIXED_SHARE) + live.sum() * FIXED_SHARE * is_last
+        return weights
 
     def _size(self, gain: np.ndarray, most: int) -> int:
         """The size that brings most tokens per second.
@@ -107,6 +155,7 @@ class Budget:
         if not self._is_first and step_seconds is not None:
             size = draft.num_nodes if self._is_flat else draft.max_nodes
             self._curve.observe(size, step_seconds)
+        self._num_steps += 1
         self._is_first = False  # the first step after a prefill also allocates and warms up
         self._curve = self._present_curve()
 

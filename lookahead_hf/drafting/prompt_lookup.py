@@ -41,34 +41,43 @@ class PromptLookup:
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         """Return a chain of at most `max_nodes` nodes for each row that has a match."""
         chains: list[list[int]] = []
-        rates: list[float] = []
+        scores: list[np.ndarray] = []
         left = (self._max_new_tokens - 1 - rows.num_emitted).tolist()
         for row, finished in enumerate(rows.finished.tolist()):
             most = min(max_nodes, left[row])
             is_asked = self.source is not None and most > 0 and not finished
-            chain, rate = self._chain(rows.context(row), most) if is_asked else ([], 0.0)
+            chain, length = self._chain(rows.context(row), most) if is_asked else ([], 0)
             chains.append(chain)
-            rates += [rate] * len(chain)
+            scores.append(path_scores(length, len(chain)))
         tree = DraftTree.from_chains([[chain] for chain in chains])
-        num_nodes = len(rates)
+        num_nodes = tree.num_nodes
         evidence = Evidence(
             np.arange(num_nodes + 1),
             np.full(num_nodes, self.source or 0, np.int32),
             np.zeros(num_nodes, np.int32),
         )
-        score = (np.array(rates) ** tree.depth).astype(np.float32)
-        return replace(tree, score=score, evidence=evidence)
+        return replace(tree, score=np.concatenate(scores), evidence=evidence)
 
-    def _chain(self, context: np.ndarray, max_nodes: int) -> tuple[list[int], float]:
-        """Return what followed the longest match of a context, [tokens], and its usual rate."""
+    def _chain(self, context: np.ndarray, max_nodes: int) -> tuple[list[int], int]:
+        """Return what followed the longest match of a context, [tokens], and its length."""
         start, length = longest_match(context, self._limits[1])
         if length < self._limits[0]:
-            return [], 0.0
+            return [], 0
         # A text that is shorter from there on repeats itself.
         chain = np.resize(context[start : start + max_nodes], max_nodes)
         beyond = np.flatnonzero((chain < 0) | (chain >= self._vocab_size))
         chain = chain[: beyond[0]] if len(beyond) else chain
-        return chain.tolist(), ONLY_CONTINUATION[level_of(length)]
+        return chain.tolist(), length
+
+
+def path_scores(match_len: int, num_nodes: int) -> np.ndarray:
+    """How likely each node of a chain behind a match is accepted, [nodes] float32.
+
+    Each accepted node makes the match longer by one, and a longer match is right more often.
+    """
+    levels = [level_of(match_len + place) for place in range(num_nodes)]
+    rates = np.array(ONLY_CONTINUATION, np.float32)[levels]
+    return rates.cumprod(dtype=np.float32)
 
 
 def longest_match(context: np.ndarray, max_ngram: int) -> tuple[int, int]:

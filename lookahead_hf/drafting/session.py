@@ -128,8 +128,8 @@ class DraftSession:
             sources: What `sources_of` returned.
             do_sample: Whether tokens are drawn.
             vocab_size: Token ids of the target.
-            max_new_tokens: Length of the texts, one for all rows or [rows]; nothing beyond it is
-                drafted.
+            max_new_tokens: Length of the texts; nothing beyond it is drafted. One number for all
+                rows, or [rows] if other texts take the rows of those that end.
             runner: The runner of the target.
             chains: Whether a row's draft must be a chain.
             processes: Who decides where several processes run the model; None: this process alone.
@@ -159,6 +159,7 @@ class DraftSession:
             lambda: runner.mode,
             lambda: runner.sizes,
             runner.is_flat,
+            max_new_tokens if isinstance(max_new_tokens, int) else None,
         )
         self._lookup = PromptLookup(sources, vocab_size, max_new_tokens)
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")

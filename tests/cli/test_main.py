@@ -81,7 +81,6 @@ def test_what_is_missing_is_one_sentence(
     [
         (ImportError("sentencepiece is needed"), "sentencepiece is needed"),
         (torch.OutOfMemoryError("CUDA out of memory.\nMore."), "lookahead-hf: out of memory, take"),
-        (OSError("We couldn't connect to 'https://huggingface.co'"), "hub cannot be reached"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
             "lookahead-hf: out of memory, take",
@@ -98,11 +97,28 @@ def test_an_error_while_loading_is_one_message(
     def fails(*_: object, **__: object) -> None:
         raise error
 
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)  # no network in tests
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
     monkeypatch.setattr(loading, "ensure_demo_model", lambda screen: "OWNER/demo")
     assert main(["generate", "Hello"]) == 1
     message = capsys.readouterr().err
     assert shown in message and "More." not in message
+
+
+def test_the_hub_is_asked_once_where_it_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def fails(url: str, **_: object) -> None:
+        asked.append(url)
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("something tries again"))
+    assert main(["generate", "Hello", "--model", "OWNER/none"]) == 1
+    assert "hub cannot be reached, and the model is not in its cache" in capsys.readouterr().err
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

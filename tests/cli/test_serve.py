@@ -77,6 +77,20 @@ def test_what_is_wrong_is_said_before_the_server_starts(
     assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
 
 
+def test_a_name_that_nobody_can_look_up_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _server_packages()
+
+    def fails(*_: object, **__: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)
+    assert main(["serve", "--port", "8123", "OWNER/none@main"]) == 1
+    error = capsys.readouterr().err
+    assert "OWNER/none could not be loaded (the Hugging Face hub cannot be reached" in error
+
+
 def test_without_the_packages_the_command_names_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -209,6 +209,27 @@ def test_a_flat_block_takes_the_likeliest_nodes_of_all_rows() -> None:
     assert head(tree, budget.choose(tree)).row_offsets.tolist() == [0, 7, 8, 8, 8]
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None:
+    rows, costs = rows_of(2), CostModel()
+    for token in range(40):
+        rows.emit(1, token)  # the other row is far behind
+    curve = costs.curve(2, 141, is_flat=is_flat)
+    for size in SIZES:
+        curve.observe(size, 1.0 + 0.12 * size)
+    scores = np.array([0.5, 0.2, 0.1, 0.6, 0.4, 0.3])
+    tree = replace(DraftTree.from_chains([[[1, 2, 3]], [[4, 5, 6]]]), score=scores)
+    chosen = [
+        Budget("auto", 64, costs, rows, is_flat=is_flat, num_new=num_new).choose(tree).tolist()
+        for num_new in (None, 64)
+    ]
+    refilled, static = chosen
+    if is_flat:
+        assert refilled == [1, 3] and static == [2, 0]
+    else:  # all rows draft equally much
+        assert refilled == [3, 3] and static == [2, 2]
+
+
 def test_flat_blocks_of_any_rows_learn_what_their_nodes_cost_together() -> None:
     rows, costs = rows_of(3), CostModel()
     budget = Budget("auto", 64, costs, rows, is_flat=True)
@@ -238,7 +259,7 @@ def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> No
     ]
     first, later = [run.seconds / (len(run.sizes) * cost(0)) for run in runs]
     # The first call of a model also finds out what sizes cost; a step's cost per node is the worst.
-    assert first < (1.06 if curve != "steep" else 1.1)
+    assert first < (1.08 if curve != "steep" else 1.13)
     assert later < 1.07
     assert np.mean([cost(n) for n in runs[1].sizes[-64:]]) < 1.03 * cost(0)
 
@@ -253,6 +274,18 @@ def test_a_text_that_begins_to_copy_is_drafted_from_at_once() -> None:
         budget.observe(draft, points(BF16)(taken[-1]))
     assert max(taken[100:103]) > 0
     assert taken[110:].count(8) >= 8
+
+
+def test_the_plain_step_is_measured_where_least_is_lost() -> None:
+    costs = CostModel()
+    budget, sizes = Budget("auto", 64, costs, rows_of()), []
+    copying, other = 0.9 ** np.arange(1, 9), np.array([0.3, 0.1])
+    for scores in [copying] * 4 + [other] + [copying] * 50:
+        draft = head(tree_of(scores), budget.choose(tree_of(scores)))
+        sizes.append(draft.max_nodes)
+        budget.observe(draft, points(BF16)(draft.max_nodes))
+    assert sizes[:6] == [8, 8, 8, 8, 0, 8]
+    assert sizes.count(0) == 2, "a text that copies all the time is interrupted in the end"
 
 
 def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:

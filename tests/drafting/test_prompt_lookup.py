@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.drafting.prompt_lookup import PromptLookup, longest_match
-from lookahead_hf.drafting.sources.ngram import NgramDrafter
+from lookahead_hf.drafting.sources.ngram import ONLY_CONTINUATION, NgramDrafter
 from lookahead_hf.rows import Rows
 from tests.helpers.compared import speculated
 from tests.helpers.models import tiny
@@ -39,7 +39,8 @@ def test_chains_respect_the_limits_of_the_call() -> None:
     # Row 0 meets a token beyond the vocabulary, row 1 the end of the call, row 2 has no match.
     assert np.diff(tree.row_offsets).tolist() == [0, 2, 0]
     assert tree.token_ids.tolist() == [4, 5]
-    assert_allclose(tree.score, tree.score[0] ** np.array([1, 2]), rtol=1e-6)
+    # Three tokens match before the first node, four before the second.
+    assert_allclose(tree.score, np.cumprod(ONLY_CONTINUATION[2:4]), rtol=1e-6)
     assert lookup.propose(rows, 1).num_nodes == 1
 
 
