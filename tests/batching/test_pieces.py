@@ -21,7 +21,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows that decode and tokens of prompts, of every block that had both or prompts alone."""
+    """The tokens of rows that decode, and those of prompts, in every flat block."""
     seen: list[tuple[int, int]] = []
     run = runners.RefilledRunner.run
 
