@@ -41,15 +41,17 @@ class Limits:
     Attributes:
         max_slots: Most texts that are decoded together.
         max_queue_size: Most requests that wait; adding another one waits; 0: any number.
-        seed: The seed of the run's samples.
+        seed: The seed of the run's samples, None to draw one from torch's default generator.
         in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody adds
             requests later.
+        max_batch_tokens: Most tokens of a step, None for any number.
     """
 
     max_slots: int
     max_queue_size: int
-    seed: int
+    seed: int | None
     in_call: bool = False
+    max_batch_tokens: int | None = None
 
 
 class CallersThread:
@@ -87,15 +89,15 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     Attributes:
         limits: How much is decoded together.
+        progress: Shows how the requests get on, None for no bar.
     """
 
-    def __init__(self, maker: Maker, limits: Limits, progress: Progress | None = None) -> None:
+    def __init__(self, maker: Maker, limits: Limits) -> None:
         """Prepare a run, without a thread.
 
         Args:
             maker: Turns requests into calls of `generate`; it has checked the model.
             limits: How much is decoded together.
-            progress: Shows how the requests get on.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
         self.input_queue: queue.Queue[RequestState] = queue.Queue(limits.max_queue_size)
@@ -117,9 +119,24 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.distributed_helper = DistributedHelper(None, None)
         self.is_tp_driver = True
 
-        self.limits, self._maker, self._progress = limits, maker, progress
+        self.limits, self._maker = limits, maker
+        self.progress: Progress | None = None
+        self._seed = int(torch.randint(2**31, ())) if limits.seed is None else limits.seed
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
         self._num_texts = 0
+
+    def fits(self, maker: Maker, limits: Limits) -> bool:
+        """Return whether a call with these settings and limits may use this manager again.
+
+        Whoever runs it, or has left results in it, shares it with nobody.
+        """
+        if self.is_running() or not self.output_router.output_queue.empty():
+            return False
+        one, other = (
+            (each.generation_config.to_dict(), each.request, each.room)
+            for each in (maker, self._maker)
+        )
+        return one == other and limits == self.limits
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Leave the model's attention as it is."""
@@ -206,8 +223,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         if record is not None:
             stats.publish(self.model, record)
             stats.tell(self.model, record)
-        if self._progress is not None and output.is_finished():
-            self._progress.finished(record)
+        if self.progress is not None and output.is_finished():
+            self.progress.finished(record)
         try:
             self.output_router.deliver(output)
         except RuntimeError as error:  # the event loop of its handler was closed
@@ -218,8 +235,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def stepped(self, num_live: int, num_new: int) -> None:
         """Note a step of the rows that decode, and the tokens that it brought."""
-        if self._progress is not None:
-            self._progress.step(num_live, num_new)
+        if self.progress is not None:
+            self.progress.step(num_live, num_new)
 
     def _split(self, state: RequestState) -> list[Job]:
         """The texts of a request, the one with its own id last."""
@@ -229,7 +246,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         jobs = []
         for index, each in enumerate([*states, state], first):
             each.num_children = 0
-            jobs.append(Job(each, request_seed(self.limits.seed, index)))
+            jobs.append(Job(each, request_seed(self._seed, index)))
         return jobs
 
     def _run_generation_loop(self) -> None:
@@ -246,8 +263,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         except Exception as error:
             self._handle_critical_error(error, None)
         finally:
-            if self._progress is not None:
-                self._progress.close()
+            if self.progress is not None:
+                self.progress.close()
             self.background_thread_status.mark_as_stopped()
 
     def _decode_all(self) -> None:
@@ -255,7 +272,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         while not self.stops():
             self.pauses()
             if self._jobs or not self.input_queue.empty():
-                run(new_session(self._maker, self, self.limits.max_slots))
+                limits = self.limits
+                run(new_session(self._maker, self, limits.max_slots, limits.max_batch_tokens))
             elif status.local_status == status.FLUSH_AND_STOP:
                 return
             else:

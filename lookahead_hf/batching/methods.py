@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from types import MethodType
 from typing import Any
 
-import torch
 import transformers
 from transformers import ContinuousBatchingConfig
 
@@ -30,6 +29,9 @@ SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
 
 MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
+
+KEPT = "_cached_continuous_batching_manager"
+"""Where transformers keeps the manager of a call with persistent_manager=True on the model."""
 
 NAMES = ("generate_batch", "init_continuous_batching")
 """The methods of a model that speculate in continuous batching."""
@@ -155,17 +157,21 @@ def _manager(
 ) -> Any:
     """Make a manager: ours if speculation is asked for and can be served, else transformers'."""
     given = generation_config, continuous_batching_config, workload_hints
-    kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(kept, SpeculativeBatchingManager):
-        return kept
     config = _wanted(model, asked, generation_config, default)
-    if config is None:
-        return original(*given)
-    try:
-        return _ours(model, config, asked, *given)
-    except Unserved as unserved:
-        fallback.report(model, unserved, config.on_fallback)
-        return original(*given)
+    if config is not None:
+        try:
+            return _ours(model, config, asked, *given)
+        except Unserved as unserved:
+            fallback.report(model, unserved, config.on_fallback)
+    if _kept(model) is not None:
+        vars(model).pop(KEPT, None)  # transformers would return it, whatever is asked
+    return original(*given)
+
+
+def _kept(model: Any) -> SpeculativeBatchingManager | None:
+    """Our manager that an earlier call left with the model, None if there is none."""
+    kept = getattr(model, KEPT, None)
+    return kept if isinstance(kept, SpeculativeBatchingManager) else None
 
 
 def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
@@ -204,21 +210,26 @@ def _ours(
         slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE
         slots = max(1, min(slots, getattr(hints, "num_requests", None) or slots))
     check_int("max_slots", slots, 1, MOST_SLOTS)
+    most = batching.max_batch_tokens
+    if most is not None:
+        check_int("max_batch_tokens", most, 1, 2**40)
+        slots = min(slots, most)
     tokens = asked.max_tokens
     if tokens is None and batching.num_blocks is not None:
         tokens = batching.num_blocks * batching.page_size
-    seed = batching.seed
-    if seed is None:
-        seed = int(torch.randint(2**31, ()))
     if tokens is not None:
         check_int("max_tokens", tokens, slots, 2**40)
     room = None if tokens is None else tokens // slots
     maker = Maker(model.eval(), generation, Request(config), room)
     maker.check()
     in_call = asked.in_call and not batching.max_queue_size  # adding to a full queue waits
-    limits = Limits(slots, batching.max_queue_size, seed, in_call)
-    bar = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
-    return SpeculativeBatchingManager(maker, limits, bar)
+    limits = Limits(slots, batching.max_queue_size, batching.seed, in_call, most)
+    manager = _kept(model)
+    if manager is None or not manager.fits(maker, limits):
+        manager = SpeculativeBatchingManager(maker, limits)
+    if asked.progress:
+        manager.progress = Progress(getattr(hints, "num_requests", None))
+    return manager
 
 
 def _unserved(what: str) -> Unserved:

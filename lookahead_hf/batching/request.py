@@ -56,12 +56,16 @@ class Job:
     Attributes:
         state: What transformers keeps of a request: its prompt, its tokens, its status.
         seed: The seed of its samples.
+        call: The call of `generate` that it stands for, None before it has a row.
+        verifier: What verifies its text, None before it has a row.
         logits: Logits after the prompt, [1, 1, vocab], for other texts of the same prompt; None
             before the prompt was run.
     """
 
     state: RequestState
     seed: int
+    call: PreparedCall | None = None
+    verifier: Verifier | None = None
     logits: torch.Tensor | None = None
 
 
@@ -194,18 +198,18 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        self.verifier(self._trial(), ColumnStream(None, 1, None), 0)
+        self.verifier(self.trial(), ColumnStream(None, 1, None), 0)
         support.check_trial(model)
 
     def takes_flat(self) -> bool:
         """Return whether steps may feed the tokens of live rows alone, one after another."""
-        call = self._trial()
+        call = self.trial()
         position_ids = positions.of_prompt(self.model, call.input_ids, call.model_kwargs)
         assert position_ids is not None
         return support.takes_flat(self.model, position_ids, call.model_kwargs)
 
-    def _trial(self) -> PreparedCall:
-        """The call of a request that nobody made."""
+    def trial(self) -> PreparedCall:
+        """Return the call of a request that nobody made, whose prompt is one token."""
         return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0))
 
 

@@ -21,6 +21,7 @@ from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
+from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.session import Session
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.runner import attention
@@ -73,6 +74,10 @@ class RefillSession(Session):
     def start(self, stack: ExitStack) -> None:
         stack.enter_context(attention.left_to_kernel(False))
         stack.enter_context(self.setup)
+        if self.runner.is_flat and self.runner.most_tokens is not None:
+            # Only a prompt shows the layout of the cache, and the first one may be too long.
+            self.runner.take(0, self.maker.trial(), self._set_up)
+            self.runner.free(0)
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
@@ -95,9 +100,13 @@ class RefillSession(Session):
         return bool(self.jobs)
 
     def _take(self, row: int, job: Job) -> None:
-        """Begin a request in a free row; if that fails, the request alone fails."""
+        """Begin a request in a free row."""
         job.state.status = RequestStatus.PREFILLING
         self.jobs[row] = job
+        self._advance(row, job)
+
+    def _advance(self, row: int, job: Job) -> None:
+        """Go on with the prompt of a request; if that fails, the request alone fails."""
         try:
             with self.stats.phase("prefill"):
                 self._prefill(row, job)
@@ -106,31 +115,48 @@ class RefillSession(Session):
         except Exception as error:
             self._fail(row, job, error)
         else:
-            self.drafts.begin_row(self.rows, row)
-            self._pass_on(row, job)
+            if job.logits is not None:
+                self.drafts.begin_row(self.rows, row)
+                self._pass_on(row, job)
 
     def _prefill(self, row: int, job: Job) -> None:
-        call = self.maker.call(job)
-        stream = ColumnStream(None, 1, call.pad)
-        verifier = self.maker.verifier(call, stream, job.seed)
-        twin = self._twin(job)
-        if twin is None:
-            self.setup.close()
-            job.logits = self.runner.take(row, call, self._set_up)
-        else:
-            self.runner.share(row, twin, call.input_ids.shape[1])
-            job.logits = self.jobs[twin].logits
-        assert job.logits is not None
+        """Let a row decode once its prompt was read, which may take several steps."""
+        if job.call is None:
+            job.call = self.maker.call(job)
+            stream = ColumnStream(None, 1, job.call.pad)
+            job.verifier = self.maker.verifier(job.call, stream, job.seed)
+        job.logits = self._after_prompt(row, job, job.call)
+        if job.logits is None:
+            return
+        assert job.verifier is not None
         job.state.status = RequestStatus.DECODING
-        self.rows.take(row, call.input_ids[0].cpu().numpy(), self.maker.num_draftable(call))
-        self.verifier.take(self.rows, row, verifier, job.logits)
+        ids = job.call.input_ids[0].cpu().numpy()
+        self.rows.take(row, ids, self.maker.num_draftable(job.call))
+        self.verifier.take(self.rows, row, job.verifier, job.logits)
+
+    def _after_prompt(self, row: int, job: Job, call: PreparedCall) -> torch.Tensor | None:
+        """Logits after the prompt of a request, None while it is being read."""
+        runner, twin = self.runner, self._twin(job)
+        if runner.reads(row) or (twin is not None and runner.reads(twin)):
+            return None
+        logits = runner.after(row)
+        if logits is None and twin is not None:
+            runner.share(row, twin, call.input_ids.shape[1])
+            return self.jobs[twin].logits
+        ids = call.input_ids[0].cpu().numpy()
+        if logits is None and runner.reads_in_pieces(ids, bool(self.rows.live.any())):
+            runner.read(row, ids)
+        elif logits is None:
+            self.setup.close()
+            logits = runner.take(row, call, self._set_up)
+        return logits
 
     def _twin(self, job: Job) -> int | None:
-        """A row that still holds the same prompt, None if there is none."""
+        """A row that holds or reads the same prompt, None if there is none."""
         for row, other in self.jobs.items():
-            same = other.logits is not None and not self.rows.finished[row]
+            same = not self.rows.finished[row] or self.runner.reads(row)
             if same and other.state.initial_tokens == job.state.initial_tokens:
-                return row if self.runner.can_share else None
+                return row if other is not job and self.runner.can_share else None
         return None
 
     def _set_up(self) -> None:
@@ -158,6 +184,9 @@ class RefillSession(Session):
             How many tokens there are.
         """
         state, known = job.state, len(job.state.generated_tokens)
+        if state.status is RequestStatus.PREFILLING:
+            self._advance(row, job)
+            return 0
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
             return 0
@@ -206,13 +235,16 @@ def packing(maker: Maker) -> PackedSteps:
     return PackedSteps(maker.model, maker.request.config.packed_weights, LONG_CALL)
 
 
-def new_session(maker: Maker, desk: Desk, max_rows: int) -> RefillSession:
+def new_session(
+    maker: Maker, desk: Desk, max_rows: int, most_tokens: int | None = None
+) -> RefillSession:
     """Return a session with free rows only.
 
     Args:
         maker: Turns requests into calls.
         desk: Where requests come from.
         max_rows: Most texts that are decoded together.
+        most_tokens: Most tokens of a step, at least one per row; None for any number.
 
     Raises:
         ValueError: An option or a pool is wrong.
@@ -221,7 +253,7 @@ def new_session(maker: Maker, desk: Desk, max_rows: int) -> RefillSession:
     do_sample = bool(maker.generation_config.do_sample)
     drafters = build_drafters(model, maker.request, max_rows, do_sample)
     rows = RefilledRows(max_rows)
-    runner = RefilledRunner(model, max_rows, packing(maker), maker.takes_flat())
+    runner = RefilledRunner(model, max_rows, packing(maker), maker.takes_flat(), most_tokens)
     drafts = DraftSession(
         model,
         config,
@@ -237,7 +269,7 @@ def new_session(maker: Maker, desk: Desk, max_rows: int) -> RefillSession:
         **parts,
         verifier=EachRow(max_rows),
         processes=Processes(),
-        stats=RowRecorder(max_rows),
+        stats=RowRecorder(max_rows, tuple(drafts.source_stats)),
         maker=maker,
         desk=desk,
     )

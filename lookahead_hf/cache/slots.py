@@ -265,6 +265,7 @@ class SlotCache(Cache):
         """
         for group in self.each_group():
             if group.layers:
-                lengths = torch.from_numpy(group.lengths)
+                # A row that is not in the block may fill its room; its first path token stays.
+                lengths = torch.from_numpy(np.minimum(group.lengths, group.capacity - 1))
                 paths = torch.from_numpy(path), torch.from_numpy(counts)
                 compact_path(group.path_table, lengths, *paths)

@@ -148,9 +148,11 @@ class DraftSession:
         most_nodes = config.max_draft_nodes
         if config.draft_invariant:
             most_nodes = min(most_nodes, INVARIANT_WIDTH - 1)
+        if runner.most_nodes is not None:
+            most_nodes = min(most_nodes, runner.most_nodes)
         self._budget = Budget(
             config.budget,
-            min(most_nodes, runner.most_nodes or most_nodes),
+            most_nodes,
             self._memory.costs,
             rows,
             placement(model) + (" one shape" if config.draft_invariant else ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import lookahead_hf
+from lookahead_hf.batching import runner
+from lookahead_hf.stats import SourceStats
 from tests.helpers import models, requests
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
@@ -32,9 +35,12 @@ def test_every_text_is_that_of_its_prompt_alone(model: Any, sampling: dict[str, 
     speculated(found.values())
 
 
-@examples(max_examples=6, deadline=None)
+@examples(max_examples=8, deadline=None)
 @given(
     count=st.integers(1, 8),
+    siblings=st.integers(1, 3),
+    piece=st.integers(1, 40),
+    most=st.one_of(st.none(), st.integers(1, 40)),
     slots=st.integers(1, 5),
     longest=st.integers(1, 30),
     seed=st.integers(0, 99),
@@ -42,14 +48,26 @@ def test_every_text_is_that_of_its_prompt_alone(model: Any, sampling: dict[str, 
     budget=st.integers(0, 9),
 )
 def test_nothing_but_the_request_decides_about_its_text(
-    count: int, slots: int, longest: int, seed: int, do_sample: bool, budget: int
+    count: int,
+    siblings: int,
+    piece: int,
+    most: int | None,
+    slots: int,
+    longest: int,
+    seed: int,
+    do_sample: bool,
+    budget: int,
 ) -> None:
     model = lookahead_hf.enable(models.tiny("llama"))
     texts = prompts(count, seed)
     config = settings(model, max_new_tokens=longest, do_sample=do_sample, eos_token_id=[9, 70])
+    config.num_return_sequences = siblings if do_sample else 1
     drafted = lookahead_hf.SpeculativeConfig(budget=budget)
-    found = model.generate_batch(texts, config, seeded(), speculative=drafted, max_slots=slots)
-    expected = [alone(model, text, config, index) for index, text in enumerate(texts)]
+    with mock.patch.object(runner, "PIECE", piece):
+        batching = seeded(max_batch_tokens=most)
+        found = model.generate_batch(texts, config, batching, speculative=drafted, max_slots=slots)
+    each = [text for text in texts for _ in range(config.num_return_sequences)]
+    expected = [alone(model, text, config, index) for index, text in enumerate(each)]
     assert [output.generated_tokens for output in found.values()] == expected
 
 
@@ -74,6 +92,17 @@ def test_a_request_has_statistics_in_the_words_of_vllm() -> None:
         assert sum(values["acceptance_histogram"]) == values["num_spec_steps"] == stats.row_steps
         assert stats.num_emitted == 1 + stats.row_steps + stats.num_accepted
         assert stats.forward_ms > 0
+        assert set(stats.per_source) == {"ngram", "recycling"}
+        assert sum(source.accepted for source in stats.per_source.values()) >= stats.num_accepted
+
+
+def test_a_request_knows_who_foresaw_its_tokens() -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    config = lookahead_hf.SpeculativeConfig(drafters=("ngram",), budget=6)
+    found = model.generate_batch(prompts(5), settings(model), speculative=config, max_slots=2)
+    for stats in speculated(found.values()):
+        counts = stats.num_drafted, stats.num_accepted, stats.num_accepted
+        assert stats.per_source == {"ngram": SourceStats(*counts)}
     assert lookahead_hf.totals(model).num_calls == 3
 
 

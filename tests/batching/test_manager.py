@@ -17,7 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
-from lookahead_hf.batching import progress, session
+from lookahead_hf.batching import progress, runner, session
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
@@ -212,13 +212,19 @@ def test_handlers_hear_of_their_requests(model: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_arrivals_and_cancellations_in_any_order(model: Any, seed: int) -> None:
+def test_arrivals_cancellations_and_failures_in_any_order(
+    model: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     chosen, texts = random.Random(seed), prompts(12, seed)
+    monkeypatch.setattr(runner, "PIECE", (1, 5, 256)[seed % 3])
     config = settings(model, do_sample=seed == 1)
     with running(model, config, max_slots=chosen.randint(1, 4)) as manager:
-        found, cancelled = {}, set()
+        found, cancelled, failing = {}, set(), set()
         for index, text in enumerate(texts):
-            manager.add_request(text, request_id=str(index))
+            fails = chosen.random() < 0.2
+            failing |= {str(index)} if fails else set()
+            own = broken_after(len(text) + 3) if fails else {}
+            manager.add_request(text, request_id=str(index), **own)
             if chosen.random() < 0.5 and (output := manager.get_result(timeout=0.02)):
                 found[output.request_id] = output
             if chosen.random() < 0.3:
@@ -227,6 +233,8 @@ def test_arrivals_and_cancellations_in_any_order(model: Any, seed: int) -> None:
         while len(found.keys() | cancelled) < len(texts):
             output = manager.get_result(timeout=WAIT)
             found[output.request_id] = output
+    assert {name for name, output in found.items() if output.error} == failing & found.keys()
+    found = {name: output for name, output in found.items() if name not in failing}
     kept = {name: output.generated_tokens for name, output in found.items()}
     if seed != 1:
         assert kept == {name: alone(model, texts[int(name)], config) for name in kept}

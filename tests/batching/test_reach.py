@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationMixin
 
 import lookahead_hf
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.methods import NAMES
 from tests.helpers import models
@@ -83,4 +84,30 @@ def test_a_manager_that_is_kept_serves_the_next_run(model: Any) -> None:
         tokens = [output.generated_tokens for output in found.values()]
         assert tokens == [alone(model, text, config) for text in texts]
         speculated(found.values())
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_manager_that_is_kept_serves_no_other_settings(model: Any) -> None:
+    lookahead_hf.enable(model, default=DRAFTED)
+    texts, kept = prompts(2), {"persistent_manager": True}
+
+    def run(config: Any, **given: Any) -> Any:
+        found = model.generate_batch(texts, config, **kept, **given).values()
+        assert [each.generated_tokens for each in found] == [
+            alone(model, text, config) for text in texts
+        ]
+        return model._cached_continuous_batching_manager, list(found)
+
+    short, longer = settings(model, max_new_tokens=9), settings(model)
+    first, _ = run(short)
+    assert run(short)[0] is first
+    by_length, _ = run(longer)
+    by_slots, _ = run(longer, max_slots=1)
+    by_drafts, found = run(longer, max_slots=1, speculative=SpeculativeConfig(drafters=("ngram",)))
+    assert len({first, by_length, by_slots, by_drafts}) == 4
+    by_drafts.output_router.output_queue.put(found[0])  # of a run that was broken off
+    assert run(longer, max_slots=1, speculative=by_drafts._maker.request.config)[0] is not by_drafts
+    plain, found = run(longer, speculative=False, continuous_batching_config=seeded(num_blocks=4))
+    assert not isinstance(plain, SpeculativeBatchingManager)
+    speculated(run(longer)[1])
     model.destroy_cached_continuous_batching_manager()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from threading import Thread
 from typing import Any
 
@@ -122,6 +123,23 @@ def map_of_datasets(room: Room, speculative: Any) -> Any:
     return rows.map(answer, batched=True, batch_size=2, load_from_cache_file=False)["answer"][:]
 
 
+def queue_of_datasets(room: Room, speculative: Any) -> Any:
+    from datasets import Dataset
+
+    model, tokenizer = room.model(speculative), room.tokenizer()
+    config = copy.deepcopy(model.generation_config)
+    config.update(**GREEDY)
+    few = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    bar = {"progress": True} if speculative else {"progress_bar": True}
+
+    def annotate(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+        found = model.generate_batch(tokenizer(rows["text"]).input_ids, config, few, **bar)
+        return {"answer": [tokenizer.decode(each.generated_tokens) for each in found.values()]}
+
+    rows = Dataset.from_dict({"text": [PROMPT, "abcd", "xyz xyz"] * 2})
+    return rows.map(annotate, batched=True, load_from_cache_file=False)["answer"][:]
+
+
 OURS = "`lookahead_hf.pipeline(...)`"
 NO_BEAMS = '`lookahead_hf.pipeline(...)` and `pipe(audio, generate_kwargs={"num_beams": 1})`'
 AGENT = "`TransformersModel(model_id=..., speculative=True)`"
@@ -198,4 +216,10 @@ CALLERS = [
         auto=True,
     ),
     Caller("datasets, map", "`enable(model)`", map_of_datasets, ("datasets",)),
+    Caller(
+        "datasets, map, generate_batch with a bar",
+        "`enable(model)`",
+        queue_of_datasets,
+        ("datasets",),
+    ),
 ]

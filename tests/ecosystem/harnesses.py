@@ -49,7 +49,7 @@ def lighteval(room: Room, speculative: Any) -> list[str]:
     return [answer.text for answer in models.TransformersModel(config).greedy_until(docs)]
 
 
-def rewarded(room: Room, speculative: Any, method: str) -> list[str]:
+def rewarded(room: Room, speculative: Any, method: str, **more: Any) -> list[str]:
     """The completions that were rewarded in two training steps."""
     import trl
 
@@ -61,7 +61,7 @@ def rewarded(room: Room, speculative: Any, method: str) -> list[str]:
         return [float(text.count("a")) for text in completions]
 
     settings = _settings(
-        room, config, speculative, per_device_train_batch_size=4, num_generations=4
+        room, config, speculative, per_device_train_batch_size=4, num_generations=4, **more
     )
     model = room.enabled(speculative)
     trainer(
@@ -73,6 +73,17 @@ def rewarded(room: Room, speculative: Any, method: str) -> list[str]:
     ).train()
     assert model.training
     return seen
+
+
+def rewarded_together(room: Room, speculative: Any) -> list[str]:
+    """Plain is `generate`: transformers' own manager leaves the tokens of `suppress_tokens` in."""
+    return rewarded(
+        room,
+        speculative,
+        "GRPO",
+        generation_kwargs={"do_sample": False, **asking(speculative)},
+        use_transformers_continuous_batching=bool(speculative),
+    )
 
 
 def _settings(room: Room, config: Any, speculative: Any, **more: Any) -> Any:
@@ -87,8 +98,7 @@ def _settings(room: Room, config: Any, speculative: Any, **more: Any) -> Any:
         use_cpu=True,
         bf16=False,
         seed=0,
-        generation_kwargs=asking(speculative) or None,
-        **more,
+        **{"generation_kwargs": asking(speculative) or None, **more},
     )
 
 
@@ -138,6 +148,13 @@ CALLERS = [
             note=TRAINING,
         )
         for method in ("GRPO", "RLOO")
+    ),
+    Caller(
+        "TRL, GRPO with use_transformers_continuous_batching",
+        TRL.format("GRPOConfig"),
+        rewarded_together,
+        TRL_NEEDS,
+        note="greedy, compared with GRPO without continuous batching",
     ),
     Caller("a model in training mode, without dropout", "`enable(model)`", training_mode),
 ]

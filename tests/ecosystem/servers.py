@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.ecosystem.callers import NEW_TOKENS, PROMPT, SAID
@@ -69,6 +70,31 @@ def response(room: Room, speculative: Any) -> Any:
     return answer["output"][0]["content"][0]["text"], answer["usage"]
 
 
+def chats_together(room: Room, speculative: Any) -> Any:
+    """Chats of the OpenAI client that one server decodes together."""
+    from openai import OpenAI
+    from transformers.cli.serve import Serve
+
+    folder, port = room.folder(speculative), free_port()
+    few = {"cb_num_blocks": 8, "cb_max_batch_tokens": 256}
+    server = Serve(folder, True, port=port, device="cpu", non_blocking=True, **few)
+    client = OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=120)
+
+    def chat(text: str) -> Any:
+        said = [{"role": "user", "content": text}]
+        answer = client.chat.completions.create(
+            model=folder, messages=said, max_tokens=NEW_TOKENS, temperature=0.0
+        )
+        return answer.choices[0].message.content, answer.usage.completion_tokens
+
+    try:
+        wait_for(port)
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(chat, (PROMPT, "abcd", "xyz xyz xyz")))
+    finally:
+        server.kill_server()
+
+
 NEEDS = ("fastapi", "uvicorn", "openai")
 
 CALLERS = [
@@ -77,4 +103,11 @@ CALLERS = [
     Caller("transformers serve, streaming", ENTRY, chat_in_pieces, NEEDS, auto=True),
     Caller("transformers serve, completions", ENTRY, completion, NEEDS, auto=True),
     Caller("transformers serve, responses", ENTRY, response, NEEDS, auto=True),
+    Caller(
+        "transformers serve --continuous-batching, the OpenAI client",
+        ENTRY,
+        chats_together,
+        NEEDS,
+        auto=True,
+    ),
 ]

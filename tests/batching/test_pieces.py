@@ -1,0 +1,118 @@
+"""Prompts that enter in pieces, beside rows that decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lookahead_hf
+from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching import session
+from tests.helpers import models
+from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return lookahead_hf.enable(models.tiny(request.param))
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The tokens of rows that decode, and those of prompts, in every flat block."""
+    seen: list[tuple[int, int]] = []
+    run = runners.RefilledRunner.run
+
+    def counted(self: Any, fed: Any, draft: Any, is_prompt: bool = False) -> Any:
+        decoding = [r for r, each in enumerate(fed) if len(each) and r not in self._unread]
+        pieces = sum(len(each) for r, each in enumerate(fed) if r in self._unread)
+        seen.append((len(decoding) + draft.num_nodes, pieces))
+        return run(self, fed, draft, is_prompt)
+
+    monkeypatch.setattr(runners.RefilledRunner, "run", counted)
+    return seen
+
+
+@pytest.mark.parametrize("most", [5, 24])
+def test_no_step_has_more_tokens_than_it_may(
+    model: Any, blocks: list[tuple[int, int]], most: int
+) -> None:
+    texts, config = prompts(9), settings(model, eos_token_id=[5, 40])
+    batching = seeded(max_batch_tokens=most)
+    found = model.generate_batch(texts, config, batching, speculative=DRAFTED, max_slots=3)
+    assert [each.generated_tokens for each in found.values()] == [
+        alone(model, text, config) for text in texts
+    ]
+    if most > 5:  # with 5 tokens for 3 rows, no row has a draft
+        speculated(found.values())
+    assert any(decoding and pieces for decoding, pieces in blocks)
+    assert max(decoding + pieces for decoding, pieces in blocks) <= most
+    assert sum(pieces for _, pieces in blocks) >= sum(len(t) for t in texts if len(t) > most)
+
+
+def test_a_long_prompt_does_not_hold_up_the_others(
+    blocks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    monkeypatch.setattr(runners, "PIECE", 8)
+    short, *_ = prompts(1, longest=4)
+    texts, config = [short, (prompts(1, 3)[0] * 30)[:80]], settings(model, max_new_tokens=40)
+    found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=2)
+    assert [each.generated_tokens for each in found.values()] == [
+        alone(model, text, config) for text in texts
+    ]
+    assert [pieces for decoding, pieces in blocks if pieces] == [8] * 10
+    assert sum(decoding > 0 for decoding, pieces in blocks if pieces) > 5
+    speculated(found.values())
+
+
+def test_what_reads_the_same_prompt_waits_for_it(
+    blocks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    monkeypatch.setattr(runners, "PIECE", 8)
+    first, long = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:40]
+    config = settings(model, do_sample=True)
+    texts = [first, long, long, long]
+    found = model.generate_batch(texts, config, seeded(), speculative=DRAFTED, max_slots=4)
+    assert [each.generated_tokens for each in found.values()] == [
+        alone(model, text, config, index) for index, text in enumerate(texts)
+    ]
+    assert sum(pieces for _, pieces in blocks) == len(long)
+
+
+def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    monkeypatch.setattr(runners, "PIECE", 1)
+    config = settings(model, max_new_tokens=30)
+    first, long, last = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:90], prompts(2)[1]
+    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    read = runners.RefilledRunner.read
+
+    def cancelled(self: Any, row: int, prompt_ids: np.ndarray) -> None:
+        read(self, row, prompt_ids)
+        if len(prompt_ids) == len(long):
+            manager.cancel_request("long")
+
+    monkeypatch.setattr(session.RefilledRunner, "read", cancelled)
+    for name, text in {"first": first, "long": long, "last": last}.items():
+        manager.add_request(text, request_id=name)
+    manager.start()
+    found = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in range(2))}
+    manager.stop()
+    assert set(found) == {"first", "last"}
+    for name, text in {"first": first, "last": last}.items():
+        assert found[name].generated_tokens == alone(model, text, config)
+
+
+def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"))
+    monkeypatch.setattr(runners, "PIECE", 8)
+    texts, config = prompts(3, longest=20), settings(model)
+    texts[1] = [*texts[1], 10_000] * 12
+    found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
+    assert "index" in found[1].error
+    for index in (0, 2):
+        assert found[index].generated_tokens == alone(model, texts[index], config)
