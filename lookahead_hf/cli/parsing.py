@@ -163,17 +163,25 @@ def generation_arguments(arguments: Arguments) -> dict[str, Any]:
     return chosen | {name: value for name, value in sampling.items() if value is not None}
 
 
-def drafting_arguments(arguments: Arguments, tokenizer: Any, assistant: Any) -> dict[str, Any]:
+def with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig:
+    """The configuration with its pool opened, which is in `file` or where it says."""
+    from lookahead_hf.drafting.sources.pool import open_pool
+
+    named = file or config.pool
+    return config if named is None else replace(config, pool=open_pool(named))
+
+
+def drafting_arguments(
+    arguments: Arguments, config: SpeculativeConfig, tokenizer: Any, assistant: Any
+) -> dict[str, Any]:
     """The arguments of a speculative `generate` that the options ask for.
 
     Args:
         arguments: The options.
+        config: Their configuration, with its pool.
         tokenizer: The target's tokenizer.
         assistant: The assistant's model and tokenizer, None without one.
     """
-    config = arguments.config
-    if arguments.pool:
-        config = replace(config, pool=arguments.pool)
     chosen: dict[str, Any] = {"speculative": config, "speculative_tokenizer": tokenizer}
     if arguments.prediction:
         chosen["prediction"] = arguments.prediction.read_text(encoding="utf-8")
