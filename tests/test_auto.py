@@ -89,3 +89,8 @@ def test_one_switch_makes_every_model_speculate(
 def test_no_program(folder: Path, words: str, shown: str) -> None:
     done = run(folder, *words.split())
     assert done.returncode == 1 and done.stderr.startswith(shown)
+
+
+def test_a_switch_that_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOKAHEAD_HF", "yes")
+    assert "LOOKAHEAD_HF=yes: set it to 1, 0 or a preset" in run(folder, "program").stderr
