@@ -122,7 +122,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
         check_int("max_draft_nodes", self.max_draft_nodes, 1, MOST_DRAFT_NODES)
         if not _is_one_of(self.budget, ("auto",)):
-            check_int('budget, unless it is "auto",', self.budget, 0, self.max_draft_nodes)
+            check_int("budget", self.budget, 0, self.max_draft_nodes, '"auto" or ')
         for name, allowed in CHOICES.items():
             _check_choice(name, getattr(self, name), allowed)
         if self.draft_invariant and self.verification == "rejection":
@@ -238,11 +238,11 @@ def drafter_name(drafter: Any) -> str:
         return "custom"
 
 
-def check_int(name: str, value: Any, least: int, most: int) -> None:
-    """Raise ValueError if an option is not an int from `least` to `most`."""
+def check_int(name: str, value: Any, least: int, most: int, others: str = "") -> None:
+    """Raise ValueError, which names `others` too, if an option is no int from `least` to `most`."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}, but must be an int in {least}..{most}")
+        raise ValueError(f"{name} is {value!r}, but must be {others}an int in {least}..{most}")
 
 
 def _checked_drafters(drafters: Any) -> tuple[Any, ...]:

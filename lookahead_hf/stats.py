@@ -202,7 +202,8 @@ class Totals:
 
     def __str__(self) -> str:
         plain = "".join(f", {count} plain ({name})" for name, count in self.fallbacks.items())
-        return f"{_counted(self.num_calls, 'call')}{plain}\n{self.stats}"
+        calls = f"{_counted(self.num_calls, 'call')}{plain}"
+        return f"{calls}\n{self.stats}" if self.stats.rows else calls
 
 
 def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:

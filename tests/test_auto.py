@@ -75,7 +75,22 @@ def test_one_switch_makes_every_model_speculate(
     assert done.stdout.split() == [str(speculates), "False", "True"]
 
 
-@pytest.mark.parametrize("words", [(), ("--speculative",)])
-def test_no_program(folder: Path, words: tuple[str, ...]) -> None:
-    done = run(folder, *words)
-    assert done.returncode == 1 and "usage" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("", "usage: "),
+        ("--speculative", "usage: "),
+        ("--fast program.py", "usage: "),
+        ("nothing.py", "there is no file nothing.py"),
+        ("nothing", "there is no program nothing: PROGRAM is"),
+        ("nothing.within --help", "there is no program nothing.within: PROGRAM is"),
+    ],
+)
+def test_no_program(folder: Path, words: str, shown: str) -> None:
+    done = run(folder, *words.split())
+    assert done.returncode == 1 and done.stderr.startswith(shown)
+
+
+def test_a_switch_that_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOKAHEAD_HF", "yes")
+    assert "LOOKAHEAD_HF=yes: set it to 1, 0 or a preset" in run(folder, "program").stderr

@@ -30,7 +30,7 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
         ({"drafters": (object(),)}, "method `propose`"),
         ({"drafters": (type("Mine", (), {"propose": print}),)}, "neither"),
         ({"max_draft_nodes": 0}, "int in 1..4096"),
-        ({"budget": "much"}, 'unless it is "auto", is'),
+        ({"budget": "much"}, 'must be "auto" or an int in 0..64'),
         ({"budget": 65}, "int in 0..64"),
         ({"verification": "sure"}, "known: exact, rejection"),
         ({"draft_invariant": 1}, "known: True, False"),

@@ -179,6 +179,7 @@ def test_totals_add_calls_up_until_they_are_reset(model: Any) -> None:
     assert str(found).startswith("3 calls, 1 plain (beams)\n")
     lookahead_hf.reset_totals(model)
     assert lookahead_hf.totals(model) == Totals()
+    assert str(Totals(num_calls=2, fallbacks={"beams": 2})) == "2 calls, 2 plain (beams)"
 
 
 def test_listeners_hear_each_call_and_cannot_cost_the_text(model: Any) -> None:

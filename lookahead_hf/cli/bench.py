@@ -68,7 +68,8 @@ def _read_prompts(arguments: Arguments) -> list[tuple[str, str]]:
                 numbered = [(at, line) for at, line in enumerate(lines, 1) if line.strip()]
                 lines = [text_of(line, arguments.field, f"line {at}") for at, line in numbered]
         except (OSError, ValueError) as error:
-            raise CommandError(f"{file} could not be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise CommandError(f"{file} could not be read: {reason}") from error
         named = [(file.name, text) for text in lines if text.strip()]
     if not named:
         raise CommandError(f"There is no prompt in {file}.")

@@ -118,6 +118,8 @@ def _summary(call: Call, known: int) -> str:
 
 def _messages(screen: Screen) -> Iterator[str]:
     """The user's messages; an empty line ends them on a terminal, and is skipped in a file."""
+    if sys.stdin.isatty():
+        screen.note("An empty line or Ctrl-D ends.", "dim")
     while True:
         if sys.stdin.isatty():
             screen.note("\n> ", "bold", end="")

@@ -17,6 +17,7 @@ from lookahead_hf.cli.parsing import (
     drafting_arguments,
     generation_arguments,
     generation_options,
+    with_pool,
 )
 from lookahead_hf.cli.screen import CommandError, Screen
 
@@ -70,10 +71,11 @@ def read_prompt(given: str | None) -> str:
 def open_stage(arguments: Arguments, screen: Screen) -> Stage:
     """Open the model and the assistant that a command's options name."""
     dtype, device = arguments.dtype, arguments.device
+    config = with_pool(arguments.config, arguments.pool)  # a bad file fails before the model loads
     model, tokenizer = open_model(arguments.model, dtype, screen, arguments.threads, device)
     name = arguments.assistant
     assistant = load(name, dtype, screen, device, "--assistant") if name else None
-    drafting = drafting_arguments(arguments, tokenizer, assistant)
+    drafting = drafting_arguments(arguments, config, tokenizer, assistant)
     generation = generation_arguments(arguments)
     return Stage(model, tokenizer, generation, screen, drafting, arguments.seed)
 

@@ -98,7 +98,6 @@ def sampling_options() -> Callable[[Run], Run]:
             "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
         ),
         click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this sum"),
-        click.option("--sample", metavar="T,TOP_P", callback=_sampling, hidden=True),
         click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
     )
 
@@ -111,19 +110,6 @@ def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
 def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
     """Several decorators as one; the help lists the options in this order."""
     return lambda run: reduce(lambda inner, option: option(inner), reversed(options), run)
-
-
-def _sampling(context: Any, option: Any, value: str | None) -> tuple[float, float] | None:
-    """Temperature and top-p, from `0.7,0.95`."""
-    if value is None:
-        return None
-    try:
-        temperature, top_p = map(float, value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not two numbers, such as 0.7,0.95") from None
-    if not (0 < temperature < float("inf") and 0 < top_p <= 1):
-        raise click.BadParameter(f"{value}: both must be above 0, and top-p at most 1")
-    return temperature, top_p
 
 
 def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
@@ -155,7 +141,7 @@ POOL = click.option("--pool", type=_FILE, help="draft from this pool too; see `p
 
 def generation_arguments(arguments: Arguments) -> dict[str, Any]:
     """The arguments of `generate` that the options ask for."""
-    temperature, top_p = arguments.sample or (arguments.temperature, arguments.top_p)
+    temperature, top_p = arguments.temperature, arguments.top_p
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     if temperature == 0 or temperature is top_p is None:
         return chosen
@@ -163,17 +149,25 @@ def generation_arguments(arguments: Arguments) -> dict[str, Any]:
     return chosen | {name: value for name, value in sampling.items() if value is not None}
 
 
-def drafting_arguments(arguments: Arguments, tokenizer: Any, assistant: Any) -> dict[str, Any]:
+def with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig:
+    """The configuration with its pool opened, which is in `file` or where it says."""
+    from lookahead_hf.drafting.sources.pool import open_pool
+
+    named = file or config.pool
+    return config if named is None else replace(config, pool=open_pool(named))
+
+
+def drafting_arguments(
+    arguments: Arguments, config: SpeculativeConfig, tokenizer: Any, assistant: Any
+) -> dict[str, Any]:
     """The arguments of a speculative `generate` that the options ask for.
 
     Args:
         arguments: The options.
+        config: Their configuration, with its pool.
         tokenizer: The target's tokenizer.
         assistant: The assistant's model and tokenizer, None without one.
     """
-    config = arguments.config
-    if arguments.pool:
-        config = replace(config, pool=arguments.pool)
     chosen: dict[str, Any] = {"speculative": config, "speculative_tokenizer": tokenizer}
     if arguments.prediction:
         chosen["prediction"] = arguments.prediction.read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import click
 
 from lookahead_hf.cli.loading import check_name
-from lookahead_hf.cli.parsing import CONFIG, POOL, VERSION, as_written
+from lookahead_hf.cli.parsing import CONFIG, POOL, VERSION, as_written, with_pool
 from lookahead_hf.cli.screen import CommandError, Screen, open_screen
 from lookahead_hf.config import SpeculativeConfig
 
@@ -54,18 +53,7 @@ def COMMAND(
             'Install what is missing with: pip install "lookahead-hf[serve]"'
         )
     is_plain = context.find_root().params.get("no_colour", False)
-    _serve(list(words), _with_pool(config, pool), open_screen(is_plain))
-
-
-def _with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig:
-    """The configuration with its pool opened, which is in `file` or where it says."""
-    from lookahead_hf.drafting.sources.pool import open_pool
-
-    named = file or config.pool
-    try:
-        return config if named is None else dataclasses.replace(config, pool=open_pool(named))
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    _serve(list(words), with_pool(config, pool), open_screen(is_plain))
 
 
 def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:

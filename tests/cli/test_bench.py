@@ -56,7 +56,7 @@ def test_without_a_file_the_demos_prompts_are_taken(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("nothing.txt", None, "No such file"),
+        ("nothing.txt", None, "could not be read: No such file"),
         ("empty.txt", "\n\n", "no prompt"),
         ("broken.jsonl", "{", "could not be read"),
         ("other.jsonl", '{"text": "a"}', "line 1: no field 'prompt' but text"),

@@ -109,3 +109,14 @@ def test_json_has_a_line_per_turn(
         assert second["stats"] is None
     else:
         assert second["stats"]["fallback_reason"] is None
+
+
+def test_on_a_terminal_an_empty_line_ends(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    say(monkeypatch, "", "abc")
+    assert main(["chat", "--model", folder]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "" and "An empty line or Ctrl-D ends.\n" in shown.err

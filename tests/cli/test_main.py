@@ -34,9 +34,6 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         ("sing", "demo|generate|trace|chat|serve|analyze|bench|pool|env"),
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
-        ("generate --sample 0,0.9 Hello", "must be above 0"),
-        ("generate --sample 0.7,2 Hello", "top-p at most 1"),
-        ("generate --sample a,b Hello", "two numbers"),
         ("generate --top-p 2 Hello", "0<x<=1"),
         ("generate --config fast Hello", "no file, no JSON and no preset (default, prompt_lookup"),
         ("generate --config {" + "'budget':3} Hello", "Expecting property name"),
@@ -64,6 +61,7 @@ def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--device cuda:77", "--device cuda:77 cannot be used here, take cpu"),
         ("--model {model} --assistant ./nothing", "(there is no such folder): --assistant takes"),
         ("--model {model} --prediction {tmp}/bytes", "utf-8"),
+        ("--model ./nothing --pool {tmp}/bytes", "bytes is not a pool"),
     ],
 )
 def test_what_is_missing_is_one_sentence(
