@@ -11,8 +11,8 @@ from lookahead_hf.drafting.cost_model import CostCurve, CostModel
 from lookahead_hf.rows import Rows
 
 FIRST_SIZE = 7
-"""Nodes up to whose size a step may go while no cost is known; then the greatest measured size may
-double."""
+"""Nodes per row up to whose size a step may go while no cost is known; then the greatest measured
+size may double."""
 
 PATIENCE = 0.5
 """Expected tokens per row that a due plain step may give up, times the steps that it has waited.
@@ -140,7 +140,8 @@ class Budget:
             most: Greatest size.
         """
         curve = self._curve
-        most = min(most, curve.size_for(max(2 * curve.greatest_size, FIRST_SIZE)))
+        first = FIRST_SIZE * (int(self._rows.live.sum()) if self._is_flat else 1)
+        most = min(most, curve.size_for(max(2 * curve.greatest_size, first)))
         sizes = np.array([*(n for n in curve.sizes if n < most), most])
         tokens = float(self._rows.live.sum()) + np.concatenate([np.zeros(1), gain.cumsum()])[sizes]
         return int(sizes[(tokens / curve.seconds(sizes, hopeful=True)).argmax()])

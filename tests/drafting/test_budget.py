@@ -230,6 +230,12 @@ def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None
         assert refilled == [3, 3] and static == [2, 2]
 
 
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 8), (4, 32)])
+def test_the_first_flat_block_has_room_for_all_rows(num_rows: int, most: int) -> None:
+    budget = Budget("auto", 64, CostModel(), rows_of(num_rows), is_flat=True)
+    assert budget.choose(tree_of(np.full(64, 0.99), num_rows)).sum() == most
+
+
 def test_flat_blocks_of_any_rows_learn_what_their_nodes_cost_together() -> None:
     rows, costs = rows_of(3), CostModel()
     budget = Budget("auto", 64, costs, rows, is_flat=True)
