@@ -52,7 +52,7 @@ GPUS = {
     "sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * 1024),
     "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024, 8),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * 1024),
-    "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * 1024, 40),
+    "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * 1024, 48),
     "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024, 80),
     "gfx90a": Gpu(GPUTarget("hip", "gfx90a", 64), 64 * 1024),
     "gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * 1024, 320),

@@ -163,7 +163,7 @@ class StepFunction:
     """The step of one model over one cache.
 
     Attributes:
-        reads_masks: Whether a layer read a mask in the latest forward, and before the first one.
+        reads_masks: Whether a layer read a mask in the latest forward; true before the first one.
     """
 
     reads_masks = True
