@@ -94,6 +94,7 @@ def test_a_request_has_statistics_in_the_words_of_vllm() -> None:
         assert stats.forward_ms > 0
         assert set(stats.per_source) == {"ngram", "recycling"}
         assert sum(source.accepted for source in stats.per_source.values()) >= stats.num_accepted
+    assert lookahead_hf.totals(model).num_calls == 3
 
 
 def test_a_request_knows_who_foresaw_its_tokens() -> None:
@@ -103,7 +104,6 @@ def test_a_request_knows_who_foresaw_its_tokens() -> None:
     for stats in speculated(found.values()):
         counts = stats.num_drafted, stats.num_accepted, stats.num_accepted
         assert stats.per_source == {"ngram": SourceStats(*counts)}
-    assert lookahead_hf.totals(model).num_calls == 3
 
 
 def test_several_texts_of_a_prompt_have_seeds_of_their_own() -> None:

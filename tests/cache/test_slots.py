@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -40,6 +41,17 @@ def test_a_row_that_may_be_handed_back_keeps_what_the_slowest_sees() -> None:
         feed(cache, [token, token], [True, token < 20])
     (group,) = cache.each_group()
     assert group.dropped[0] <= 20 - 7 and group.dropped[1] <= 20 - 7
+
+
+def test_a_row_without_a_block_may_fill_its_room() -> None:
+    cache = cache_of(None, [4, 2])
+    (group,) = cache.each_group()
+    assert group.capacity == 4
+    store = group.layers[0].k_store
+    store[1, 3] = 9.0
+    cache.compact(np.array([[0], [1]]), np.array([1, 1]))
+    assert store[0, :, 0, 0].tolist() == [0, 1, 2, 3]
+    assert store[1, :3, 0, 0].tolist() == [0, 1, 9]
 
 
 def bytes_of(cache: Any) -> int:
