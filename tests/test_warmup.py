@@ -74,7 +74,8 @@ def test_a_later_call_finds_its_graphs(
         assert before == 6  # two widths, 64, 128 and 256 slots
         torch.manual_seed(7)
         assert model.generate(ids, **call, speculative=trees).tolist() == plain.tolist()
-        assert model.generate(ids[:, 5:], **call, speculative=True).shape == (2, 85)
+        config = SpeculativeConfig(packed_weights=packed)
+        assert model.generate(ids[:, 5:], **call, speculative=config).shape == (2, 85)
     assert [each for each in made if each.recordings] == [recorder]
     assert len(recorder.recordings) == before
     assert speculated(model).execution == "replayed"
