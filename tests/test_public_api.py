@@ -23,7 +23,7 @@ def in_a_fresh_process(code: str) -> str:
 
 def test_importing_loads_no_other_module_and_prints_nothing() -> None:
     code = """
-import sys
+import __future__, importlib, sys, warnings
 before = set(sys.modules)
 import lookahead_hf
 assert set(sys.modules) - before == {"lookahead_hf"}

@@ -120,10 +120,14 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.is_tp_driver = True
 
         self.limits, self._maker = limits, maker
-        self.progress: Progress | None = None
-        self._seed = int(torch.randint(2**31, ())) if limits.seed is None else limits.seed
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
-        self._num_texts = 0
+        self.progress: Progress | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin another run: texts count from 0 again, and a seed that nobody set is drawn anew."""
+        self._num_texts, seed = 0, self.limits.seed
+        self._seed = int(torch.randint(2**31, ())) if seed is None else seed
 
     def fits(self, maker: Maker, limits: Limits) -> bool:
         """Return whether a call with these settings and limits may use this manager again.

@@ -227,8 +227,9 @@ def _ours(
     manager = _kept(model)
     if manager is None or not manager.fits(maker, limits):
         manager = SpeculativeBatchingManager(maker, limits)
-    if asked.progress:
-        manager.progress = Progress(getattr(hints, "num_requests", None))
+    else:
+        manager.renew()
+    manager.progress = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
     return manager
 
 

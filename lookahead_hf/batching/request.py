@@ -89,9 +89,13 @@ class Maker:
         """Return the arguments of the call of `generate` that writes the text of a job.
 
         Raises:
-            ValueError: The request sets something that generation configs do not know.
+            ValueError: The prompt is no list of token ids, or the request sets something that
+                generation configs do not know.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
+        prompt = state.initial_tokens
+        if len(prompt) == 0 or isinstance(prompt[0], str):
+            raise ValueError(f"a prompt is a list of one token id or more, not {prompt!r}")
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
         own = dict(state.logit_processor_kwargs)
         objects = {name: own.pop(name) for name in OBJECTS if name in own}

@@ -1,4 +1,4 @@
-"""Runs the model for texts that come and go: prompts alone, steps together."""
+"""Runs the model for texts that come and go: short prompts alone, long ones beside the steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lookahead_hf.cache.refilled import RefilledCache
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import BlockLayout
 from lookahead_hf.runner.outputs import StepOutputs
@@ -99,6 +100,8 @@ class RefilledRunner(Runner):
             prompt_ids: The prompt, [tokens] int64.
         """
         self._texts.slots.reserve(len(prompt_ids))
+        # A mask does not hold back NaN that the row's last text may have left.
+        non_finite.clear(self._texts.slots, [row])
         self._unread[row], self._is_nan_alone[row] = prompt_ids, False
 
     def reads(self, row: int) -> bool:

@@ -84,29 +84,33 @@ class RefillSession(Session):
         if self.desk.pauses():
             self.runner.renew_packing(packing(self.maker))
         cancelled, stops = self.desk.cancelled(), self.desk.stops()
-        num_live, num_new = len(self.jobs), 0
+        num_new = 0
         for row, job in list(self.jobs.items()):
             num_new += self._pass_on(row, job)
             if job.state.request_id in cancelled:
                 self._free(row)
-        self.desk.stepped(num_live, num_new)
+        for row in [] if stops else np.flatnonzero(self.rows.finished).tolist():
+            while row not in self.jobs and (waiting := self.desk.take()) is not None:
+                num_new += self._take(row, waiting)
+        self.desk.stepped(int(self.rows.live.sum()), num_new)
         if stops:
             return False
-        for row in np.flatnonzero(self.rows.finished).tolist():
-            while row not in self.jobs and (waiting := self.desk.take()) is not None:
-                self._take(row, waiting)
         with self.stats.phase("draft"):
             self.drafts.begin(self.rows)
         return bool(self.jobs)
 
-    def _take(self, row: int, job: Job) -> None:
-        """Begin a request in a free row."""
+    def _take(self, row: int, job: Job) -> int:
+        """Begin a request in a free row; return the tokens that it has at once."""
         job.state.status = RequestStatus.PREFILLING
         self.jobs[row] = job
-        self._advance(row, job)
+        return self._advance(row, job)
 
-    def _advance(self, row: int, job: Job) -> None:
-        """Go on with the prompt of a request; if that fails, the request alone fails."""
+    def _advance(self, row: int, job: Job) -> int:
+        """Go on with the prompt of a request; if that fails, the request alone fails.
+
+        Returns:
+            How many tokens it has, none before the end of its prompt.
+        """
         try:
             with self.stats.phase("prefill"):
                 self._prefill(row, job)
@@ -117,7 +121,8 @@ class RefillSession(Session):
         else:
             if job.logits is not None:
                 self.drafts.begin_row(self.rows, row)
-                self._pass_on(row, job)
+                return self._pass_on(row, job)
+        return 0
 
     def _prefill(self, row: int, job: Job) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
@@ -180,13 +185,14 @@ class RefillSession(Session):
     def _pass_on(self, row: int, job: Job) -> int:
         """Pass on the tokens of the latest step, and free the row if its text has ended.
 
+        A request whose prompt is still read goes on with it.
+
         Returns:
             How many tokens there are.
         """
         state, known = job.state, len(job.state.generated_tokens)
         if state.status is RequestStatus.PREFILLING:
-            self._advance(row, job)
-            return 0
+            return self._advance(row, job)
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
             return 0

@@ -22,7 +22,6 @@ MOST_TOGETHER = 512
 """Most nodes that all rows together are offered to choose from; no device verifies more for free.
 Growing trees for 32 rows takes half of the time that it takes for 64 nodes per row."""
 
-
 FIXED_SHARE = 0.9
 """Share of a step that costs the same however many rows are live; the last row alone saves it."""
 

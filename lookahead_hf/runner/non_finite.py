@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from lookahead_hf.cache.slots import SlotCache
@@ -16,9 +18,16 @@ def has_nan(logits: torch.Tensor) -> torch.Tensor:
     return (sample != sample).sum((1, 2))
 
 
-def clear(cache: SlotCache) -> None:
-    """Set K and V behind the kept tokens of every row to zero, in all layers."""
+def clear(cache: SlotCache, rows: Iterable[int] | None = None) -> None:
+    """Set K and V behind the kept tokens to zero, in all layers.
+
+    Args:
+        cache: The cache.
+        rows: The rows to clear; None for all of them.
+    """
+    chosen = None if rows is None else set(rows)
     for group in cache.each_group():
         for row, length in enumerate(group.lengths.tolist()):
-            for store in group.stores:
-                store[row, length:] = 0
+            if chosen is None or row in chosen:
+                for store in group.stores:
+                    store[row, length:] = 0

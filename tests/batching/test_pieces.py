@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
@@ -116,3 +118,33 @@ def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.Monkey
     assert "index" in found[1].error
     for index in (0, 2):
         assert found[index].generated_tokens == alone(model, texts[index], config)
+
+
+@pytest.mark.parametrize("prompt", [[], "text"])
+def test_what_is_no_prompt_fails_alone(model: Any, prompt: Any) -> None:
+    texts, config = [*prompts(2), prompt], settings(model)
+    found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
+    assert "list of one token id or more" in found[2].error
+    for index in (0, 1):
+        assert found[index].generated_tokens == alone(model, texts[index], config)
+
+
+def test_a_prompt_that_makes_nan_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of one token is joined with a row beside it, and masks do not hold NaN back."""
+    undrafted = lookahead_hf.SpeculativeConfig(budget=0)
+    model = lookahead_hf.enable(models.tiny("llama"), default=undrafted)
+    monkeypatch.setattr(runners, "PIECE", 8)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[77] = float("nan")
+    chosen, lengths, most_new = random.Random(3), (60, 60, 41), (100, 2, 30)
+    texts = [[chosen.randrange(3, 70) for _ in range(length)] for length in lengths]
+    texts[1][3] = 77
+    manager = model.init_continuous_batching(settings(model), seeded(), max_slots=2)
+    for number, (text, most) in enumerate(zip(texts, most_new, strict=True)):
+        manager.add_request(text, request_id=str(number), max_new_tokens=most)
+    manager.start()
+    found = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in texts)}
+    manager.stop()
+    for number in (0, 2):
+        config = settings(model, max_new_tokens=most_new[number])
+        assert found[str(number)].generated_tokens == alone(model, texts[number], config)
