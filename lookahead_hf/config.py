@@ -85,8 +85,8 @@ class SpeculativeConfig:
             step on, unless it goes through `.data`, which counts from the next call on.
             On a GPU, True computes linear layers that read the same input (an attention's
             projections, a gate and what it gates) in one product, which may round differently. The
-            first call moves their weights to other addresses, once and for good: nothing else may
-            run the model meanwhile.
+            first call moves their weights to other addresses, and `disable` moves them again:
+            nothing else may run the model at these moments.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the

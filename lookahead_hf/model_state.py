@@ -85,11 +85,13 @@ class ModelState:
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""
         with self.lock:
-            self.packed = self.joined = None
+            joined, self.joined, self.packed = self.joined, None, None
             self.heads.clear()
             graphs, self.graphs = self.graphs, None
         if graphs is not None:
             graphs.release()
+        if joined is not None:
+            joined.take_apart()
 
 
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()

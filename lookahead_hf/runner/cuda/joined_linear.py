@@ -136,6 +136,15 @@ class JoinedLinears:
         """Whether the layers have the parameters that were joined."""
         return all(stand_in.is_current() for stand_in in self.stand_ins)
 
+    def take_apart(self) -> None:
+        """Give the parameters that are still joined storages of their own, as they had before."""
+        for stand_in in self.stand_ins:
+            layer = stand_in.module()
+            if layer is not None and stand_in.is_current():
+                with torch.no_grad(), torch.inference_mode(False):
+                    for parameter in layer.parameters(recurse=False):
+                        parameter.data = parameter.detach().clone()
+
     def laid_under(self) -> AbstractContextManager[None]:
         """Let this thread's calls of the layers go through their stand-ins, if nobody watches."""
         if _is_watched():
@@ -167,6 +176,8 @@ def joined(model: nn.Module, step: Callable[[], torch.Tensor]) -> JoinedLinears 
         is_alone = len(state.attention_users) <= 1
         if not is_alone or _is_watched() or torch.is_inference_mode_enabled():
             return None
+        if kept is not None:
+            kept.take_apart()
         kept = state.joined = _join(model, step)
     return kept if kept.stand_ins else None
 
@@ -212,7 +223,10 @@ def _joinable(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _may_move(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is an ordinary tensor that fills its storage."""
+    """Whether a parameter is an ordinary tensor that fills a storage of its own.
+
+    A piece of a storage, which cannot be resized, may be part of another model's product.
+    """
     return (
         type(parameter) is nn.Parameter
         and parameter.dtype in _DTYPES
@@ -220,4 +234,15 @@ def _may_move(parameter: torch.Tensor) -> bool:
         and parameter.is_contiguous()
         and parameter.untyped_storage().nbytes() == parameter.nbytes
         and parameter.nbytes % ALIGNED == 0
+        and parameter.untyped_storage().resizable()
+        and _num_holders(parameter) == _num_holders(nn.Parameter(torch.empty(1)))
     )
+
+
+def _num_holders(tensor: torch.Tensor) -> int:
+    """Return torch's count of what holds the storage, which aliases elsewhere raise.
+
+    A state dict that somebody keeps is such an alias: writes to it must reach the layer.
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

@@ -59,7 +59,7 @@ class CudaRunner(Runner):
                 product, unless no bit may vary.
         """
         super().__init__(model, num_rows, shape)
-        self._joins = joins_layers and shape is None and not self._is_compiled
+        self._joins = joins_layers and shape is None and not self._is_compiled and room > 1
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
@@ -73,7 +73,10 @@ class CudaRunner(Runner):
         if self._wanted is not False:
             self._enter_graphs(joined is not None)
         self._function = self._step_function(joined)
-        if self._set is not None and self._set.reads_masks is None and self._shape is None:
+        tries = (
+            self._shape is None and self._room > 1
+        )  # else no step follows, nor has it a position
+        if tries and self._set is not None and self._set.reads_masks is None:
             self._try_masks(self._set)
 
     def _step_function(self, joined: JoinedLinears | None = None) -> StepFunction:
@@ -123,9 +126,8 @@ class CudaRunner(Runner):
         """Find out whether one graph of a width serves all lengths."""
         try:
             used.try_masks(self._function.try_masks)
-            self._snapshot = ModelSnapshot(
-                self.model
-            )  # a forward may note something on its modules
+            # A forward may note something on its modules.
+            self._snapshot = ModelSnapshot(self.model)
         except Uncapturable as error:
             self.execution = str(error)
             self._leave_graphs(error)
