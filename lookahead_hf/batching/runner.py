@@ -124,6 +124,7 @@ class RefilledRunner(Runner):
             fed[row] = unread[: room - pieces.sum()]
             pieces[row] = len(fed[row])
         step = self.run(fed, draft)
+        # At once: where the step is repeated without its draft, the next pieces follow these.
         self.keep(np.minimum(pieces, 1))
         for row in np.flatnonzero(pieces).tolist():
             self._unread[row] = self._unread[row][pieces[row] :]
