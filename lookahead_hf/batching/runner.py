@@ -116,7 +116,7 @@ class RefilledRunner(Runner):
         self._has_read = bool(self._unread)
         if not self._has_read:
             return super().launch(rows, draft)
-        fed, pieces = self.last_tokens(rows), np.zeros(self.num_rows, np.int64)
+        fed, pieces = self.fed_tokens(rows), np.zeros(self.num_rows, np.int64)
         room = PIECE
         if self.most_tokens is not None:
             room = self.most_tokens - int(rows.live.sum()) - draft.num_nodes

@@ -63,9 +63,9 @@ class Runner(PromptRunner):
         """
         if not self.is_flat:
             return self.forward(self.layout(rows, draft))
-        return self.run(self.last_tokens(rows), draft)
+        return self.run(self.fed_tokens(rows), draft)
 
-    def last_tokens(self, rows: Rows) -> list[np.ndarray]:
+    def fed_tokens(self, rows: Rows) -> list[np.ndarray]:
         """Return what a flat block feeds before a draft: each live row's last token."""
         last, live = rows.last_tokens, rows.live.tolist()
         return [last[r : r + 1] if live[r] else last[:0] for r in range(len(live))]

@@ -84,7 +84,7 @@ class GraphSet:
         """Find out by a step of one token per row whether a layer reads its mask.
 
         Args:
-            run: Runs a step, as a `Run`, and returns whether one did.
+            run: Runs a step of a width over visible slots; returns whether a layer read a mask.
 
         Raises:
             Uncapturable: The step fails.

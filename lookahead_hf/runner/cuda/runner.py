@@ -129,7 +129,6 @@ class CudaRunner(Runner):
             # A forward may note something on its modules.
             self._snapshot = ModelSnapshot(self.model)
         except Uncapturable as error:
-            self.execution = str(error)
             self._leave_graphs(error)
 
     def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
@@ -249,7 +248,6 @@ class CudaRunner(Runner):
         try:
             self._set.capture(visible, self._run, widths)
         except Uncapturable as error:
-            self.execution = str(error)
             self._leave_graphs(error)
             return None
         self._snapshot = ModelSnapshot(self.model)  # a forward may note something on its modules
@@ -271,6 +269,9 @@ class CudaRunner(Runner):
         self._state.lengths.copy_(lengths, non_blocking=True)
 
     def _leave_graphs(self, error: Uncapturable | None = None) -> None:
+        """Leave the graphs to other calls, or for good where an error says why."""
+        if error is not None:
+            self.execution = str(error)
         used, self._set = self._set, None
         if used is not None:
             self._graphs.leave(used, error)
