@@ -139,7 +139,7 @@ class BlockLayout:
         tokens[~is_node], tokens[is_node] = np.concatenate(fed), draft.token_ids[is_used]
         index[is_node] += num_fed[row[is_node]] - 1 + draft.depth[is_used] - place[is_node]
         columns = self._cache.columns_of(row, index)
-        runs = runs_of(counts, slots.lengths)
+        runs = runs_of(counts, slots.lengths, may_pad=num_fed <= 1)
         slots.place_each(counts)
         stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
         assert self._names.positions is not None
@@ -191,7 +191,7 @@ class BlockLayout:
         """The mask of a run in the layers of one kind; `columns` of its tokens, [tokens]."""
         group, width = self._cache.slots.groups[kind.name], run.width
         lengths = group.lengths[run.rows]
-        visible = int(lengths.max()) + width
+        visible = int((lengths + run.counts).max())
         is_causal = seen is None and (width == 1 or not lengths.any())
         if is_causal and not kind.is_limited and (lengths == lengths[0]).all():
             return RunMask(run, visible, None)
@@ -199,10 +199,11 @@ class BlockLayout:
             seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
         both = None
         if kind.is_limited:
-            query = columns.reshape(-1, width)
+            padded = columns if run.padding is None else columns[run.padding.places.numpy()]
+            query = padded.reshape(-1, width)
             key = self._cache.token_columns(group, visible)[run.rows]
             for row, length in enumerate(lengths.tolist()):
-                key[row, length : length + width] = query[row]
+                key[row, length : length + width] = query[row, : visible - length]
             both = query, key
         place = lengths, visible, both, self._cache.pads[run.rows]
         mask = masks.additive(kind, seen, *place, self._model.dtype, self._device)
@@ -265,17 +266,19 @@ class BlockLayout:
 
 
 def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:
-    """Which tokens of its row's block each token of a run sees, [rows, width, width] bool.
+    """Which tokens of its row's block each query of a run sees, [rows, width, width] bool.
 
     None where each of them sees all tokens before it.
     """
     nodes = np.diff(draft.row_offsets)
     if not nodes[run.rows].any():
         return None
-    seen = np.tri(run.width, dtype=bool)[None].repeat(run.rows.stop - run.rows.start, 0)
-    for of_row, row in zip(seen, range(run.rows.start, run.rows.stop), strict=True):
-        first = num_fed[row]
-        of_row[first:, first:] = masks.ancestors(draft, row, 1 + nodes[row])[1:, 1:]
+    seen = np.tri(run.width, dtype=bool)[None].repeat(len(run.counts), 0)
+    for index, count in enumerate(run.counts.tolist()):
+        row = run.rows.start + index
+        of_row, first = seen[index], num_fed[row]
+        of_row[first:count, first:count] = masks.ancestors(draft, row, 1 + nodes[row])[1:, 1:]
+        of_row[count:] = of_row[count - 1]
     return seen
 
 

@@ -95,7 +95,7 @@ def additive(
         kind: What the layers of this kind add to causality.
         seen: Which tokens of the block each token sees.
         lengths: Kept tokens of every row; its block is in the slots behind them.
-        visible: Slots that the attention reads.
+        visible: Slots that the attention reads, as many as the longest row has tokens at least.
         columns: Column of every block token [rows, width] and of every slot [rows, visible]; needed
             where the kind has a window or chunks.
         pads: Columns of the prompt that the row does not attend.
@@ -104,7 +104,7 @@ def additive(
     mask = np.zeros((rows, width, visible), bool)
     for row, length in enumerate(lengths.tolist()):
         mask[row, :, :length] = True
-        mask[row, :, length : length + width] = seen[row]
+        mask[row, :, length : length + width] = seen[row, :, : visible - length]
     if columns is not None:
         query, key = columns[0][:, :, None], columns[1][:, None, :]
         mask &= kind.is_near(query, key, pads[:, None, None])

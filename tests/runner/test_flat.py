@@ -32,8 +32,8 @@ def test_rows_that_read_and_rows_that_decode_share_a_block(name: str) -> None:
     texts = np.random.default_rng(0).integers(3, VOCAB, (4, PROMPT + 40))
     told = [row[:PROMPT].tolist() for row in texts]
     # Of each row in each block: how many tokens it reads, and whether it has a draft.
-    blocks = [(5, 1, 0, 1), (3, 1, 1, 1), (1, 9, 0, 1), (1, 1, 1, 1)]
-    drafted = [(0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 1), (0, 0, 0, 0)]
+    blocks = [(5, 1, 0, 1), (3, 1, 1, 1), (1, 9, 0, 1), (1, 1, 1, 1), (1, 1, 1, 1)]
+    drafted = [(0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 0)]
     runner = Runner(model, 4, flat=True)
     with attention.laid_under(model):
         runner.start(torch.tensor(told), compat.DynamicCache(config=model.config))
@@ -65,8 +65,19 @@ def test_rows_that_read_and_rows_that_decode_share_a_block(name: str) -> None:
 
 def test_adjacent_rows_of_like_widths_and_lengths_attend_together() -> None:
     counts, lengths = np.array([2, 2, 0, 2, 3, 3, 3]), np.array([9, 8, 9, 9, 9, 50, 60])
-    runs = [(run.rows.start, run.rows.stop, run.width) for run in runs_of(counts, lengths)]
-    assert runs == [(0, 2, 2), (3, 4, 2), (4, 5, 3), (5, 7, 3)]
+    runs = runs_of(counts, lengths, may_pad=np.zeros(7, bool))
+    found = [(run.rows.start, run.rows.stop, run.width) for run in runs]
+    assert found == [(0, 2, 2), (3, 4, 2), (4, 5, 3), (5, 7, 3)]
+
+
+def test_a_few_queries_of_padding_join_rows_of_other_widths() -> None:
+    counts = np.array([1, 3, 2, 17, 1, 1, 4])
+    first, alone, last, read = runs_of(counts, np.full(7, 9), may_pad=np.arange(7) < 6)
+    assert (first.rows, first.width, alone.width, read.counts) == (slice(0, 3), 3, 17, [4])
+    assert first.padding is not None
+    assert first.padding.places.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 5]
+    assert first.padding.queries.tolist() == [0, 3, 4, 5, 6, 7]
+    assert last.rows == slice(4, 6) and last.padding is None
 
 
 def serves(model: Any, **kwargs: Any) -> bool:
