@@ -43,18 +43,15 @@ class Run:
         rows: The rows.
         tokens: Their tokens in the block, row after row.
         counts: Tokens of each row, [rows of the run].
+        width: Queries per row.
         padding: None where all rows have equally many tokens.
     """
 
     rows: slice
     tokens: slice
     counts: np.ndarray
+    width: int
     padding: Padding | None = None
-
-    @property
-    def width(self) -> int:
-        """Queries per row."""
-        return int(self.counts.max())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,14 +160,14 @@ def _num_padded(counts: np.ndarray) -> int:
 
 def _run(rows: slice, first: int, counts: np.ndarray) -> Run:
     """Make a run of rows, whose tokens begin at `first`, with `counts` tokens each."""
-    tokens = slice(first, first + int(counts.sum()))
+    width, tokens = int(counts.max()), slice(first, first + int(counts.sum()))
     if not _num_padded(counts):
-        return Run(rows, tokens, counts)
-    query, begins = np.arange(counts.max()), counts.cumsum() - counts
+        return Run(rows, tokens, counts, width)
+    query, begins = np.arange(width), counts.cumsum() - counts
     places = begins[:, None] + np.minimum(query, counts[:, None] - 1)
     own = np.flatnonzero(query < counts[:, None])
     padding = Padding(torch.from_numpy(places.ravel()), torch.from_numpy(own))
-    return Run(rows, tokens, counts, padding)
+    return Run(rows, tokens, counts, width, padding)
 
 
 def _by_row(flat: torch.Tensor, places: np.ndarray) -> torch.Tensor:
