@@ -315,4 +315,6 @@ def fold(
         attn_mask=mask,
         scale=scaling,
     )
-    return out.reshape(rows, heads, width, -1).transpose(1, 2).contiguous()
+    if width > 1:
+        out = out.view(rows, heads // groups, groups, width, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows, width, heads, -1).contiguous()

@@ -108,8 +108,8 @@ class Runner(PromptRunner):
         given, device = inputs.model_inputs, self._next_position.device
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
         linears = self._packed.prefill() if is_prompt else self._packed.step()
-        in_step = attention.step(device, inputs.trees, inputs.flat)
-        with in_step, implicit_positions.step(inputs.columns), remembers, experts, linears:
+        in_step, norms = attention.step(device, inputs.trees, inputs.flat), self._norms.step()
+        with in_step, implicit_positions.step(inputs.columns), remembers, experts, linears, norms:
             outputs = self.model(**given, return_dict=True)
         if self._packed.is_used:
             self.execution = execution.PACKED

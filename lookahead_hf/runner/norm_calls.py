@@ -1,0 +1,189 @@
+"""Norms that one compiled function computes in our steps on a CPU, in place of eight operations.
+
+Between two matrix products the caches of a core have lost the code of torch and of Python: the
+eight operations of a root mean square norm take 20 us one after another, and 50 in a step. For the
+length of a step, a stand-in lies under each norm whose class computes what Llama's does. It gives
+the same bits, and calls the module itself in every other case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers.models.llama import modeling_llama
+
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.runner.linear_calls import laid
+
+MOST_NUMBERS = 32768
+"""Largest input. For a larger one, torch's operations use several threads."""
+
+TRIED_ROWS = 512
+
+_DTYPE, _RSQRT = torch.bfloat16, torch.rsqrt
+
+_same_bits: dict[tuple[type, int], bool] = {}
+"""Whether the compiled function has the bits of a class of norms, by class and size."""
+
+
+class NormCalls:
+    """The norms of a model, for the steps of one call."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Find the norms that the compiled function can take, none before it is compiled."""
+        norms = [each for each in modules if _is_served(each)]
+        is_ready = bool(norms) and compilation.ready()
+        self._users = set[object]()
+        self._calls: list[tuple[nn.Module, Any]] = [
+            (each, _StandIn(each)) for each in norms if is_ready and _has_same_bits(each)
+        ]
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Return a context in which the stand-ins lie under the norms."""
+        return laid(self._calls, self._users) if self._calls and _is_unwatched() else nullcontext()
+
+
+class _StandIn:
+    """Computes a norm in place of the module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.forward = module, type(module).forward
+        self.shape = module.weight.shape
+        self.norm = _functions().norm
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x, module, shape = hidden_states, self.module, self.shape
+        weight: Any = module._parameters.get("weight")
+        epsilon = module.variance_epsilon
+        if (
+            type(x) is not torch.Tensor
+            or x.dtype is not _DTYPE
+            or x.shape[-1:] != shape
+            or x.numel() > MOST_NUMBERS
+            or not (x.is_cpu and x.is_contiguous())
+            or not _is_vector(weight)
+            or weight.shape != shape
+            or type(epsilon) is not float
+            or type(module).forward is not self.forward
+            or not _only_computes(module)
+        ):
+            own: torch.Tensor = module._call_impl(hidden_states)
+            return own
+        out, size = torch.empty_like(x), shape[0]
+        addresses = out.data_ptr(), x.data_ptr(), weight.data_ptr()
+        self.norm(*addresses, x.numel() // size, size, epsilon)
+        return out
+
+
+def _is_served(module: nn.Module) -> bool:
+    """Whether a module is a norm whose forward is Llama's, with a weight in bfloat16 on a CPU."""
+    kind = type(module)
+    is_plain = kind.__bases__ == (nn.Module,) and kind.__call__ is nn.Module.__call__
+    return (
+        is_plain
+        and kind.__getattr__ is nn.Module.__getattr__
+        and _is_llamas(kind.forward)
+        and list(module._parameters) == ["weight"]
+        and _is_vector(module.weight)
+        and type(vars(module).get("variance_epsilon")) is float
+    )
+
+
+def _is_vector(weight: Any) -> TypeGuard[nn.Parameter]:
+    """Whether a weight is an ordinary one that the compiled function can read."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype is _DTYPE
+        and weight.dim() == 1
+        and weight.is_cpu
+        and weight.is_contiguous()
+    )
+
+
+def _is_llamas(forward: Any) -> bool:
+    """Whether a forward has the instructions of that of Llama's norm, which nobody has replaced."""
+    llamas: Any = modeling_llama.LlamaRMSNorm.forward
+    if not (isinstance(forward, FunctionType) and isinstance(llamas, FunctionType)):
+        return False
+    if (
+        llamas.__globals__ is not vars(modeling_llama)
+        or forward.__globals__.get("torch") is not torch
+    ):
+        return False
+    parts = ("co_code", "co_names", "co_varnames", "co_consts", "co_argcount", "co_flags")
+    codes = llamas.__code__, forward.__code__
+    return all(getattr(codes[0], part) == getattr(codes[1], part) for part in parts)
+
+
+def _only_computes(module: nn.Module) -> bool:
+    """Whether a call of a norm does no more than its forward, and nobody watches.
+
+    This is asked in every call, since code inside a forward may hook, patch or switch anything.
+    """
+    return (
+        not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in module.__dict__
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _is_unwatched() -> bool:
+    """Whether nobody watches all modules or functions; asked once a step."""
+    is_watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    return not (
+        is_watched
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch.rsqrt is not _RSQRT
+    )
+
+
+def _has_same_bits(module: Any) -> bool:
+    """Whether the compiled function has the bits of a norm; tried once for a class and a size."""
+    kind = type(module), len(module.weight)
+    if kind not in _same_bits:
+        _same_bits[kind] = _try(module, len(module.weight))
+    return _same_bits[kind]
+
+
+@torch.no_grad()
+def _try(module: Any, size: int) -> bool:
+    """Compare the results, and in float32 the means, which show another order of additions."""
+    generator = np.random.default_rng(0)
+    scales = np.logspace(-12, 12, TRIED_ROWS, dtype=np.float32)[:, None]
+    numbers = generator.standard_normal((TRIED_ROWS, size), np.float32) * scales
+    x, functions = torch.from_numpy(numbers).to(_DTYPE), _functions()
+    out, means = torch.empty_like(x), np.empty(TRIED_ROWS, np.float32)
+    addresses = out.data_ptr(), x.data_ptr(), module.weight.data_ptr()
+    functions.norm(*addresses, TRIED_ROWS, size, module.variance_epsilon)
+    functions.means_of_squares(means, x.data_ptr(), size)
+    own, mean = type(module).forward(module, x), x.float().pow(2).mean(-1)
+    has_same_means = torch.equal(mean, torch.from_numpy(means))
+    return has_same_means and torch.equal(own.view(torch.int16), out.view(torch.int16))
+
+
+@cache
+def _functions() -> ModuleType:
+    with compilation.importing_numba():
+        from lookahead_hf.runner import _norm_numba
+    return _norm_numba
+
+
+def _warm_up() -> None:
+    x, means = np.ones(64, np.uint16), np.empty(1, np.float32)
+    address = x.ctypes.data
+    _functions().norm(address, address, address, 1, 64, 1e-6)
+    _functions().means_of_squares(means, address, 64)
+
+
+compilation.register(_warm_up, "lookahead_hf.runner._norm_numba")
