@@ -23,7 +23,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 MEMORY_SHARE = 0.25
 """Share of the free memory that the copies may take unless the user asks for them."""
 
-TRIED_TOKENS = (1, 5, 17, 33, 65, 128, 256)
+TRIED_TOKENS = (1, 5, 33, 65, 128, 256)
 """Numbers of tokens for which a copy is compared with the weight itself. In half precision it
 serves no more tokens than those up to which the bits are the same: in a joined product of three
 layers they differ from 192 tokens on."""
@@ -41,17 +41,19 @@ copy is slower (110 us for the joined projections of SmolLM2's attention, the la
 
 TIMED_TOKENS = 5
 
-TIMED_ROUNDS, TIMED_SECONDS = (2, 12), 0.01
+TIMED_ROUNDS, TIMED_SECONDS = (2, 12), 0.03
 """Fewest and most rounds of timing, and the time after which the fewest are enough."""
+
+CLEAR_GAIN = 0.8
+"""Share of the layers' own time below which the fewest rounds are enough, too."""
 
 GAIN = 1.1
 """Largest share of the layers' own time that a copy may take. On a busy machine both seem to take
 the same, and a copy that is refused by mistake is missing for as long as the model lives."""
 
 MOST_CHECKING = 4.0
-"""Largest time of a checksum as a share of that of multiplying by the weight. It is 0.4 where a
-processor has instructions for int8; without them, checks would cost a call more than copies save.
-"""
+"""Largest time of a checksum, relative to a multiplication by the weight. It is 0.4 on a processor
+with instructions for int8. Where it is much longer, checks cost a call more than copies save."""
 
 LAYOUT_TOKENS = 32
 """Number of tokens that oneDNN chooses the layout for; the copy serves any number."""
@@ -156,21 +158,26 @@ def time_share(
     Both are timed in turns, so that a disturbance hits both.
     """
     x = torch.ones(1, num_tokens, weight.shape[1], dtype=weight.dtype)
-    times: tuple[list[float], list[float]] = [], []
+    fastest, spent = [float("inf")] * 2, 0.0
     fewest, most = TIMED_ROUNDS
-    while len(times[1]) < most and (len(times[1]) < fewest or sum(times[1]) < TIMED_SECONDS):
-        for run, taken in zip((packed, own), times, strict=True):
+    for done in range(most):
+        is_clear = fastest[0] < CLEAR_GAIN * fastest[1]
+        if done >= fewest and (is_clear or spent > TIMED_SECONDS):
+            break
+        for at, run in enumerate((packed, own)):
             start = time.perf_counter()
             run(x)
-            taken.append(time.perf_counter() - start)
-    return min(times[0]) / min(times[1])
+            seconds = time.perf_counter() - start
+            fastest[at] = min(fastest[at], seconds)
+            spent += seconds
+    return fastest[0] / fastest[1]
 
 
 def checksum(weight: torch.Tensor) -> torch.Tensor:
     """Return sums that change with a weight's bits and with their order, [out, 4] int32.
 
-    They are a product of the weight's bytes, which reads them as fast as memory is. It is exact in
-    integers, so that no edit is lost in rounding.
+    They are the product of its bytes and some factors, in integers, where no edit is lost in
+    rounding. To compute it takes hardly longer than to read the weight.
     """
     content = weight.detach().contiguous().view(torch.int8)
     return torch._int_mm(content, _factors(content.shape[1]))
@@ -178,11 +185,11 @@ def checksum(weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _factors(num_bytes: int) -> torch.Tensor:
-    """Return what the bytes of a row are multiplied by, [bytes, 4] int8.
+    """Return what the bytes of a weight's row are multiplied by, [bytes, 4] int8.
 
-    In the four rows of each element of four bytes, one factor of a column is larger than the others
-    together: no change of one element leaves all four sums as they are. Half of it is the most that
-    two products of old processors, which add them up in 16 bits, have room for.
+    An element has up to four bytes. Each of them has one factor that is larger than its other three
+    together, each in another column, so that any change of the element changes one of the four
+    sums. Factors below 64 suit older processors, which add up pairs of products in 16 bits.
     """
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-20, 21, (num_bytes, 4), dtype=torch.int8, generator=generator)
