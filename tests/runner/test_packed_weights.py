@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from lookahead_hf.runner import packed_weights
-from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens
+from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens, time_share
 from tests.helpers.packing import needs_packing
 
 
@@ -83,6 +84,21 @@ def test_copies_serve_where_they_are_faster(
     monkeypatch.setattr(packed_weights, "time_share", time_share)
     served = [served_tokens(group)[0] for group in groups(dtype)]
     assert [next(iter(tokens), None) for tokens in served] == [first] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [((1e-4, 2e-4), 2), ((2e-4, 2e-4), 12), ((0.01, 0.01), 2)]
+)
+def test_timing_ends_when_it_is_clear_or_takes_long(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], rounds: int
+) -> None:
+    runs = []
+    clock = SimpleNamespace(perf_counter=lambda: sum(runs))
+    monkeypatch.setattr(packed_weights, "time", clock)
+    packed, own = ((lambda x, each=each: runs.append(each)) for each in seconds)
+    share = time_share(packed, own, torch.zeros(2, 2), 5)
+    assert share == pytest.approx(seconds[0] / seconds[1])
+    assert len(runs) == 2 * rounds
 
 
 def one_element(weight: torch.Tensor) -> None:
