@@ -28,6 +28,9 @@ TRIED_TOKENS = (1, 5, 33, 65, 128, 256)
 serves no more tokens than those up to which the bits are the same: in a joined product of three
 layers they differ from 192 tokens on."""
 
+ROUNDED_TOKENS = (5, 65, 256)
+"""The same in float32, where results agree up to rounding whatever the number is."""
+
 MOST_TRIED = 2e9
 """Largest product of tokens and elements of a weight that is tried beyond `FEWEST_SERVED` tokens:
 256 tokens of an output layer would take as long as five steps."""
@@ -118,15 +121,16 @@ def served_tokens(group: Group) -> tuple[range, Multiply | None]:
     if weight.dtype != torch.float32:
         return range(1, most + 1), multiply
     fewest = 1 if time_share(packed, own, weight, FEW_TOKENS) < 1.0 else FEW_TOKENS + 1
-    return range(fewest, sys.maxsize if most == TRIED_TOKENS[-1] else most + 1), multiply
+    return range(fewest, sys.maxsize if most == ROUNDED_TOKENS[-1] else most + 1), multiply
 
 
 def _most_alike(
     multiply: Multiply, own: Callable[[torch.Tensor], list[torch.Tensor]], group: Group
 ) -> int:
-    """Return the most tokens, one of `TRIED_TOKENS`, up to which a copy gives the same results."""
+    """Return the most tokens of those tried up to which a copy gives the same results."""
     weight, bias = group[0]
-    tried = [n for n in TRIED_TOKENS if n <= FEWEST_SERVED or n * weight.numel() <= MOST_TRIED]
+    widths = ROUNDED_TOKENS if weight.dtype == torch.float32 else TRIED_TOKENS
+    tried = [n for n in widths if n <= FEWEST_SERVED or n * weight.numel() <= MOST_TRIED]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, tried[-1], weight.shape[1], generator=generator).to(weight.dtype)
     most = 0
