@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,10 +23,13 @@ Multiply = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 MEMORY_SHARE = 0.25
 """Share of the free memory that the copies may take unless the user asks for them."""
 
-TRIED_TOKENS = (1, 2, 5, 17, 33, 65, 128, 256)
+TRIED_TOKENS = (1, 5, 33, 65, 128, 256)
 """Numbers of tokens for which a copy is compared with the weight itself. In half precision it
 serves no more tokens than those up to which the bits are the same: in a joined product of three
 layers they differ from 192 tokens on."""
+
+ROUNDED_TOKENS = (5, 65, 256)
+"""The same in float32, where results agree up to rounding whatever the number is."""
 
 MOST_TRIED = 2e9
 """Largest product of tokens and elements of a weight that is tried beyond `FEWEST_SERVED` tokens:
@@ -40,12 +44,19 @@ copy is slower (110 us for the joined projections of SmolLM2's attention, the la
 
 TIMED_TOKENS = 5
 
-TIMED_ROUNDS, TIMED_SECONDS = (3, 12), 0.01
+TIMED_ROUNDS, TIMED_SECONDS = (2, 12), 0.03
 """Fewest and most rounds of timing, and the time after which the fewest are enough."""
+
+CLEAR_GAIN = 0.8
+"""Share of the layers' own time below which the fewest rounds are enough, too."""
 
 GAIN = 1.1
 """Largest share of the layers' own time that a copy may take. On a busy machine both seem to take
 the same, and a copy that is refused by mistake is missing for as long as the model lives."""
+
+MOST_CHECKING = 4.0
+"""Largest time of a checksum, relative to a multiplication by the weight. It is 0.4 on a processor
+with instructions for int8. Where it is much longer, checks cost a call more than copies save."""
 
 LAYOUT_TOKENS = 32
 """Number of tokens that oneDNN chooses the layout for; the copy serves any number."""
@@ -56,15 +67,20 @@ terms that were added up. In float32 the bits depend on the number of tokens any
 from single tokens by as much."""
 
 
-def pack(group: Group) -> Multiply:
+def pack(group: Group, room: torch.Tensor | None = None) -> Multiply:
     """Copy the weights of one or several layers into one packed layout.
+
+    Args:
+        group: The layers.
+        room: Where the weights of several layers are put together meanwhile, [all out, in]. Memory
+            that was used before takes half as long as new memory; None takes new memory.
 
     Raises:
         RuntimeError: This processor or build of torch has no such layout, or memory runs out.
     """
     ops = torch.ops.mkldnn
     weights = [weight.detach() for weight, _ in group]
-    whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+    whole = weights[0] if len(weights) == 1 else torch.cat(weights, out=room)
     layout = ops._reorder_linear_weight(whole, LAYOUT_TOKENS)
     # Without the overload's Python wrapper, which takes half a microsecond.
     run = ops._linear_pointwise.default._op
@@ -76,10 +92,15 @@ def pack(group: Group) -> Multiply:
     return multiply
 
 
-def served_tokens(group: Group) -> range:
-    """Return the numbers of tokens for which packed layers give the layers' results, and faster."""
+def served_tokens(group: Group) -> tuple[range, Multiply | None]:
+    """Pack layers on trial.
+
+    Returns:
+        The numbers of tokens for which the copy gives the layers' results, and faster; and what
+        multiplies by it, None where that cannot be packed.
+    """
     weight, bias = group[0]
-    never = range(0)
+    never = range(0), None
     if not weight.is_floating_point() or not torch.backends.mkldnn.is_available():
         return never
 
@@ -87,15 +108,8 @@ def served_tokens(group: Group) -> range:
         return [linear(x, *layer) for layer in group]
 
     try:
-        multiply, most = pack(group), 0
-        generator = torch.Generator().manual_seed(0)
-        for tokens in TRIED_TOKENS:
-            if tokens > FEWEST_SERVED and tokens * weight.numel() > MOST_TRIED:
-                break
-            x = torch.randn(1, tokens, weight.shape[1], generator=generator).to(weight.dtype)
-            if not _agree(multiply(x, bias), torch.cat(own(x), -1), weight.shape[1]):
-                break
-            most = tokens
+        multiply = pack(group)
+        most = _most_alike(multiply, own, group)
     except (RuntimeError, AttributeError):  # this processor or build has no such layout
         return never
 
@@ -104,9 +118,30 @@ def served_tokens(group: Group) -> range:
 
     if most < FEWEST_SERVED or time_share(packed, own, weight, TIMED_TOKENS) >= GAIN:
         return never
+    if weight.dtype != torch.float32:
+        return range(1, most + 1), multiply
     fewest = 1 if time_share(packed, own, weight, FEW_TOKENS) < 1.0 else FEW_TOKENS + 1
-    has_no_end = weight.dtype == torch.float32 and most == TRIED_TOKENS[-1]
-    return range(fewest, (sys.maxsize if has_no_end else most + 1))
+    return range(fewest, sys.maxsize if most == ROUNDED_TOKENS[-1] else most + 1), multiply
+
+
+def _most_alike(
+    multiply: Multiply, own: Callable[[torch.Tensor], list[torch.Tensor]], group: Group
+) -> int:
+    """Return the most tokens of those tried up to which a copy gives the same results."""
+    weight, bias = group[0]
+    widths = ROUNDED_TOKENS if weight.dtype == torch.float32 else TRIED_TOKENS
+    tried = [n for n in widths if n <= FEWEST_SERVED or n * weight.numel() <= MOST_TRIED]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, tried[-1], weight.shape[1], generator=generator).to(weight.dtype)
+    most = 0
+    for tokens in tried:
+        block = x[:, :tokens]
+        parts = own(block)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if not _agree(multiply(block, bias), whole, weight.shape[1]):
+            break
+        most = tokens
+    return most
 
 
 def _agree(packed: torch.Tensor, own: torch.Tensor, num_terms: int) -> bool:
@@ -127,32 +162,53 @@ def time_share(
     Both are timed in turns, so that a disturbance hits both.
     """
     x = torch.ones(1, num_tokens, weight.shape[1], dtype=weight.dtype)
-    times: tuple[list[float], list[float]] = [], []
+    fastest, spent = [float("inf")] * 2, 0.0
     fewest, most = TIMED_ROUNDS
-    while len(times[1]) < most and (len(times[1]) < fewest or sum(times[1]) < TIMED_SECONDS):
-        for run, taken in zip((packed, own), times, strict=True):
+    for done in range(most):
+        is_clear = fastest[0] < CLEAR_GAIN * fastest[1]
+        if done >= fewest and (is_clear or spent > TIMED_SECONDS):
+            break
+        for at, run in enumerate((packed, own)):
             start = time.perf_counter()
             run(x)
-            taken.append(time.perf_counter() - start)
-    return min(times[0]) / min(times[1])
+            seconds = time.perf_counter() - start
+            fastest[at] = min(fastest[at], seconds)
+            spent += seconds
+    return fastest[0] / fastest[1]
 
 
-def checksum(weight: torch.Tensor) -> int:
-    """Return a hash of a weight's bits, also of their order.
+def checksum(weight: torch.Tensor) -> torch.Tensor:
+    """Return sums that change with a weight's bits and with their order, [out, 4] int32.
 
-    The hash is of sums over pieces of a prime number of words, which end elsewhere in every row:
-    rows or columns in another order give other sums. Adding up takes less time than reading. Sums
-    of words pass over an even number of changed signs; a product with a fixed vector does not.
+    They are the product of its bytes and some factors, in integers, where no edit is lost in
+    rounding. To compute it takes hardly longer than to read the weight.
     """
-    bits = weight.detach().contiguous().view(-1)
-    words = bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.int16)
-    rows = len(weight)
-    size = next((n for n in (127, 31, 7) if n <= rows and len(words) % (n * rows)), 1)
-    whole = len(words) // size * size
-    sums, rest = words[:whole].view(-1, size).sum(1), words[whole:]
-    probe = torch.linspace(-1.0, 1.5, weight.shape[1]).to(weight.dtype)
-    product = (weight.detach() @ probe).view(torch.uint8)
-    return hash(tuple(each.numpy().tobytes() for each in (sums, rest, product)))
+    content = weight.detach().contiguous().view(torch.int8)
+    return torch._int_mm(content, _factors(content.shape[1]))
+
+
+@cache
+def _factors(num_bytes: int) -> torch.Tensor:
+    """Return what the bytes of a weight's row are multiplied by, [bytes, 4] int8.
+
+    An element has up to four bytes. Each of them has one factor that is larger than its other three
+    together, each in another column, so that any change of the element changes one of the four
+    sums. Factors below 64 suit older processors, which add up pairs of products in 16 bits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-20, 21, (num_bytes, 4), dtype=torch.int8, generator=generator)
+    place = torch.arange(num_bytes)
+    factors[place, place % 4] = 63
+    return factors
+
+
+def checks_are_fast(weight: torch.Tensor) -> bool:
+    """Whether checksums take little time on this processor."""
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return linear(x, weight)
+
+    return time_share(lambda _: checksum(weight), own, weight, TIMED_TOKENS) < MOST_CHECKING
 
 
 def fits(groups: Iterable[Group]) -> bool:

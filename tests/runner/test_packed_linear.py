@@ -323,7 +323,8 @@ def test_a_model_of_another_dtype_is_packed_anew() -> None:
 
 
 def test_more_tokens_than_were_tried_are_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "served_tokens", lambda group: range(1, 9))
+    few = range(1, 9), None
+    monkeypatch.setattr(packed_linear, "served_tokens", lambda group: few)
     model = Joined()
     steps, _ = stepping(model)
     with torch.no_grad(), steps.step():
@@ -470,6 +471,11 @@ def test_weights_that_cannot_be_packed_leave_the_models_own(
         raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
     monkeypatch.setattr(packed_linear, "pack", no_memory)
+    assert run(half(), packed=True).execution == "model"
+
+
+def test_weights_whose_checks_take_long_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "checks_are_fast", lambda weight: False)
     assert run(half(), packed=True).execution == "model"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from lookahead_hf.runner import packed_weights
-from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens
+from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens, time_share
 from tests.helpers.packing import needs_packing
 
 
@@ -36,14 +37,15 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packed_layers_give_the_layers_results(dtype: torch.dtype) -> None:
     for group in groups(dtype):
-        served = served_tokens(group)
+        served, multiply = served_tokens(group)
         assert served[0] == 1 and served[-1] >= packed_weights.FEWEST_SERVED
+        assert multiply is not None
         for rows, width in ((1, 1), (1, 9), (3, 7)):
             x = torch.randn(rows, width, group[0][0].shape[1]).to(dtype)
             own = torch.cat([linear(x, *layer) for layer in group], -1)
-            ours = pack(group)(x, group[0][1])
             slack = 2e-6 * own.abs().max() if dtype == torch.float32 else 0.0
-            assert (ours - own).abs().max() <= slack
+            for each in (multiply, pack(group, torch.empty(0, dtype=dtype))):
+                assert (each(x, group[0][1]) - own).abs().max() <= slack
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -51,25 +53,52 @@ def test_packed_layers_give_the_layers_results(dtype: torch.dtype) -> None:
 def test_other_results_limit_the_tokens_served(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wrong_from: int, served: int
 ) -> None:
-    def off_by_a_little(group: Any) -> Any:
+    def off_by_a_little(group: Any, room: Any = None) -> Any:
         multiply = pack(group)
         return lambda x, bias: multiply(x, bias) * (1.0 + (x.shape[1] >= wrong_from) * 0.01)
 
     monkeypatch.setattr(packed_weights, "pack", off_by_a_little)
-    assert [len(served_tokens(group)) for group in groups(dtype)] == [served] * 3
+    assert [len(served_tokens(group)[0]) for group in groups(dtype)] == [served] * 3
 
 
 @pytest.mark.parametrize(
-    ("share_of_few", "share", "first"), [(0.9, 0.9, 1), (1.1, 0.9, 4), (0.9, 2.0, None)]
+    ("dtype", "share_of_few", "share", "first"),
+    [
+        (torch.float32, 0.9, 0.9, 1),
+        (torch.float32, 1.1, 0.9, 4),
+        (torch.float32, 0.9, 2.0, None),
+        (torch.bfloat16, 1.1, 0.9, 1),  # few tokens gain, too
+        (torch.bfloat16, 0.9, 2.0, None),
+    ],
 )
 def test_copies_serve_where_they_are_faster(
-    monkeypatch: pytest.MonkeyPatch, share_of_few: float, share: float, first: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    share_of_few: float,
+    share: float,
+    first: int | None,
 ) -> None:
     def time_share(packed: Any, own: Any, weight: torch.Tensor, num_tokens: int) -> float:
         return share_of_few if num_tokens == packed_weights.FEW_TOKENS else share
 
     monkeypatch.setattr(packed_weights, "time_share", time_share)
-    assert [next(iter(served_tokens(group)), None) for group in groups()] == [first] * 3
+    served = [served_tokens(group)[0] for group in groups(dtype)]
+    assert [next(iter(tokens), None) for tokens in served] == [first] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [((1e-4, 2e-4), 2), ((2e-4, 2e-4), 12), ((0.01, 0.01), 2)]
+)
+def test_timing_ends_when_it_is_clear_or_takes_long(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], rounds: int
+) -> None:
+    runs = []
+    clock = SimpleNamespace(perf_counter=lambda: sum(runs))
+    monkeypatch.setattr(packed_weights, "time", clock)
+    packed, own = ((lambda x, each=each: runs.append(each)) for each in seconds)
+    share = time_share(packed, own, torch.zeros(2, 2), 5)
+    assert share == pytest.approx(seconds[0] / seconds[1])
+    assert len(runs) == 2 * rounds
 
 
 def one_element(weight: torch.Tensor) -> None:
@@ -102,9 +131,19 @@ WRITES = [one_element, two_rows, signs, columns(1), columns(4), columns(16)]
 def test_every_write_changes_the_checksum(write: Any) -> None:
     weight = groups()[0][0][0]
     before = checksum(weight)
-    assert checksum(weight.clone()) == before
+    assert torch.equal(checksum(weight.clone()), before)
     write(weight.data)
-    assert checksum(weight) != before
+    assert not torch.equal(checksum(weight), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_value_of_an_element_has_sums_of_its_own(dtype: torch.dtype) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    if dtype == torch.float32:
+        patterns *= 65521  # all four bytes change
+    rows = groups(dtype)[0][0][0][:1].repeat(len(patterns), 1)
+    rows[:, 5] = patterns.to(getattr(torch, f"int{8 * rows.itemsize}")).view(dtype)
+    assert len(checksum(rows).unique(dim=0)) == len(patterns)
 
 
 def test_plenty_of_memory_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
