@@ -181,13 +181,21 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         super().join(*args, **kwargs)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request: one that waits at once, one in progress before its next step."""
+        """Cancel a request with all of its texts, or one text by the id of its result.
+
+        What waits is cancelled at once, what is in progress before its next step. As with
+        transformers' manager nothing more is delivered, so that `request_id_iter` goes on until the
+        manager stops. There, texts of the request that have begun go on.
+
+        Args:
+            request_id: The id of the request; one that is not known is ignored.
+        """
         with self.input_queue.mutex:
             waiting = self.input_queue.queue
-            for state in [each for each in waiting if each.request_id == request_id]:
-                waiting.remove(state)
-                self.input_queue.not_full.notify()
-                return
+            kept = [state for state in waiting if state.request_id != request_id]
+            self.input_queue.not_full.notify(len(waiting) - len(kept))
+            waiting.clear()
+            waiting.extend(kept)
         self.cancel_queue.put(request_id)
         self._wake_up_loop.set()
 
@@ -205,7 +213,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         found = set()
         while not self.cancel_queue.empty():
             found.add(self.cancel_queue.get())
-        self._jobs = deque(job for job in self._jobs if job.state.request_id not in found)
+        self._jobs = deque(job for job in self._jobs if not job.names & found)
         return found
 
     def stops(self) -> bool:
@@ -250,7 +258,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         jobs = []
         for index, each in enumerate([*states, state], first):
             each.num_children = 0
-            jobs.append(Job(each, request_seed(self._seed, index)))
+            ids = frozenset({each.request_id, state.request_id})
+            jobs.append(Job(each, request_seed(self._seed, index), ids))
         return jobs
 
     def _run_generation_loop(self) -> None:

@@ -6,62 +6,34 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm
-from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
-from lookahead_hf.batching import progress, runner, session
-from lookahead_hf.batching.manager import SpeculativeBatchingManager
+from lookahead_hf.batching import progress, runner
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
-from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
-
-WAIT = 60
+from tests.helpers.requests import (
+    DRAFTED,
+    WAIT,
+    alone,
+    broken_after,
+    prompts,
+    results,
+    running,
+    seeded,
+    settings,
+    speculated,
+)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-
-
-@contextmanager
-def running(model: Any, config: Any, max_slots: int = 2, **own: Any) -> Iterator[Any]:
-    manager = model.init_continuous_batching(config, seeded(**own), max_slots=max_slots)
-    assert isinstance(manager, SpeculativeBatchingManager)
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.stop(hard_stop=True)
-
-
-def results(manager: Any, count: int) -> dict[str, Any]:
-    """The results of so many requests."""
-    found = [manager.get_result(timeout=WAIT) for _ in range(count)]
-    return {output.request_id: output for output in found}
-
-
-class Breaks(StoppingCriteria):
-    """Raises once a text has so many tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if input_ids.shape[1] >= self.length:
-            raise KeyError("a callback that fails")
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def broken_after(length: int) -> dict[str, Any]:
-    return {"stopping_criteria": StoppingCriteriaList([Breaks(length)])}
 
 
 def test_requests_stream_whole_steps(model: Any) -> None:
@@ -112,25 +84,6 @@ def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
     for wrong in ({"max_slots": 0}, {"max_slots": 4, "max_tokens": 3}):
         with pytest.raises(ValueError, match="must be an int in"):
             model.init_continuous_batching(config, speculative=DRAFTED, **wrong)
-
-
-def test_a_cancelled_request_leaves_its_row(model: Any) -> None:
-    config = settings(model, max_new_tokens=400)
-    first, second, third = prompts(3)
-    with running(model, config, max_slots=1) as manager:
-        manager.add_request(first, request_id="first", streaming=True)
-        assert manager.get_result(timeout=WAIT).request_id == "first"
-        manager.add_request(second, request_id="second")
-        manager.add_request(third, request_id="third", max_new_tokens=12)
-        manager.cancel_request("second")  # which waits
-        manager.cancel_request("first")  # which is in progress
-        found = manager.get_result(timeout=WAIT)
-        while found.request_id == "first":
-            assert not found.is_finished()
-            found = manager.get_result(timeout=WAIT)
-        assert found.request_id == "third"
-        assert found.generated_tokens == alone(model, third, settings(model, max_new_tokens=12))
-        assert manager.output_router.output_queue.empty()
 
 
 def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
@@ -254,24 +207,6 @@ def test_a_full_queue_lets_callers_wait(model: Any) -> None:
             assert manager.get_result(timeout=WAIT).error is None
         adding.join()
     assert max(seen) <= 1
-
-
-def test_texts_of_one_prompt_are_prefilled_once(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = []
-    take = session.RefilledRunner.take
-    monkeypatch.setattr(
-        session.RefilledRunner, "take", lambda *given: [run.append(1), take(*given)][1]
-    )
-    config = settings(model, do_sample=True, num_return_sequences=4)
-    (text,) = prompts(1)
-    found = model.generate_batch([text], config, seeded(), max_slots=4)
-    assert len(run) == 1
-    assert [output.generated_tokens for output in found.values()] == [
-        alone(model, text, config, index) for index in range(4)
-    ]
-    speculated(found.values())
 
 
 def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
