@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +33,11 @@ class Prompt:
     """A prompt that a row holds in the cache.
 
     Attributes:
-        ids: Its tokens.
+        ids: Its tokens, [tokens] int64.
         logits: Logits after it, [1, 1, vocab].
     """
 
-    ids: list[int]
+    ids: np.ndarray
     logits: torch.Tensor
 
 
@@ -102,7 +103,7 @@ class RefilledRunner(Runner):
             self._begin_like(alone)
         self._is_nan_alone[row] = False
         logits = outputs.logits[:, -1:].clone()  # of a forward that may keep all
-        self._prompts[row] = prompt = Prompt(call.input_ids[0].tolist(), logits)
+        self._prompts[row] = prompt = Prompt(call.input_ids[0].cpu().numpy(), logits)
         return prompt.logits
 
     def reads_in_pieces(self, prompt_ids: np.ndarray, beside: bool) -> bool:
@@ -168,7 +169,7 @@ class RefilledRunner(Runner):
         for row in np.flatnonzero(pieces).tolist():
             if self._texts.slots.lengths[row] == len(self._reading[row]):
                 ids = self._reading.pop(row)
-                self._prompts[row] = Prompt(ids.tolist(), step.logits[row : row + 1, :1].clone())
+                self._prompts[row] = Prompt(ids, step.logits[row : row + 1, :1].clone())
         return step
 
     @property
@@ -179,13 +180,16 @@ class RefilledRunner(Runner):
         """Return whether a row holds a whole prompt."""
         return row in self._prompts
 
-    def holder(self, prompt_ids: list[int]) -> int | None:
+    def holder(self, prompt_ids: Any) -> int | None:
         """Return a row that holds this prompt, None if there is none.
 
         Layers with a window drop the end of the prompt when the text behind it has grown.
+
+        Args:
+            prompt_ids: Its tokens, [tokens]; whatever is no such thing is held by no row.
         """
         for row, prompt in self._prompts.items():
-            if prompt.ids == prompt_ids and self._texts.holds(row, len(prompt_ids)):
+            if np.array_equal(prompt.ids, prompt_ids) and self._texts.holds(row, len(prompt_ids)):
                 return row
         return None
 

@@ -76,7 +76,7 @@ class RefillSession(Session):
         if self.runner.is_flat and self.runner.most_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
             self.runner.take(0, self.maker.trial(), self._set_up)
-            self.runner.free(0)
+            self.runner.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
@@ -157,7 +157,7 @@ class RefillSession(Session):
     def _after_prompt(self, row: int, call: PreparedCall) -> torch.Tensor | None:
         """Logits after the prompt of a request, None while it is being read."""
         runner, ids = self.runner, call.input_ids[0].cpu().numpy()
-        holder = runner.holder(ids.tolist())
+        holder = runner.holder(ids)
         if holder is not None:
             return runner.share(row, holder)
         if runner.reads(ids):

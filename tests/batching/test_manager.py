@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import sys
 import threading
 from typing import Any
 
@@ -73,6 +75,22 @@ def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
     assert "a callback that fails" in found[names[1]].error
     assert "no_such_setting" in found[names[3]].error
     assert found[names[4]].error is not None
+
+
+def test_what_cannot_be_copied_for_every_text_fails_its_request(model: Any) -> None:
+    config = settings(model, do_sample=True, num_return_sequences=2)
+    (text,) = prompts(1)
+    broken = {"stopping_criteria": [threading.Lock()]}
+    with running(model, config) as manager:
+        manager.add_request(text, request_id="broken", **broken)
+        manager.add_request(text, request_id="whole")
+        found = results(manager, 4)
+    for index, name in enumerate(("broken__child#0", "broken", "whole__child#0", "whole")):
+        if name.startswith("broken"):
+            assert "cannot pickle" in found[name].error
+        else:
+            assert found[name].generated_tokens == alone(model, text, config, index)
+    speculated([found["whole"], found["whole__child#0"]])
 
 
 def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
@@ -257,6 +275,28 @@ def test_a_batch_is_decoded_in_the_callers_thread(model: Any) -> None:
         speculated(list(found.values()))
         assert (seen == threads) if threads else (threading.get_ident() not in seen)
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by their entries in /proc")
+def test_who_starts_a_manager_leaves_the_cores_to_it(model: Any) -> None:
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def start() -> None:
+        before = threads()
+        torch.ones(10**6).exp()
+        team = threads() - before
+        with running(model, settings(model)):
+            found.append((team, team & threads()))
+
+    found: list[tuple[set[str], set[str]]] = []
+    number, starter = torch.get_num_threads(), threading.Thread(target=start)
+    torch.set_num_threads(2)
+    starter.start()
+    starter.join()
+    torch.set_num_threads(number)
+    ((team, left),) = found
+    assert team and not left
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v32", "bloom"])

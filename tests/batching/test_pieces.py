@@ -94,7 +94,7 @@ def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.Monkey
         assert found[index].generated_tokens == alone(model, texts[index], config)
 
 
-@pytest.mark.parametrize("prompt", [[], "text"])
+@pytest.mark.parametrize("prompt", [[], "text", [torch.tensor([1, 2])] * 3, [None, 1]])
 def test_what_is_no_prompt_fails_alone(model: Any, prompt: Any) -> None:
     texts, config = [*prompts(2), prompt], settings(model)
     found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
