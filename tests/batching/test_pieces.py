@@ -94,11 +94,19 @@ def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.Monkey
         assert found[index].generated_tokens == alone(model, texts[index], config)
 
 
-@pytest.mark.parametrize("prompt", [[], "text", [torch.tensor([1, 2])] * 3, [None, 1]])
-def test_what_is_no_prompt_fails_alone(model: Any, prompt: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ([], "list of one token id or more"),
+        ("text", "list of one token id or more"),
+        ([torch.tensor([1, 2])] * 3, "ValueError"),
+        ([None, 1], "TypeError"),
+    ],
+)
+def test_what_is_no_prompt_fails_alone(model: Any, prompt: Any, error: str) -> None:
     texts, config = [*prompts(2), prompt], settings(model)
     found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
-    assert "list of one token id or more" in found[2].error
+    assert error in found[2].error
     for index in (0, 1):
         assert found[index].generated_tokens == alone(model, texts[index], config)
 
