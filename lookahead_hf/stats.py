@@ -50,7 +50,7 @@ class SpeculativeStats:
 
     A request counts what it alone causes, and its share of the time of the steps that it takes with
     others, so that requests add up to their run. A step counts for every request that decodes in
-    it. Of requests with one prompt, that which read it has its tokens and its time.
+    it. Of requests with one prompt, the one that read it has its tokens and its time.
 
     Attributes:
         rows: Rows of the batch. Where `generate` decodes several times, as Whisper's does for every

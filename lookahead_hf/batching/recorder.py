@@ -38,6 +38,12 @@ class RowRecorder(StatsRecorder):
         self._fed_in_steps = np.zeros(num_rows, np.int64)  # what of the tokens is in `_fed`
         self._live = np.zeros(num_rows, bool)  # in the latest step
 
+    @property
+    def _counts(self) -> tuple[np.ndarray, ...]:
+        """Steps, drafted, accepted, moved and fed tokens, and the widest draft, [rows] each."""
+        of_steps = self._row_steps, self._drafted, self._accepted
+        return *of_steps, self._moved_in, self._fed, self._widths
+
     @contextmanager
     def phase_of(self, row: int, name: str) -> Iterator[None]:
         """Time the block as a phase of one row alone, see `phase`."""
@@ -109,13 +115,7 @@ class RowRecorder(StatsRecorder):
             num_emitted: Tokens of the text.
             execution: How the steps were run.
         """
-        steps, drafted, accepted, moved, fed, width = (
-            int(counts[row])
-            for counts in (
-                *(self._row_steps, self._drafted, self._accepted),
-                *(self._moved_in, self._fed, self._widths),
-            )
-        )
+        steps, drafted, accepted, moved, fed, width = (int(each[row]) for each in self._counts)
         histogram = self._histograms[row]
         times = dict(zip(PHASES, self._spent[row].tolist(), strict=True))
         return SpeculativeStats(
@@ -142,9 +142,6 @@ class RowRecorder(StatsRecorder):
 
     def free(self, row: int) -> None:
         """Begin to count another text in a row."""
-        for counts in (
-            *(self._row_steps, self._drafted, self._accepted, self._moved_in, self._fed),
-            *(self._widths, self._spent, self._of_sources),
-        ):
+        for counts in (*self._counts, self._spent, self._of_sources):
             counts[row] = 0
         self._histograms[row], self._sizes[row] = Counter(), Counter()
