@@ -279,6 +279,5 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 self._wake_up_loop.clear()
 
     def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
-        while self._jobs:
-            self.output_router.fail_and_deliver(self._jobs.popleft().state, error)
-        super()._fail_all_remaining_requests(error, None)
+        while (job := self.take()) is not None:
+            self.output_router.fail_and_deliver(job.state, error)

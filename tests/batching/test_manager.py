@@ -106,9 +106,11 @@ def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
 
 def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
     config = settings(model, max_new_tokens=400)
+    config.do_sample, config.num_return_sequences = True, 2
     manager = model.init_continuous_batching(config, seeded(), max_slots=2)
     manager.start()
     names = manager.add_requests(prompts(5), max_new_tokens=400)
+    names += [f"{name}__child#0" for name in names]
     manager.stop(hard_stop=True)
     assert not manager.is_running()
     found = {}
@@ -120,7 +122,7 @@ def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
     assert manager.add_request([5]) is None  # transformers warns of it
     manager.start()
     name = manager.add_request(prompts(1)[0], max_new_tokens=4)
-    assert len(results(manager, 1)[name].generated_tokens) == 4
+    assert len(results(manager, 2)[name].generated_tokens) == 4
     manager.destroy()
 
 
