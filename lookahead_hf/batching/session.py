@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
 from lookahead_hf.stats import SpeculativeStats
+
+_DRAWING = threading.RLock()
+"""Held while plain `generate` draws from the default generator, which all runs share."""
 
 
 class Desk(Protocol):
@@ -178,7 +182,8 @@ class RefillSession(Session):
         device = self.maker.model.device
         devices = [] if device.type == "cpu" else [device]
         try:
-            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            kind = device.type if devices else "cuda"
+            with _DRAWING, torch.random.fork_rng(devices, device_type=kind):
                 torch.manual_seed(job.seed)
                 ids = plain(self.maker.model, **settings)
         except Exception as error:
