@@ -46,7 +46,11 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:
-    """Statistics of one call of `generate`.
+    """Statistics of one call of `generate`, or of one request of continuous batching.
+
+    A request counts what it alone causes, and its share of the time of the steps that it takes with
+    others, so that requests add up to their run. A step counts for every request that decodes in
+    it. Of requests with one prompt, the one that read it has its tokens and its time.
 
     Attributes:
         rows: Rows of the batch. Where `generate` decodes several times, as Whisper's does for every

@@ -47,7 +47,7 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "progress recorder rows",
+        "progress recorder rows threads",
         "request runner verifier",
         "session",
         "manager",

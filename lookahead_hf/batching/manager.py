@@ -8,7 +8,6 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from lookahead_hf import ngram_pool, stats
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import NO_EOS, Job, Maker, request_seed
 from lookahead_hf.batching.session import new_session
+from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import (
     BackgroundThreadStatus,
     ContinuousBatchingManager,
@@ -52,32 +52,6 @@ class Limits:
     seed: int | None
     in_call: bool = False
     max_batch_tokens: int | None = None
-
-
-class CallersThread:
-    """Stands for the thread of a run that the caller's own thread decodes.
-
-    OpenMP keeps a team of threads for every thread that computes. Two teams are more threads than
-    cores, so they sleep between operations: with two cores, a step took 1.7 times as long in a
-    second thread.
-    """
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run, self._is_alive = run, True
-
-    def is_alive(self) -> bool:
-        """Whether the run is still to come."""
-        return self._is_alive
-
-    def run(self) -> None:
-        """Do the run, unless it was done or given up."""
-        if self._is_alive:
-            self._is_alive = False
-            self._run()
-
-    def join(self, timeout: float | None = None) -> None:
-        """Give the run up if it was not done: nobody has asked for a result."""
-        self._is_alive = False
 
 
 class SpeculativeBatchingManager(ContinuousBatchingManager):
@@ -153,6 +127,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
     def start(self) -> None:
         """Begin the run: in a thread of its own, or as soon as the caller asks for a result."""
         if not self.limits.in_call:
+            end_team()
             super().start()
             return
         self.background_thread_status.clear()
@@ -181,13 +156,21 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         super().join(*args, **kwargs)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request: one that waits at once, one in progress before its next step."""
+        """Cancel a request with all of its texts, or one text by the id of its result.
+
+        What waits is cancelled at once, what is in progress before its next step. As with
+        transformers' manager nothing more is delivered, so that `request_id_iter` goes on until the
+        manager stops. There, texts of the request that have begun go on.
+
+        Args:
+            request_id: The id of the request; one that is not known is ignored.
+        """
         with self.input_queue.mutex:
             waiting = self.input_queue.queue
-            for state in [each for each in waiting if each.request_id == request_id]:
-                waiting.remove(state)
-                self.input_queue.not_full.notify()
-                return
+            kept = [state for state in waiting if state.request_id != request_id]
+            self.input_queue.not_full.notify(len(waiting) - len(kept))
+            waiting.clear()
+            waiting.extend(kept)
         self.cancel_queue.put(request_id)
         self._wake_up_loop.set()
 
@@ -195,8 +178,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def take(self) -> Job | None:
         """Return the next text that waits, None if there is none."""
-        if not self._jobs:
-            with suppress(queue.Empty):
+        with suppress(queue.Empty):
+            while not self._jobs:
                 self._jobs += self._split(self.input_queue.get_nowait())
         return self._jobs.popleft() if self._jobs else None
 
@@ -205,7 +188,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         found = set()
         while not self.cancel_queue.empty():
             found.add(self.cancel_queue.get())
-        self._jobs = deque(job for job in self._jobs if job.state.request_id not in found)
+        self._jobs = deque(job for job in self._jobs if not job.names & found)
         return found
 
     def stops(self) -> bool:
@@ -243,14 +226,25 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             self.progress.step(num_live, num_new)
 
     def _split(self, state: RequestState) -> list[Job]:
-        """The texts of a request, the one with its own id last."""
-        names = [f"{state.request_id}__child#{child}" for child in range(state.num_children)]
-        states = [state.fork(name) for name in names]
-        first, self._num_texts = self._num_texts, self._num_texts + len(states) + 1
+        """The texts of a request, the one with its own id last; none if they cannot be told apart.
+
+        Each has copies of the processors and criteria that the request brought.
+        """
+        name, first = state.request_id, self._num_texts
+        ids = [*(f"{name}__child#{child}" for child in range(state.num_children)), name]
+        self._num_texts += len(ids)
+        try:
+            states = [*map(state.fork, ids[:-1]), state]
+        except Exception as error:  # an object that cannot be copied
+            for each in ids:
+                state.request_id = each
+                self.output_router.fail_and_deliver(state, error)
+            return []
         jobs = []
-        for index, each in enumerate([*states, state], first):
+        for index, each in enumerate(states, first):
             each.num_children = 0
-            jobs.append(Job(each, request_seed(self._seed, index)))
+            seed = request_seed(self._seed, index)
+            jobs.append(Job(each, seed, frozenset({each.request_id, name})))
         return jobs
 
     def _run_generation_loop(self) -> None:
@@ -285,6 +279,5 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 self._wake_up_loop.clear()
 
     def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
-        while self._jobs:
-            self.output_router.fail_and_deliver(self._jobs.popleft().state, error)
-        super()._fail_all_remaining_requests(error, None)
+        while (job := self.take()) is not None:
+            self.output_router.fail_and_deliver(job.state, error)

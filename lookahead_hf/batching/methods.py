@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -55,6 +56,12 @@ class Asked:
     progress: bool = False
     in_call: bool = False
 
+
+OWN = tuple(each.name for each in fields(Asked) if each.name != "in_call")
+"""Arguments of a call that transformers does not know."""
+
+LIKENESS = 0.7
+"""How much a name must resemble another one to count as misspelt, from 0 to 1, as in `difflib`."""
 
 _asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
 """What the call in progress asks, for the methods that it calls in turn."""
@@ -131,19 +138,43 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call one of the methods, speculatively if that is asked for."""
-    names = [each.name for each in fields(Asked) if each.name != "in_call"]
-    own = Asked(**{name: kwargs.pop(name) for name in names if name in kwargs})
+    own = Asked(**{name: kwargs.pop(name) for name in OWN if name in kwargs})
     outer = _asked.get()
     asked = outer if own == Asked() and outer is not None else own
+    _check_names(model, original, kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
     if original.__name__ == NAMES[1]:
         return _manager(model, original, asked, default, *args, **kwargs)
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
     speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
     in_call = speculates and not given.get("persistent_manager")
     if in_call and kwargs.get("progress_bar"):  # transformers' bar would stand still until the end
         asked, kwargs["progress_bar"] = replace(asked, progress=True), False
     with asking(replace(asked, in_call=in_call)):
         return original(*args, **kwargs)
+
+
+def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str]) -> None:
+    """Check names that transformers does not know, since `generate_batch` ignores them.
+
+    Raises:
+        ValueError: A name resembles that of an argument or an option of ours.
+    """
+    options = [each.name for each in fields(SpeculativeConfig)]
+    theirs = {*inspect.signature(original).parameters, "max_new_tokens"}
+    settings = model.generation_config, ContinuousBatchingConfig()
+    for name in given:
+        if name in theirs or any(hasattr(each, name) for each in settings):
+            continue
+        known = {*OWN, *options, *theirs, "prediction"}
+        nearest = next(iter(difflib.get_close_matches(name, known, 1, LIKENESS)), None)
+        if nearest is None or nearest in theirs:
+            continue
+        fix = f"did you mean {nearest}=?"
+        if nearest in options:
+            fix = f"pass speculative=SpeculativeConfig({nearest}=...)"
+        elif nearest == "prediction":
+            fix = "leave it out, or call generate, which has"
+        raise ValueError(f"{original.__name__} has no argument {name!r}: {fix}")
 
 
 def _manager(

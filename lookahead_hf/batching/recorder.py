@@ -2,38 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.generation.recorder import StatsRecorder
+from lookahead_hf.draft import DraftTree, Verdict, place_in_row
+from lookahead_hf.generation.recorder import StatsRecorder, widths
 from lookahead_hf.stats import PHASES, RowStats, SourceStats, SpeculativeStats
+
+_PREFILL, _FORWARD = PHASES.index("prefill"), PHASES.index("forward")
 
 
 class RowRecorder(StatsRecorder):
-    """Gives every request statistics of its own; rows share the time of a step equally."""
+    """Gives every request statistics of its own, which add up to those of the run.
+
+    What a request alone causes is its own: its prompt, its draft tokens, its accepted tokens. Rows
+    share a step. It counts as a step of every row that decodes in it; the time of its forward is
+    shared by the tokens that each row feeds, which is prefill for a row that reads its prompt, and
+    other times equally among the rows that decode. Of texts with one prompt, the first has the time
+    and the tokens of the prefill.
+    """
 
     def __init__(self, num_rows: int, sources: Sequence[str]) -> None:
         """`sources`: names of the sources, in the order of the drafts' evidence."""
         super().__init__(num_rows)
         self._names = sources
         self._of_sources = np.zeros((num_rows, 3, len(sources)), np.int64)
-        self._histogram = np.zeros((num_rows, 1), np.int64)  # [rows, most accepted + 1]
+        self._histograms: list[Counter[int]] = [Counter() for _ in range(num_rows)]
+        self._sizes: list[Counter[int]] = [Counter() for _ in range(num_rows)]
+        self._widths, self._moved_in, self._fed = np.zeros((3, num_rows), np.int64)
         self._spent = np.zeros((num_rows, len(PHASES)))
-        self._counted = np.zeros(len(PHASES))
+        self._counted = np.zeros(len(PHASES))  # what of the times is in `_spent`
+        self._fed_in_steps = np.zeros(num_rows, np.int64)  # what of the tokens is in `_fed`
+        self._live = np.zeros(num_rows, bool)  # in the latest step
+
+    @property
+    def _counts(self) -> tuple[np.ndarray, ...]:
+        """Steps, drafted, accepted, moved and fed tokens, and the widest draft, [rows] each."""
+        of_steps = self._row_steps, self._drafted, self._accepted
+        return *of_steps, self._moved_in, self._fed, self._widths
+
+    @contextmanager
+    def phase_of(self, row: int, name: str) -> Iterator[None]:
+        """Time the block as a phase of one row alone, see `phase`."""
+        before, index = self.milliseconds[name], PHASES.index(name)
+        try:
+            with self.phase(name):
+                yield
+        finally:
+            spent = self.milliseconds[name] - before
+            self._spent[row, index] += spent
+            self._counted[index] += spent
+
+    def fed(self, row: int, num_tokens: int) -> None:
+        """Count the tokens of a prompt that ran alone."""
+        self._fed[row] += num_tokens
 
     def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
         super().observe(draft, verdict, num_moved)
-        accepted, live = verdict.num_accepted, verdict.live
-        more = int(accepted.max(initial=0)) + 1 - self._histogram.shape[1]
-        if more > 0:
-            self._histogram = np.pad(self._histogram, ((0, 0), (0, more)))
-        self._histogram[live, accepted[live]] += 1
-        total = np.array([self.milliseconds[name] for name in PHASES])
+        drafted, accepted = np.diff(draft.row_offsets), verdict.num_accepted
+        self._live = verdict.live.copy()
+        for row in np.flatnonzero(self._live).tolist():
+            self._histograms[row][int(accepted[row])] += 1
+            self._sizes[row][int(drafted[row])] += 1
+        self._widths = np.maximum(self._widths, widths(draft))
+        moved = verdict.path != place_in_row(verdict.path_offsets)
+        np.add.at(self._moved_in, np.repeat(np.arange(len(accepted)), accepted), moved)
         self._count_sources(draft, verdict.of_text)
-        self._spent[live] += (total - self._counted) / max(1, int(live.sum()))
-        self._counted = total
+
+    def settle(self, step_tokens: np.ndarray) -> None:
+        """Share the time since the last call among the rows of the latest step.
+
+        Args:
+            step_tokens: Tokens that steps have fed for each row so far, [rows].
+        """
+        fed, self._fed_in_steps = step_tokens - self._fed_in_steps, step_tokens.copy()
+        if not fed.any():
+            return  # there was no step
+        self._fed += fed
+        total = np.array([self.milliseconds[name] for name in PHASES])
+        spent, self._counted = total - self._counted, total
+        by_tokens = fed / fed.sum()
+        equally = self._live / self._live.sum() if self._live.any() else by_tokens
+        of_forward = by_tokens * spent[_FORWARD]
+        spent[_FORWARD] = 0
+        self._spent += np.outer(equally, spent)
+        self._spent[:, _FORWARD] += np.where(self._live, of_forward, 0)
+        self._spent[:, _PREFILL] += np.where(self._live, 0, of_forward)
 
     def _count_sources(self, draft: DraftTree, verdict: Verdict) -> None:
         """Count what each source drafted, what was accepted, and what of that only it drafted."""
@@ -50,12 +107,16 @@ class RowRecorder(StatsRecorder):
         found = np.stack([drafted, drafted & hit, drafted & hit & alone], 1)
         np.add.at(self._of_sources, row, found)
 
-    def of_row(self, row: int, num_emitted: int) -> SpeculativeStats:
-        """Return the statistics of the text that has ended in a row."""
-        steps, drafted, accepted = (
-            int(counts[row]) for counts in (self._row_steps, self._drafted, self._accepted)
-        )
-        histogram = self._histogram[row]
+    def of_row(self, row: int, num_emitted: int, execution: str | None = None) -> SpeculativeStats:
+        """Return the statistics of the text that has ended in a row.
+
+        Args:
+            row: The row.
+            num_emitted: Tokens of the text.
+            execution: How the steps were run.
+        """
+        steps, drafted, accepted, moved, fed, width = (int(each[row]) for each in self._counts)
+        histogram = self._histograms[row]
         times = dict(zip(PHASES, self._spent[row].tolist(), strict=True))
         return SpeculativeStats(
             rows=1,
@@ -64,18 +125,23 @@ class RowRecorder(StatsRecorder):
             num_emitted=num_emitted,
             num_drafted=drafted,
             num_accepted=accepted,
-            accepted_histogram=tuple(np.trim_zeros(histogram, "b").tolist()),
+            num_moved=moved,
+            accepted_histogram=tuple(histogram[k] for k in range(max(histogram, default=-1) + 1)),
+            max_width=width,
             per_source={
                 name: SourceStats(*counts)
                 for name, counts in zip(self._names, self._of_sources[row].T.tolist(), strict=True)
             },
+            budget_histogram=dict(sorted(self._sizes[row].items())),
             engine="walk",
+            execution=execution,
+            num_fed=fed,
             row_stats=(RowStats(steps, num_emitted, drafted, accepted),),
             **{f"{name}_ms": spent for name, spent in times.items()},
         )
 
     def free(self, row: int) -> None:
         """Begin to count another text in a row."""
-        for counts in (self._row_steps, self._drafted, self._accepted):
+        for counts in (*self._counts, self._spent, self._of_sources):
             counts[row] = 0
-        self._histogram[row], self._spent[row], self._of_sources[row] = 0, 0.0, 0
+        self._histograms[row], self._sizes[row] = Counter(), Counter()

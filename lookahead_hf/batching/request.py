@@ -56,17 +56,16 @@ class Job:
     Attributes:
         state: What transformers keeps of a request: its prompt, its tokens, its status.
         seed: The seed of its samples.
+        names: The ids that cancel it: its own, and that of the request that it is a text of.
         call: The call of `generate` that it stands for, None before it has a row.
         verifier: What verifies its text, None before it has a row.
-        logits: Logits after the prompt, [1, 1, vocab], for other texts of the same prompt; None
-            before the prompt was run.
     """
 
     state: RequestState
     seed: int
+    names: frozenset[str] = frozenset()
     call: PreparedCall | None = None
     verifier: Verifier | None = None
-    logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +28,30 @@ such pieces they wait 0.17 s, and the queue takes as long as before.
 """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A prompt that a row holds in the cache.
+
+    Attributes:
+        ids: Its tokens, [tokens] int64.
+        logits: Logits after it, [1, 1, vocab].
+    """
+
+    ids: np.ndarray
+    logits: torch.Tensor
+
+
 class RefilledRunner(Runner):
-    """A runner that takes a new prompt into a free row, at once or beside the steps of others."""
+    """A runner that takes a new prompt into a free row, at once or beside the steps of others.
+
+    A row holds its prompt as long as its text goes on, and after that until `forget` is called or
+    another prompt takes the row. Meanwhile other texts of the same prompt begin with a copy.
+
+    Attributes:
+        most_tokens: Most tokens of a step, None for any number.
+        step_tokens: Tokens that steps have fed for each row so far, [rows] int64. Where blocks are
+            padded, live rows have equal shares of all tokens.
+    """
 
     def __init__(
         self,
@@ -51,8 +75,9 @@ class RefilledRunner(Runner):
         self.most_tokens = most_tokens
         if most_tokens is not None:
             self.most_nodes = most_tokens // num_rows - 1
-        self._unread: dict[int, np.ndarray] = {}  # of the prompts that are read, by row
-        self._after: dict[int, torch.Tensor] = {}  # logits after prompts that were read, by row
+        self.step_tokens = np.zeros(num_rows, np.int64)
+        self._reading: dict[int, np.ndarray] = {}  # prompts that are being read, by row
+        self._prompts: dict[int, Prompt] = {}
         self._has_read = False
 
     def take(
@@ -68,6 +93,7 @@ class RefilledRunner(Runner):
         Returns:
             Logits after the prompt, [1, 1, vocab].
         """
+        self._prompts.pop(row, None)
         alone = Runner(self.model, 1, None, self._packed)
         outputs = alone.prefill(
             call.input_ids, call.generation_config, call.model_kwargs, before_steps
@@ -76,8 +102,9 @@ class RefilledRunner(Runner):
         if not self.has_cache:
             self._begin_like(alone)
         self._is_nan_alone[row] = False
-        logits: torch.Tensor = outputs.logits[:, -1:].clone()  # of a forward that may keep all
-        return logits
+        logits = outputs.logits[:, -1:].clone()  # of a forward that may keep all
+        self._prompts[row] = prompt = Prompt(call.input_ids[0].cpu().numpy(), logits)
+        return prompt.logits
 
     def reads_in_pieces(self, prompt_ids: np.ndarray, beside: bool) -> bool:
         """Return whether a prompt is to be read in pieces: at once, it would hold up other rows.
@@ -99,63 +126,105 @@ class RefilledRunner(Runner):
             row: The row.
             prompt_ids: The prompt, [tokens] int64.
         """
+        self._prompts.pop(row, None)
+        self._texts.free(row)
         self._texts.slots.reserve(len(prompt_ids))
         # A mask does not hold back NaN that the row's last text may have left.
         non_finite.clear(self._texts.slots, [row])
-        self._unread[row], self._is_nan_alone[row] = prompt_ids, False
+        self._reading[row], self._is_nan_alone[row] = prompt_ids, False
 
-    def reads(self, row: int) -> bool:
-        """Return whether a row is in the middle of its prompt."""
-        return row in self._unread
-
-    def after(self, row: int) -> torch.Tensor | None:
-        """Return the logits after a prompt that was read, [1, 1, vocab]; None before its end."""
-        return self._after.pop(row, None)
+    def reads(self, prompt_ids: np.ndarray) -> bool:
+        """Return whether some row is in the middle of this prompt, [tokens] int64."""
+        return any(np.array_equal(ids, prompt_ids) for ids in self._reading.values())
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
-        self._has_read = bool(self._unread)
-        if not self._has_read:
-            return super().launch(rows, draft)
+        self._has_read = bool(self._reading)
+        before = self.num_fed
+        step = self._read_beside(rows, draft) if self._has_read else super().launch(rows, draft)
+        if not self.is_flat:
+            shares = np.linspace(0, self.num_fed - before, int(rows.live.sum()) + 1)
+            self.step_tokens[rows.live] += np.diff(shares.astype(np.int64))
+        return step
+
+    def run(
+        self, fed: Sequence[np.ndarray], draft: DraftTree, is_prompt: bool = False
+    ) -> StepOutputs:
+        num_fed, nodes = np.array([len(tokens) for tokens in fed]), np.diff(draft.row_offsets)
+        self.step_tokens += np.where(num_fed > 0, num_fed + nodes, 0)
+        return super().run(fed, draft, is_prompt)
+
+    def _read_beside(self, rows: Rows, draft: DraftTree) -> StepOutputs:
+        """Run a step that also reads the next pieces of prompts."""
         fed, pieces = self.fed_tokens(rows), np.zeros(self.num_rows, np.int64)
         room = PIECE
         if self.most_tokens is not None:
             room = self.most_tokens - int(rows.live.sum()) - draft.num_nodes
-        for row, unread in self._unread.items():
-            fed[row] = unread[: room - pieces.sum()]
+        for row, ids in self._reading.items():
+            first = int(self._texts.slots.lengths[row])
+            fed[row] = ids[first : first + room - pieces.sum()]
             pieces[row] = len(fed[row])
         step = self.run(fed, draft)
         # At once: where the step is repeated without its draft, the next pieces follow these.
         self.keep(np.minimum(pieces, 1))
         for row in np.flatnonzero(pieces).tolist():
-            self._unread[row] = self._unread[row][pieces[row] :]
-            if not len(self._unread[row]):
-                del self._unread[row]
-                self._after[row] = step.logits[row : row + 1, :1].clone()
+            if self._texts.slots.lengths[row] == len(self._reading[row]):
+                ids = self._reading.pop(row)
+                self._prompts[row] = Prompt(ids, step.logits[row : row + 1, :1].clone())
         return step
 
     @property
     def step_is_typical(self) -> bool:
         return super().step_is_typical and not self._has_read
 
-    @property
-    def can_share(self) -> bool:
-        """Whether rows keep their whole prompts, so that another row can have a copy."""
-        return self._texts.holds_all
+    def holds_prompt(self, row: int) -> bool:
+        """Return whether a row holds a whole prompt."""
+        return row in self._prompts
 
-    def share(self, row: int, source: int, length: int) -> None:
-        """Give a free row the first tokens of another row's cache."""
-        self._texts.share(row, source, length)
-        self._is_nan_alone[row] = self._is_nan_alone[source]
+    def holder(self, prompt_ids: Any) -> int | None:
+        """Return a row that holds this prompt, None if there is none.
+
+        Layers with a window drop the end of the prompt when the text behind it has grown.
+
+        Args:
+            prompt_ids: Its tokens, [tokens]; whatever is no such thing is held by no row.
+        """
+        for row, prompt in self._prompts.items():
+            if np.array_equal(prompt.ids, prompt_ids) and self._texts.holds(row, len(prompt_ids)):
+                return row
+        return None
+
+    def share(self, row: int, source: int) -> torch.Tensor:
+        """Give a free row the prompt that a row holds, which may be the same row.
+
+        Returns:
+            Logits after the prompt, [1, 1, vocab].
+        """
+        prompt = self._prompts[source]
+        self._texts.share(row, source, len(prompt.ids))
+        self._prompts[row], self._is_nan_alone[row] = prompt, False
+        return prompt.logits
 
     def free(self, row: int) -> None:
-        """Let go of what a row holds in the cache."""
-        self._texts.free(row)
-        self._unread.pop(row, None)
-        self._after.pop(row, None)
+        """End the text of a row, which goes on holding its prompt."""
+        self._reading.pop(row, None)
 
-    def renew_packing(self, packed: PackedSteps) -> None:
-        """Go on with other packed layers, since the weights may have changed."""
+    def forget(self, rows: Iterable[int]) -> None:
+        """Let rows without a text hold nothing any more."""
+        for row in rows:
+            self._prompts.pop(row, None)
+            if self._texts.slots.lengths[row]:
+                self._texts.free(row)
+
+    def renew(self, packed: PackedSteps) -> None:
+        """Go on with weights that may have changed, and with other packed layers.
+
+        Texts go on with what they hold, which no other text may copy; prompts that are being read
+        begin again.
+        """
         self._packed = packed
+        self._prompts.clear()
+        for row, prompt_ids in list(self._reading.items()):
+            self.read(row, prompt_ids)
 
     def _begin_like(self, alone: Runner) -> None:
         """Lay steps out as the runner of the first prompt does; positions count from each text."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from lookahead_hf import compat
@@ -27,6 +27,9 @@ from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
 from lookahead_hf.stats import SpeculativeStats
+
+_DRAWING = threading.RLock()
+"""Held while plain `generate` draws from the default generator, which all runs share."""
 
 
 class Desk(Protocol):
@@ -77,27 +80,42 @@ class RefillSession(Session):
         if self.runner.is_flat and self.runner.most_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
             self.runner.take(0, self.maker.trial(), self._set_up)
-            self.runner.free(0)
+            self.runner.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
+        self.stats.settle(self.runner.step_tokens)
         if self.desk.pauses():
-            self.runner.renew_packing(packing(self.maker))
+            self.runner.renew(packing(self.maker))
         cancelled, stops = self.desk.cancelled(), self.desk.stops()
         num_new = 0
         for row, job in list(self.jobs.items()):
-            num_new += self._pass_on(row, job)
-            if job.state.request_id in cancelled:
+            if job.names & cancelled:
                 self._free(row)
-        for row in [] if stops else np.flatnonzero(self.rows.finished).tolist():
-            while row not in self.jobs and (waiting := self.desk.take()) is not None:
-                num_new += self._take(row, waiting)
+            else:
+                num_new += self._pass_on(row, job)
+        if not stops:
+            num_new += self._fill()
         self.desk.stepped(int(self.rows.live.sum()), num_new)
-        if stops:
+        if stops or not self.jobs:
             return False
         with self.stats.phase("draft"):
             self.drafts.begin(self.rows)
-        return bool(self.jobs)
+        return True
+
+    def _fill(self) -> int:
+        """Give free rows to the requests that wait; return the tokens that these have at once."""
+        num_new, free = 0, [row for row in range(self.rows.num_rows) if row not in self.jobs]
+        free.sort(key=self.runner.holds_prompt)
+        while free and (job := self.desk.take()) is not None:
+            holder = self.runner.holder(job.state.initial_tokens)
+            row = holder if holder in free else free[0]
+            free.remove(row)
+            num_new += self._take(row, job)
+            if row not in self.jobs:  # its text has ended at once
+                free.append(row)
+        self.runner.forget(free)
+        return num_new
 
     def _take(self, row: int, job: Job) -> int:
         """Begin a request in a free row; return the tokens that it has at once."""
@@ -112,15 +130,16 @@ class RefillSession(Session):
             How many tokens it has, none before the end of its prompt.
         """
         try:
-            with self.stats.phase("prefill"):
+            with self.stats.phase_of(row, "prefill"):
                 self._prefill(row, job)
         except Unserved as unserved:
             self._alone(row, job, unserved)
         except Exception as error:
             self._fail(row, job, error)
         else:
-            if job.logits is not None:
-                self.drafts.begin_row(self.rows, row)
+            if job.state.status is RequestStatus.DECODING:
+                with self.stats.phase_of(row, "draft"):
+                    self.drafts.begin_row(self.rows, row)
                 return self._pass_on(row, job)
         return 0
 
@@ -130,39 +149,29 @@ class RefillSession(Session):
             job.call = self.maker.call(job)
             stream = ColumnStream(None, 1, job.call.pad)
             job.verifier = self.maker.verifier(job.call, stream, job.seed)
-        job.logits = self._after_prompt(row, job, job.call)
-        if job.logits is None:
+        logits = self._after_prompt(row, job.call)
+        if logits is None:
             return
         assert job.verifier is not None
         job.state.status = RequestStatus.DECODING
         ids = job.call.input_ids[0].cpu().numpy()
         self.rows.take(row, ids, self.maker.num_draftable(job.call))
-        self.verifier.take(self.rows, row, job.verifier, job.logits)
+        self.verifier.take(self.rows, row, job.verifier, logits)
 
-    def _after_prompt(self, row: int, job: Job, call: PreparedCall) -> torch.Tensor | None:
+    def _after_prompt(self, row: int, call: PreparedCall) -> torch.Tensor | None:
         """Logits after the prompt of a request, None while it is being read."""
-        runner, twin = self.runner, self._twin(job)
-        if runner.reads(row) or (twin is not None and runner.reads(twin)):
+        runner, ids = self.runner, call.input_ids[0].cpu().numpy()
+        holder = runner.holder(ids)
+        if holder is not None:
+            return runner.share(row, holder)
+        if runner.reads(ids):
             return None
-        logits = runner.after(row)
-        if logits is None and twin is not None:
-            runner.share(row, twin, call.input_ids.shape[1])
-            return self.jobs[twin].logits
-        ids = call.input_ids[0].cpu().numpy()
-        if logits is None and runner.reads_in_pieces(ids, bool(self.rows.live.any())):
+        if runner.reads_in_pieces(ids, bool(self.rows.live.any())):
             runner.read(row, ids)
-        elif logits is None:
-            self.setup.close()
-            logits = runner.take(row, call, self._set_up)
-        return logits
-
-    def _twin(self, job: Job) -> int | None:
-        """A row that holds or reads the same prompt, None if there is none."""
-        for row, other in self.jobs.items():
-            same = not self.rows.finished[row] or self.runner.reads(row)
-            if same and other.state.initial_tokens == job.state.initial_tokens:
-                return row if other is not job and self.runner.can_share else None
-        return None
+            return None
+        self.setup.close()
+        self.stats.fed(row, len(ids))
+        return runner.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
         self.setup.enter_context(compat.set_up_for_decoding(self.maker.model))
@@ -173,7 +182,8 @@ class RefillSession(Session):
         device = self.maker.model.device
         devices = [] if device.type == "cpu" else [device]
         try:
-            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            kind = device.type if devices else "cuda"
+            with _DRAWING, torch.random.fork_rng(devices, device_type=kind):
                 torch.manual_seed(job.seed)
                 ids = plain(self.maker.model, **settings)
         except Exception as error:
@@ -201,8 +211,10 @@ class RefillSession(Session):
         if state.record_timestamps:
             state._timestamps += [time.perf_counter()] * len(new)
         if self.rows.finished[row]:
-            self.drafts.end_row(self.rows, row)
-            self._finish(row, job, self.stats.of_row(row, int(self.rows.num_emitted[row])))
+            with self.stats.phase_of(row, "draft"):
+                self.drafts.end_row(self.rows, row)
+            num_emitted = int(self.rows.num_emitted[row])
+            self._finish(row, job, self.stats.of_row(row, num_emitted, self.runner.execution))
         elif state.streaming and new:
             self.desk.deliver(job)
         return len(new)

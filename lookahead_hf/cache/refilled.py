@@ -37,21 +37,30 @@ class RefilledCache(AdoptedCache):
                 store[row, :held].copy_(states[0, :held])
         self._set(row, int(prompt.lengths[0]), [int(g.dropped[0]) for g in prompt.each_group()])
 
+    def holds(self, row: int, length: int) -> bool:
+        """Whether a row holds all that a token behind its first tokens, so many of them, sees."""
+        return all(
+            group.window is None or group.dropped[row] <= max(0, length - group.window)
+            for group in self.slots.each_group()
+        )
+
     def share(self, row: int, source: int, length: int) -> None:
-        """Give a free row the first tokens of another row, none of which may have been dropped."""
-        for group in self.slots.each_group():
+        """Give a row the first tokens of another row, or leave a row no more than its own.
+
+        Args:
+            row: The row.
+            source: The row that `holds` so many tokens, perhaps the same.
+            length: How many.
+        """
+        for group in self.slots.each_group() if row != source else ():
+            held = length - int(group.dropped[source])
             for store in group.stores:
-                store[row, :length].copy_(store[source, :length])
-        self._set(row, length, [0] * len(self.slots.each_group()))
+                store[row, :held].copy_(store[source, :held])
+        self._set(row, length, [int(group.dropped[source]) for group in self.slots.each_group()])
 
     def free(self, row: int) -> None:
         """Let go of what a row holds."""
         self._set(row, 0, [0] * len(self.slots.each_group()))
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether no layer drops the tokens that its window has left behind."""
-        return all(group.window is None for group in self.slots.each_group())
 
     def _set(self, row: int, length: int, dropped: list[int]) -> None:
         self.slots.lengths[row] = length

@@ -80,7 +80,7 @@ class StatsRecorder:
         self._accepted += accepted
         self._accepted_histogram.update(accepted[verdict.live].tolist())
         self._budgets[int(drafted.max(initial=0))] += 1
-        self._max_width = max(self._max_width, _width(draft, drafted))
+        self._max_width = max(self._max_width, int(widths(draft).max(initial=0)))
 
     def finish(
         self,
@@ -130,11 +130,12 @@ class StatsRecorder:
         )
 
 
-def _width(draft: DraftTree, drafted: np.ndarray) -> int:
-    """Most nodes at one depth of one row."""
+def widths(draft: DraftTree) -> np.ndarray:
+    """Most nodes at one depth of each row, [rows] int64."""
+    num_rows = len(draft.row_offsets) - 1
     if not draft.num_nodes:
-        return 0
-    level = draft.depth
-    if len(drafted) > 1:
-        level = level + np.repeat(np.arange(len(drafted)) * (level.max() + 1), drafted)
-    return int(np.bincount(level).max())
+        return np.zeros(num_rows, np.int64)
+    row, levels = np.repeat(np.arange(num_rows), np.diff(draft.row_offsets)), draft.depth.max() + 1
+    counts = np.bincount(row * levels + draft.depth, minlength=num_rows * levels)
+    found: np.ndarray = counts.reshape(num_rows, levels).max(1)
+    return found

@@ -4,64 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm
-from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
 from lookahead_hf.batching import progress, runner, session
-from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
-from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
-
-WAIT = 60
+from tests.helpers.requests import (
+    DRAFTED,
+    WAIT,
+    alone,
+    broken_after,
+    prompts,
+    results,
+    running,
+    seeded,
+    settings,
+    speculated,
+)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-
-
-@contextmanager
-def running(model: Any, config: Any, max_slots: int = 2, **own: Any) -> Iterator[Any]:
-    manager = model.init_continuous_batching(config, seeded(**own), max_slots=max_slots)
-    assert isinstance(manager, SpeculativeBatchingManager)
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.stop(hard_stop=True)
-
-
-def results(manager: Any, count: int) -> dict[str, Any]:
-    """The results of so many requests."""
-    found = [manager.get_result(timeout=WAIT) for _ in range(count)]
-    return {output.request_id: output for output in found}
-
-
-class Breaks(StoppingCriteria):
-    """Raises once a text has so many tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if input_ids.shape[1] >= self.length:
-            raise KeyError("a callback that fails")
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def broken_after(length: int) -> dict[str, Any]:
-    return {"stopping_criteria": StoppingCriteriaList([Breaks(length)])}
 
 
 def test_requests_stream_whole_steps(model: Any) -> None:
@@ -103,6 +78,22 @@ def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
     assert found[names[4]].error is not None
 
 
+def test_what_cannot_be_copied_for_every_text_fails_its_request(model: Any) -> None:
+    config = settings(model, do_sample=True, num_return_sequences=2)
+    (text,) = prompts(1)
+    broken = {"stopping_criteria": [threading.Lock()]}
+    with running(model, config) as manager:
+        manager.add_request(text, request_id="broken", **broken)
+        manager.add_request(text, request_id="whole")
+        found = results(manager, 4)
+    for index, name in enumerate(("broken__child#0", "broken", "whole__child#0", "whole")):
+        if name.startswith("broken"):
+            assert "cannot pickle" in found[name].error
+        else:
+            assert found[name].generated_tokens == alone(model, text, config, index)
+    speculated([found["whole"], found["whole__child#0"]])
+
+
 def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
     config, (text,) = settings(model, max_new_tokens=10), prompts(1, longest=1)
     given = {"speculative": DRAFTED, "max_slots": 2}
@@ -114,30 +105,13 @@ def test_a_request_longer_than_the_room_is_refused(model: Any) -> None:
             model.init_continuous_batching(config, speculative=DRAFTED, **wrong)
 
 
-def test_a_cancelled_request_leaves_its_row(model: Any) -> None:
-    config = settings(model, max_new_tokens=400)
-    first, second, third = prompts(3)
-    with running(model, config, max_slots=1) as manager:
-        manager.add_request(first, request_id="first", streaming=True)
-        assert manager.get_result(timeout=WAIT).request_id == "first"
-        manager.add_request(second, request_id="second")
-        manager.add_request(third, request_id="third", max_new_tokens=12)
-        manager.cancel_request("second")  # which waits
-        manager.cancel_request("first")  # which is in progress
-        found = manager.get_result(timeout=WAIT)
-        while found.request_id == "first":
-            assert not found.is_finished()
-            found = manager.get_result(timeout=WAIT)
-        assert found.request_id == "third"
-        assert found.generated_tokens == alone(model, third, settings(model, max_new_tokens=12))
-        assert manager.output_router.output_queue.empty()
-
-
 def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
     config = settings(model, max_new_tokens=400)
+    config.do_sample, config.num_return_sequences = True, 2
     manager = model.init_continuous_batching(config, seeded(), max_slots=2)
     manager.start()
     names = manager.add_requests(prompts(5), max_new_tokens=400)
+    names += [f"{name}__child#0" for name in names]
     manager.stop(hard_stop=True)
     assert not manager.is_running()
     found = {}
@@ -149,7 +123,7 @@ def test_stopping_in_the_middle_gives_up_what_is_left(model: Any) -> None:
     assert manager.add_request([5]) is None  # transformers warns of it
     manager.start()
     name = manager.add_request(prompts(1)[0], max_new_tokens=4)
-    assert len(results(manager, 1)[name].generated_tokens) == 4
+    assert len(results(manager, 2)[name].generated_tokens) == 4
     manager.destroy()
 
 
@@ -192,6 +166,32 @@ def test_two_managers_of_one_model(model: Any) -> None:
             tokens = [found[f"req_{index}"].generated_tokens for index in range(len(texts))]
             assert tokens == [alone(model, text, config) for text in texts]
             speculated(found.values())
+
+
+def test_two_managers_take_turns_with_the_default_generator(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, texts = settings(model, do_sample=True, max_new_tokens=6), prompts(3)
+    write, draws = session.plain, threading.Lock()
+
+    def drawing(*given: Any, **more: Any) -> Any:
+        assert draws.acquire(blocking=False)
+        try:
+            time.sleep(0.01)  # so that the other manager gets here, too
+            return write(*given, **more)
+        finally:
+            draws.release()
+
+    monkeypatch.setattr(session, "plain", drawing)
+    with running(model, config) as one, running(model, config) as other:
+        for manager in (one, other):
+            manager.add_requests(texts, **broken_after(1000))  # which rows cannot keep
+        found = [results(manager, len(texts)) for manager in (one, other)]
+    for outputs in found:
+        for index, text in enumerate(texts):
+            output = outputs[f"req_{index}"]
+            assert output.generated_tokens == alone(model, text, config, index)
+            assert output.speculative_stats.fallback_reason == "continuous_batching"
 
 
 def test_handlers_hear_of_their_requests(model: Any) -> None:
@@ -256,24 +256,6 @@ def test_a_full_queue_lets_callers_wait(model: Any) -> None:
     assert max(seen) <= 1
 
 
-def test_texts_of_one_prompt_are_prefilled_once(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = []
-    take = session.RefilledRunner.take
-    monkeypatch.setattr(
-        session.RefilledRunner, "take", lambda *given: [run.append(1), take(*given)][1]
-    )
-    config = settings(model, do_sample=True, num_return_sequences=4)
-    (text,) = prompts(1)
-    found = model.generate_batch([text], config, seeded(), max_slots=4)
-    assert len(run) == 1
-    assert [output.generated_tokens for output in found.values()] == [
-        alone(model, text, config, index) for index in range(4)
-    ]
-    speculated(found.values())
-
-
 def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:
     texts = [prompts(1)[0]] * 6
     pools = {learn: NgramPool() for learn in (True, False)}
@@ -322,6 +304,28 @@ def test_a_batch_is_decoded_in_the_callers_thread(model: Any) -> None:
         speculated(list(found.values()))
         assert (seen == threads) if threads else (threading.get_ident() not in seen)
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by their entries in /proc")
+def test_who_starts_a_manager_leaves_the_cores_to_it(model: Any) -> None:
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def start() -> None:
+        before = threads()
+        torch.ones(10**6).exp()
+        team = threads() - before
+        with running(model, settings(model)):
+            found.append((team, team & threads()))
+
+    found: list[tuple[set[str], set[str]]] = []
+    number, starter = torch.get_num_threads(), threading.Thread(target=start)
+    torch.set_num_threads(2)
+    starter.start()
+    starter.join()
+    torch.set_num_threads(number)
+    ((team, left),) = found
+    assert team and not left
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v32", "bloom"])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
-from lookahead_hf.batching import session
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
 
@@ -28,8 +26,8 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     run = runners.RefilledRunner.run
 
     def counted(self: Any, fed: Any, draft: Any, is_prompt: bool = False) -> Any:
-        decoding = [r for r, each in enumerate(fed) if len(each) and r not in self._unread]
-        pieces = sum(len(each) for r, each in enumerate(fed) if r in self._unread)
+        decoding = [r for r, each in enumerate(fed) if len(each) and r not in self._reading]
+        pieces = sum(len(each) for r, each in enumerate(fed) if r in self._reading)
         seen.append((len(decoding) + draft.num_nodes, pieces))
         return run(self, fed, draft, is_prompt)
 
@@ -85,30 +83,6 @@ def test_what_reads_the_same_prompt_waits_for_it(
     assert sum(pieces for _, pieces in blocks) == len(long)
 
 
-def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-    monkeypatch.setattr(runners, "PIECE", 1)
-    config = settings(model, max_new_tokens=30)
-    first, long, last = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:90], prompts(2)[1]
-    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
-    read = runners.RefilledRunner.read
-
-    def cancelled(self: Any, row: int, prompt_ids: np.ndarray) -> None:
-        read(self, row, prompt_ids)
-        if len(prompt_ids) == len(long):
-            manager.cancel_request("long")
-
-    monkeypatch.setattr(session.RefilledRunner, "read", cancelled)
-    for name, text in {"first": first, "long": long, "last": last}.items():
-        manager.add_request(text, request_id=name)
-    manager.start()
-    found = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in range(2))}
-    manager.stop()
-    assert set(found) == {"first", "last"}
-    for name, text in {"first": first, "last": last}.items():
-        assert found[name].generated_tokens == alone(model, text, config)
-
-
 def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lookahead_hf.enable(models.tiny("llama"))
     monkeypatch.setattr(runners, "PIECE", 8)
@@ -120,11 +94,19 @@ def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.Monkey
         assert found[index].generated_tokens == alone(model, texts[index], config)
 
 
-@pytest.mark.parametrize("prompt", [[], "text"])
-def test_what_is_no_prompt_fails_alone(model: Any, prompt: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ([], "list of one token id or more"),
+        ("text", "list of one token id or more"),
+        ([torch.tensor([1, 2])] * 3, "TypeError"),
+        ([None, 1], "TypeError"),
+    ],
+)
+def test_what_is_no_prompt_fails_alone(model: Any, prompt: Any, error: str) -> None:
     texts, config = [*prompts(2), prompt], settings(model)
     found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
-    assert "list of one token id or more" in found[2].error
+    assert error in found[2].error
     for index in (0, 1):
         assert found[index].generated_tokens == alone(model, texts[index], config)
 

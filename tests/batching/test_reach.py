@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,3 +113,39 @@ def test_a_manager_that_is_kept_serves_no_other_settings(model: Any) -> None:
     assert not isinstance(plain, SpeculativeBatchingManager)
     speculated(run(longer)[1])
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("speculativ", "did you mean speculative=?"),
+        ("max_slot", "did you mean max_slots=?"),
+        ("num_slots", "did you mean max_slots=?"),
+        ("progres", "did you mean progress=?"),
+        ("max_token", "did you mean max_tokens=?"),
+        ("pool", "pass speculative=SpeculativeConfig(pool=...)"),
+        ("drafter", "pass speculative=SpeculativeConfig(drafters=...)"),
+        ("prediction", "leave it out, or call generate"),
+    ],
+)
+@pytest.mark.parametrize("method", NAMES)
+def test_what_resembles_an_option_is_refused(model: Any, method: str, name: str, fix: str) -> None:
+    lookahead_hf.enable(model)
+    given = (prompts(1),) if method == "generate_batch" else ()
+    with pytest.raises(ValueError, match=re.escape(f"{method} has no argument '{name}': {fix}")):
+        getattr(model, method)(*given, **{name: 3})
+
+
+def test_no_argument_of_transformers_is_refused(model: Any) -> None:
+    lookahead_hf.enable(model)
+    config, texts = settings(model), prompts(2)
+    known = {**inspect.signature(GenerationMixin.generate).parameters}
+    known |= inspect.signature(model.forward).parameters | vars(model.generation_config)
+    known |= dict.fromkeys(("progres_bar", "slice_inputs", "anything"))  # which it ignores
+    given = dict.fromkeys(known.keys() - {"self", "inputs", "generation_config", "speculative"})
+    found = model.generate_batch(texts, config, speculative=DRAFTED, **given, max_slots=1)
+    assert [output.generated_tokens for output in found.values()] == [
+        alone(model, text, config) for text in texts
+    ]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'anything'"):
+        model.init_continuous_batching(anything=1)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from transformers import GenerationMixin
 
+import lookahead_hf
 from tests.ecosystem.callers import GREEDY, NEW_TOKENS, PROMPT
 from tests.ecosystem.room import ENTRY, Caller, Room, asking
 
@@ -28,17 +33,48 @@ def lm_eval(room: Room, speculative: Any, batch_size: int = 1) -> Any:
 
 
 def lighteval(room: Room, speculative: Any) -> list[str]:
+    return [answer.text for answer in _answers(room, room.folder(speculative))]
+
+
+def lighteval_together(room: Room, speculative: Any) -> list[Any]:
+    """Plain is `generate`: transformers' own manager would take all memory that there is."""
+    settings = {
+        "generation_parameters": {"max_new_tokens": NEW_TOKENS, "temperature": 0},
+        "continuous_batching": True,
+    }
+    if speculative:
+        lookahead_hf.enable_everywhere(default=speculative)
+    try:
+        plain = mock.patch.object(GenerationMixin, "generate_batch", _one_by_one)
+        with nullcontext() if speculative else plain:
+            answers = _answers(room, room.folder(None), **settings)
+        return [(answer.text, answer.output_tokens) for answer in answers]
+    finally:
+        lookahead_hf.disable_everywhere()
+
+
+def _one_by_one(model: Any, inputs: list[list[int]], generation_config: Any) -> dict[str, Any]:
+    """What `generate_batch` returns, written by `generate` for every prompt alone."""
+    found = {}
+    for index, ids in enumerate(inputs):
+        output = model.generate(torch.tensor([ids]), generation_config=generation_config)
+        tokens = output.sequences[0, len(ids) :].tolist()
+        found[f"req_{index}"] = SimpleNamespace(prompt_ids=ids, generated_tokens=tokens)
+    return found
+
+
+def _answers(room: Room, folder: str, **settings: Any) -> Any:
     from lighteval.models.transformers import transformers_model as models
     from lighteval.tasks.requests import Doc
 
-    folder = room.folder(speculative)
     config = models.TransformersModelConfig(
         model_name=folder,
         device="cpu",
         batch_size=2,
         max_length=128,
         model_parallel=False,
-        cache_dir=str(room.scratch / f"lighteval {Path(folder).name}"),
+        cache_dir=tempfile.mkdtemp(dir=room.scratch),
+        **settings,
     )
     docs = [
         Doc(query=text, choices=[""], gold_index=0, generation_size=NEW_TOKENS, id=str(at))
@@ -46,7 +82,7 @@ def lighteval(room: Room, speculative: Any) -> list[str]:
     ]
     for doc in docs:
         doc.sampling_methods = ["GENERATIVE"]
-    return [answer.text for answer in models.TransformersModel(config).greedy_until(docs)]
+    return models.TransformersModel(config).greedy_until(docs)
 
 
 def rewarded(room: Room, speculative: Any, method: str, **more: Any) -> list[str]:
@@ -138,6 +174,14 @@ CALLERS = [
         ("lighteval",),
         note="requests the scores of every call",
         auto=True,
+    ),
+    Caller(
+        "lighteval, continuous batching",
+        "`lookahead_hf.enable_everywhere(default=True)`",
+        lighteval_together,
+        ("lighteval",),
+        note="it replaces the model's generation config; lengths come from its generation "
+        "parameters; a chat template is needed",
     ),
     *(
         Caller(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, StoppingCriteria, StoppingCriteriaList
 
 import lookahead_hf
+from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.request import request_seed
 from tests.helpers.models import VOCAB
 
 SEED = 11
 DRAFTED = lookahead_hf.SpeculativeConfig(budget=6)
 """Drafts in every step, whatever that costs."""
+WAIT = 60
+"""Most seconds for which a test waits for a result."""
 
 
 def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
@@ -55,3 +59,38 @@ def speculated(outputs: Any) -> list[lookahead_hf.SpeculativeStats]:
     assert all(stats is not None and stats.fallback_reason is None for stats in found)
     assert sum(stats.num_accepted for stats in found) > 0
     return found
+
+
+@contextmanager
+def running(model: Any, config: Any, max_slots: int = 2, **own: Any) -> Iterator[Any]:
+    """A manager that runs; `own` goes to its configuration."""
+    manager = model.init_continuous_batching(config, seeded(**own), max_slots=max_slots)
+    assert isinstance(manager, SpeculativeBatchingManager)
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(hard_stop=True)
+
+
+def results(manager: Any, count: int) -> dict[str, Any]:
+    """The results of so many requests, by their ids."""
+    found = [manager.get_result(timeout=WAIT) for _ in range(count)]
+    return {output.request_id: output for output in found}
+
+
+class Breaks(StoppingCriteria):
+    """Raises once a text has so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise KeyError("a callback that fails")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def broken_after(length: int) -> dict[str, Any]:
+    """Arguments of a request that fails once its text, with the prompt, has so many tokens."""
+    return {"stopping_criteria": StoppingCriteriaList([Breaks(length)])}

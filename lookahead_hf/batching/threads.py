@@ -1,0 +1,45 @@
+"""Which thread decodes a run, and the OpenMP threads that compute for it.
+
+OpenMP keeps a team of threads for every thread that computes. Where two teams are more threads than
+cores, they sleep between operations instead of spinning: with two cores a step of SmolLM2-135M in
+bfloat16 took 57 ms in a second thread, and 34 ms without the team of the first one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+
+_SOFT_PAUSE = 1
+"""omp_pause_soft of OpenMP 5: what threads hold is kept, so that they can be started again."""
+
+
+def end_team() -> None:
+    """End the team of the calling thread, which gets another one when it computes again."""
+    if sys.platform != "linux":
+        return
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:  # of the OpenMP that torch has loaded
+        pause(_SOFT_PAUSE)
+
+
+class CallersThread:
+    """Stands for the thread of a run that the caller's own thread decodes."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run, self._is_alive = run, True
+
+    def is_alive(self) -> bool:
+        """Whether the run is still to come."""
+        return self._is_alive
+
+    def run(self) -> None:
+        """Do the run, unless it was done or given up."""
+        if self._is_alive:
+            self._is_alive = False
+            self._run()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Give the run up if it was not done: nobody has asked for a result."""
+        self._is_alive = False

@@ -1,0 +1,149 @@
+"""Requests that are cancelled, before, while and after their texts are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lookahead_hf
+from lookahead_hf.batching import runner as runners
+from tests.helpers import models
+from tests.helpers.requests import (
+    DRAFTED,
+    WAIT,
+    alone,
+    prompts,
+    results,
+    running,
+    seeded,
+    settings,
+    speculated,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+
+
+class Steps:
+    """Rows that decode in every step, and what is called as the sixth step begins."""
+
+    def __init__(self) -> None:
+        self.live: list[int] = []
+        self.sixth: Callable[[], object] = lambda: None
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    found, launch = Steps(), runners.RefilledRunner.launch
+
+    def counted(self: Any, rows: Any, draft: Any) -> Any:
+        found.live.append(int(rows.live.sum()))
+        if len(found.live) == 6:
+            found.sixth()
+        return launch(self, rows, draft)
+
+    monkeypatch.setattr(runners.RefilledRunner, "launch", counted)
+    return found
+
+
+def test_a_cancelled_request_leaves_its_row(model: Any) -> None:
+    config = settings(model, max_new_tokens=400)
+    first, second, third = prompts(3)
+    with running(model, config, max_slots=1) as manager:
+        manager.add_request(first, request_id="first", streaming=True)
+        assert manager.get_result(timeout=WAIT).request_id == "first"
+        manager.add_request(second, request_id="second")
+        manager.add_request(third, request_id="third", max_new_tokens=12)
+        manager.cancel_request("second")  # which waits
+        manager.cancel_request("first")  # which is in progress
+        found = manager.get_result(timeout=WAIT)
+        while found.request_id == "first":
+            assert not found.is_finished()
+            found = manager.get_result(timeout=WAIT)
+        assert found.request_id == "third"
+        assert found.generated_tokens == alone(model, third, settings(model, max_new_tokens=12))
+        assert manager.output_router.output_queue.empty()
+
+
+def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    monkeypatch.setattr(runners, "PIECE", 1)
+    config = settings(model, max_new_tokens=30)
+    first, long, last = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:90], prompts(2)[1]
+    manager = model.init_continuous_batching(config, seeded(), max_slots=2)
+    read = runners.RefilledRunner.read
+
+    def cancelled(self: Any, row: int, prompt_ids: np.ndarray) -> None:
+        read(self, row, prompt_ids)
+        if len(prompt_ids) == len(long):
+            manager.cancel_request("long")
+
+    monkeypatch.setattr(runners.RefilledRunner, "read", cancelled)
+    for name, text in {"first": first, "long": long, "last": last}.items():
+        manager.add_request(text, request_id=name)
+    manager.start()
+    found = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in range(2))}
+    manager.stop()
+    assert set(found) == {"first", "last"}
+    for name, text in {"first": first, "last": last}.items():
+        assert found[name].generated_tokens == alone(model, text, config)
+
+
+def test_all_texts_of_a_request_end_before_the_next_step(model: Any, steps: Steps) -> None:
+    config = settings(model, max_new_tokens=200, do_sample=True, num_return_sequences=5)
+    text, other = prompts(2)
+    with running(model, config, max_slots=3) as manager:
+
+        def cancel() -> None:
+            manager.cancel_request("many")
+            manager.add_request(other, request_id="next", max_new_tokens=1)
+
+        steps.sixth = cancel
+        manager.add_request(text, request_id="many")
+        found = results(manager, 5)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert set(found) == {*(f"next__child#{child}" for child in range(4)), "next"}
+    assert steps.live == [3] * 6
+
+
+@pytest.mark.parametrize("cancelled", ["many__child#0", "many__child#2"], ids=["row", "queue"])
+def test_one_text_of_a_request_is_cancelled(model: Any, steps: Steps, cancelled: str) -> None:
+    config = settings(model, do_sample=True, num_return_sequences=4, max_new_tokens=60)
+    (text,) = prompts(1)
+    names = [*(f"many__child#{child}" for child in range(3)), "many"]
+    with running(model, config, max_slots=2) as manager:
+        steps.sixth = lambda: manager.cancel_request(cancelled)
+        manager.add_request(text, request_id="many")
+        found = results(manager, 3)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert {name: output.generated_tokens for name, output in found.items()} == {
+        name: alone(model, text, config, index)
+        for index, name in enumerate(names)
+        if name != cancelled
+    }
+    speculated(found.values())
+
+
+def test_a_name_that_two_requests_have_cancels_both(model: Any) -> None:
+    config, texts = settings(model, max_new_tokens=400), prompts(3)
+    with running(model, config, max_slots=1) as manager:
+        for _ in range(2):
+            manager.add_request(texts[0], request_id="same", streaming=True)
+        assert not manager.get_result(timeout=WAIT).is_finished()
+        manager.cancel_request("same")
+        manager.cancel_request("unknown")
+        manager.add_request(texts[1], request_id="last", max_new_tokens=12)
+        found = manager.get_result(timeout=WAIT)
+        while found.request_id == "same":
+            assert not found.is_finished()
+            found = manager.get_result(timeout=WAIT)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert found.generated_tokens == alone(model, texts[1], settings(model, max_new_tokens=12))

@@ -1,0 +1,91 @@
+"""Statistics of every request, which add up to those of the run."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lookahead_hf
+from lookahead_hf.batching import manager as managers
+from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching.recorder import RowRecorder
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.stats import PHASES, joined
+from tests.helpers import models
+from tests.helpers.requests import DRAFTED, prompts, seeded, settings, speculated
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sessions of the runs."""
+    made: list[Any] = []
+    new_session = managers.new_session
+
+    def kept(*given: Any) -> Any:
+        made.append(new_session(*given))
+        return made[-1]
+
+    monkeypatch.setattr(managers, "new_session", kept)
+    monkeypatch.setattr(runners, "PIECE", 8)
+    return made
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"], ids=["flat", "padded"])
+@pytest.mark.parametrize("num_new", [1, 24])
+def test_requests_add_up_to_the_run(sessions: list[Any], attn: str, num_new: int) -> None:
+    model = lookahead_hf.enable(models.tiny("llama", attn=attn), default=DRAFTED)
+    config = settings(model, do_sample=True, num_return_sequences=2, max_new_tokens=num_new)
+    texts = prompts(6)
+    found = model.generate_batch(texts, config, seeded(), max_slots=3).values()
+    stats = [output.speculative_stats for output in found]
+    (session,) = sessions
+    total, run = reduce(joined, stats), session.stats.finish(session.rows, "walk", {})
+    assert session.runner.is_flat is (attn == "sdpa")
+    times = [sum(getattr(each, f"{name}_ms") for name in PHASES) for each in (total, run)]
+    assert times[0] == pytest.approx(times[1])
+    for name in ("num_moved", "accepted_histogram", "max_width"):
+        assert getattr(total, name) == getattr(run, name)
+    assert total.num_emitted == sum(len(output.generated_tokens) for output in found)
+    assert total.num_steps == total.row_steps == sum(total.budget_histogram.values())
+    assert total.num_accepted == sum(k * n for k, n in enumerate(total.accepted_histogram))
+    alone = sum(each.num_fed for each in stats if not each.num_steps)
+    if num_new == 1:  # every prompt is read once, and nothing else
+        assert (alone, session.runner.num_fed) == (sum(map(len, texts)), 0)
+    else:
+        speculated(found)
+        assert total.num_moved > 0
+        read_alone = total.num_fed - session.runner.num_fed
+        assert 0 < read_alone <= sum(map(len, texts))
+        assert session.runner.num_fed == session.runner.step_tokens.sum()
+
+
+def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    found = model.generate_batch(prompts(5), settings(model), max_slots=2).values()
+    for stats in speculated(found):
+        empty = {name for name, value in stats.to_dict().items() if not value}
+        assert empty <= {"trace", "fallback_reason", "num_moved", "num_accepted", "acceptance_rate"}
+        assert stats.execution == "model" and stats.engine == "walk"
+        assert stats.max_width >= 1 and max(stats.budget_histogram) <= DRAFTED.budget
+
+
+def test_the_time_of_a_step_is_shared_by_what_rows_do_in_it() -> None:
+    """Row 0 decodes a draft of one token, row 1 reads six tokens of its prompt, row 2 has none."""
+    recorder = RowRecorder(3, ())
+    draft = DraftTree.from_rows([((5,), (-1,)), ((), ()), ((), ())])
+    verdict = Verdict.from_rows([(5, 6), (), ()], [(0,), (), ()])
+    for name, spent in {"draft": 10.0, "forward": 80.0, "verify": 4.0}.items():
+        recorder.milliseconds[name] += spent
+    recorder.observe(draft, verdict)
+    recorder.settle(np.array([2, 6, 0]))
+    recorder.settle(np.array([2, 6, 0]))  # no step since
+    first, second, none = (recorder.of_row(row, 2) for row in range(3))
+    assert (first.draft_ms, first.forward_ms, first.verify_ms) == (10, 20, 4)
+    assert (second.prefill_ms, second.forward_ms, second.draft_ms) == (60, 0, 0)
+    assert (first.num_fed, second.num_fed, none.num_fed) == (2, 6, 0)
+    assert not any(getattr(none, f"{name}_ms") for name in PHASES)
+    recorder.free(1)
+    assert recorder.of_row(1, 0).prefill_ms == recorder.of_row(1, 0).num_fed == 0
