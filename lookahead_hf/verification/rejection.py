@@ -12,8 +12,6 @@ processed, each with its own prefix, so that every processor that the walk serve
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import torch
 
@@ -21,7 +19,7 @@ from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.rng import refuse_unless
-from lookahead_hf.verification.walk import Decide, Walk
+from lookahead_hf.verification.walk import Decide, Walk, along
 
 
 class Rejection(Walk):
@@ -68,22 +66,8 @@ class Rejection(Walk):
 
         if self._walked is None:
             return decide
-        return _along(self._walked[row], drafted, 1 + draft.max_nodes)
-
-
-def _along(walked: np.ndarray, drafted: np.ndarray, width: int) -> Decide:
-    """Follow the path of a row that was walked on the device."""
-    accepted, bonus = int(walked[0]), int(walked[1])
-    is_distribution = walked[2 + width :]
-    path = (walked[2 : 3 + accepted] - 1).tolist()
-    after = dict(pairwise(path))
-
-    def decide(node: int) -> tuple[int, int | None]:
-        refuse_unless(bool(is_distribution[node + 1]))
-        child = after.get(node)
-        return (bonus, None) if child is None else (int(drafted[child]), child)
-
-    return decide
+        walked, is_distribution = np.split(self._walked[row], [3 + draft.max_nodes])
+        return along(walked, drafted, is_distribution)
 
 
 def choose(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -43,7 +42,6 @@ class RowStopping:
             if type(c) is EosTokenCriteria
             for token in c.eos_token_id.reshape(-1).tolist()
         )
-        self._eos_ids = np.array(sorted(self._eos), np.int64)
         self._max_length = min((c.max_length for c in self._lengths), default=None)
 
     @property
@@ -96,40 +94,13 @@ class RowStopping:
             unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
             return bool((unfinished & ~self._criteria(prefix, scores())).max() == 0)
         ended = self._max_length is not None and num_columns >= self._max_length
-        self.warn(num_columns)
+        self._warn(num_columns)
         if self._times:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
         return ended or any(c.end_with(token_id, ids) for c in self._strings)
 
-    def cut(
-        self,
-        token_ids: np.ndarray,
-        counts: np.ndarray,
-        num_columns: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return `stops` for all rows at once, where token and length alone decide.
-
-        Args:
-            token_ids: What each row would emit, [rows, most tokens].
-            counts: How many tokens each row would emit, at least one in live rows, [rows].
-            num_columns: Columns of each row in plain's batch before that, [rows].
-
-        Returns:
-            Tokens up to the first that ends the text, it included, [rows]; and whether one does,
-            [rows] bool.
-        """
-        assert self.by_token_and_length
-        place = np.arange(token_ids.shape[1])
-        ends = np.isin(token_ids, self._eos_ids)
-        if self._max_length is not None:
-            ends |= num_columns[:, None] + place + 1 >= self._max_length
-        ends &= place < counts[:, None]
-        ended = np.asarray(ends.any(1))
-        kept = np.where(ended, ends.argmax(1) + 1, counts)
-        return kept, ended
-
-    def warn(self, num_columns: int) -> None:
+    def _warn(self, num_columns: int) -> None:
         """Let the length criteria warn of a text of so many columns that outgrows the model."""
         for c in self._lengths:
             if c.max_position_embeddings is not None and num_columns > c.max_position_embeddings:
