@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import lookahead_hf
-from lookahead_hf.cli.screen import JsonScreen, Screen, open_screen
+from lookahead_hf.cli.screen import JsonScreen, Screen
 from lookahead_hf.config import PRESETS, SpeculativeConfig
 
 Arguments = SimpleNamespace
@@ -44,7 +44,7 @@ def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run],
         @click.pass_context
         def call(context: click.Context, /, as_json: bool, **values: Any) -> None:
             is_plain = context.find_root().params["no_colour"]
-            run(Arguments(**values), JsonScreen(indent) if as_json else open_screen(is_plain))
+            run(Arguments(**values), JsonScreen(indent) if as_json else Screen(is_plain))
 
         call.__click_params__ += getattr(run, "__click_params__", [])  # type: ignore[attr-defined]
         return click.command(name, help=run.__doc__, epilog=as_written(examples))(call)
