@@ -220,10 +220,6 @@ def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, An
     return {**first, **second, **shared}
 
 
-def _traced(first: Trace | None, second: Trace | None) -> Trace | None:
-    return first + second if first and second else first or second
-
-
 def _listed(first: str | None, second: str | None) -> str | None:
     parts = [part for each in (first, second) if each for part in each.split(", ")]
     return ", ".join(dict.fromkeys(parts)) or None
@@ -237,7 +233,7 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "engine": _listed,
     "execution": _listed,
     "fallback_reason": _listed,
-    "trace": _traced,
+    "trace": lambda a, b: a + b if a and b else a or b,
 }
 """How fields are joined that are not added up."""
 

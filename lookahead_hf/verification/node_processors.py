@@ -10,21 +10,16 @@ import torch
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.logits.row_processors import SCORES_ONLY
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
 
-_SCORES_ONLY = frozenset(
-    {
-        hf.EpsilonLogitsWarper,
-        hf.InfNanRemoveLogitsProcessor,
-        hf.LogitNormalization,
-        hf.MinPLogitsWarper,
-        hf.SuppressTokensLogitsProcessor,
-        hf.TemperatureLogitsWarper,
-        hf.TopKLogitsWarper,
-        hf.TopPLogitsWarper,
-    }
-)
+_SCORES_ONLY = SCORES_ONLY - {
+    hf.BarkEosPrioritizerLogitsProcessor,
+    hf.EtaLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.TypicalLogitsWarper,
+}
 """Processors, by exact type, that look at a row of scores alone and need nothing from the host."""
 
 _BY_LENGTH = frozenset(
