@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf.cli.screen import CommandError
@@ -67,8 +68,8 @@ class Run:
     @property
     def middle(self) -> int:
         """The round of median speed; in half precision, rounds may write different texts."""
-        order = sorted(range(len(self.calls)), key=lambda at: self.calls[at].speed)
-        return order[(len(order) - 1) // 2]
+        speeds = [call.speed for call in self.calls]
+        return speeds.index(median_low(speeds))
 
     @property
     def call(self) -> Call:
