@@ -27,7 +27,6 @@ from lookahead_hf.generation.options import Request
 from lookahead_hf.serving.fields import ServedRequest, allowed, current
 from lookahead_hf.serving.metrics import Metrics
 from lookahead_hf.serving.middleware import SpeculativeFields
-from lookahead_hf.stats import SpeculativeStats
 
 SEAMS = (
     "server.build_server",
@@ -167,8 +166,8 @@ class ServedGenerate:
 
     def __init__(self, model: Any, config: SpeculativeConfig, metrics: Metrics) -> None:
         self._generate = lookahead_hf.enable(model, config).generate
-        self._model, self._config, self._metrics = model, config, metrics
-        lookahead_hf.on_stats(model, _of_batches(metrics))
+        self._model, self._config = model, config
+        lookahead_hf.on_stats(model, metrics.count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = current.get() or ServedRequest()
@@ -177,8 +176,7 @@ class ServedGenerate:
         config = kwargs.get("generation_config")
         if request.prediction is not None:
             kwargs["prediction"] = request.prediction
-        keeps_stats = kwargs.get("streamer") is not None or _takes_streamer(self._model, config)
-        if keeps_stats:
+        if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
             kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._keep_stats)
         try:
             kwargs["speculative"] = self._speculative(request, config)
@@ -186,8 +184,7 @@ class ServedGenerate:
         except (ValueError, SpeculationFallbackError) as error:
             request.refusal = str(error)
             raise
-        if not keeps_stats:
-            self._keep_stats(request)
+        self._keep_stats(request)
         return output
 
     def _speculative(self, request: ServedRequest, config: Any) -> Any:
@@ -205,13 +202,6 @@ class ServedGenerate:
 
     def _keep_stats(self, request: ServedRequest) -> None:
         request.stats = lookahead_hf.last_stats(self._model)
-        if request.stats is not None:
-            self._metrics.count(request.stats)
-
-
-def _of_batches(metrics: Metrics) -> Callable[[SpeculativeStats], None]:
-    """A listener that counts continuous batching, whose thread belongs to no request."""
-    return lambda stats: None if current.get() else metrics.count(stats)
 
 
 def _takes_streamer(model: Any, config: Any) -> bool:
