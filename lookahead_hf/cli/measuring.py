@@ -130,13 +130,14 @@ def _checked_stats(model: Any) -> dict[str, Any]:
 
 
 def timed_call(
-    model: Any, batch: Batch, arguments: dict[str, Any], seed: int, end_ids: frozenset[int]
+    model: Any, batch: Batch, arguments: dict[str, Any], seed: int | None, end_ids: frozenset[int]
 ) -> Call:
-    """Run `generate` once, seeded, and count the model's forwards."""
+    """Run `generate` once and count the model's forwards; None goes on with the generator."""
     import torch
 
     inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
     with _forwards(model, "speculative" in arguments) as count:
         start = time.perf_counter()
         output = model.generate(**inputs, **arguments)
