@@ -54,11 +54,6 @@ class RowStopping:
         """Whether every class is known; an unknown one may draw random numbers."""
         return not self._foreign
 
-    @property
-    def by_token_and_length(self) -> bool:
-        """Whether the newest token and the row's length alone decide."""
-        return not (self._foreign or self._times or self._strings)
-
     def unserved(self) -> str | None:
         """Return the class that prevents asking this batch row by row, None if there is none.
 
