@@ -52,7 +52,7 @@ UNSERVED = words(
 )
 """Types that have layers of other kinds, take no `past_key_values` (OpenAI's GPT, Reformer, XLM,
 XLNet), relate tokens by their columns (CPM-Ant, RoFormer), take one token at a time (ProphetNet),
-misplace the mask of pads (GIT), or keep a state that counts tokens (MiniMax)."""
+misplace the mask of pads (GIT), or keep a state of another kind (MiniMax)."""
 
 COUNTED = words(
     """
