@@ -24,14 +24,10 @@ _SCORES_ONLY = SCORES_ONLY - {
 """Processors, by exact type, that look at a row of scores alone and need nothing from the host."""
 
 
-def admits(processors: Any) -> bool:
-    """Return whether these logits processors can be applied to all nodes at once, on the device."""
-    return type(processors) is hf.LogitsProcessorList and all(map(_is_admitted, processors))
-
-
-def _is_admitted(processor: Any) -> bool:
+def admits(processors: Iterable[Any]) -> bool:
+    """Return whether logits processors can be applied to all nodes at once, on the device."""
     kinds = _SCORES_ONLY | {hf.RepetitionPenaltyLogitsProcessor}
-    return type(processor) in kinds or banned(processor) is not None
+    return all(type(each) in kinds or banned(each) is not None for each in processors)
 
 
 class NodeProcessors:

@@ -5,7 +5,7 @@ target's processed distribution; where it is rejected, its next sibling is tried
 beyond `q`, and where none is left the recovered token is drawn from that (Leviathan et al.,
 arXiv:2211.17192; siblings as in SpecInfer, arXiv:2305.09781). The rule is `kernels.reject_tree`.
 
-Where the kernel runs and the processors look at the scores alone, one launch walks the trees of
+Where the kernel runs and `NodeProcessors` can apply the processors, one launch walks the trees of
 all rows. Elsewhere the rule is applied node by node: only nodes that the walk reaches are
 processed, each with its own prefix, so that every processor that the walk serves is served.
 """
@@ -18,8 +18,9 @@ import torch
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
+from lookahead_hf.verification.node_processors import NodeProcessors, admits
 from lookahead_hf.verification.rng import refuse_unless
-from lookahead_hf.verification.walk import Decide, Walk, along
+from lookahead_hf.verification.walk import Decide, Rules, Walk, along
 
 
 class Rejection(Walk):
@@ -31,18 +32,22 @@ class Rejection(Walk):
 
     name = "rejection"
 
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self._processed = NodeProcessors(rules.processors)
+        self._at_once = rules.processors.all_known and admits(rules.processors)
+        self._at_once &= not rules.outputs.chooses
+
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        rules = self.rules
-        at_once = rules.processors.scores_only and not rules.outputs.chooses
-        at_once &= kernels.backend(logits.device) == "triton"
-        self._walked = self._walk_all(draft, logits) if at_once else None
+        at_once = self._at_once and kernels.backend(logits.device) == "triton"
+        self._walked = self._walk_all(rows, draft, logits) if at_once else None
         return super().verify(rows, draft, logits)
 
-    def _walk_all(self, draft: DraftTree, logits: torch.Tensor) -> np.ndarray:
+    def _walk_all(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> np.ndarray:
         """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
         width = 1 + draft.max_nodes
-        scores = logits[:, :width].to(copy=True, dtype=torch.float32).flatten(0, 1)
-        probs = self.rules.processors.at_once(scores).softmax(-1).view(len(logits), width, -1)
+        scores = logits[:, :width].to(copy=True, dtype=torch.float32)
+        probs = self._processed(rows, draft, scores).softmax(-1)
         tokens, parents, _ = draft.padded(width)
         sizes = np.diff(draft.row_offsets)
         row, place = np.repeat(np.arange(len(sizes)), sizes), place_in_row(draft.row_offsets)

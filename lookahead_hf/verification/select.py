@@ -66,7 +66,7 @@ def choose_verifier(
         return Rejection(rules)
     on_device = is_replayed and not in_order and not outputs
     on_device = on_device and seed is None and processes.is_alone
-    on_device = on_device and node_processors.admits(call.processors)
+    on_device = on_device and node_processors.admits(processors)
     if on_device and device.serves(where) and support.on_device(call.model, call.input_ids):
         return Device(rules)
     if processes.receive is not None:
