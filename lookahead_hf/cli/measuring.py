@@ -132,7 +132,7 @@ def _checked_stats(model: Any) -> dict[str, Any]:
 def timed_call(
     model: Any, batch: Batch, arguments: dict[str, Any], seed: int | None, end_ids: frozenset[int]
 ) -> Call:
-    """Run `generate` once and count the model's forwards; None goes on with the generator."""
+    """Run `generate` once and count the model's forwards; the generator goes on without a seed."""
     import torch
 
     inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}

@@ -125,7 +125,7 @@ class Runner(PromptRunner):
         return StepOutputs(logits=logits, of_model=outputs, hidden_states=states)
 
     def check_for_nan(self, step: StepOutputs, live: np.ndarray) -> bool:
-        """Look at a step that has just run for the first time, and note that it has.
+        """Look for NaN in the logits of a step, and note that it was not repeated so far.
 
         Args:
             step: The step.
