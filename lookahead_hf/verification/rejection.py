@@ -34,29 +34,17 @@ class Rejection(Walk):
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
-        self._processed = NodeProcessors(rules.processors)
-        self._at_once = rules.processors.all_known and admits(rules.processors)
-        self._at_once &= not rules.outputs.chooses
+        processors, self._processed = rules.processors, None
+        if processors.all_known and admits(processors) and not rules.outputs.chooses:
+            self._processed = NodeProcessors(processors)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        at_once = self._at_once and kernels.backend(logits.device) == "triton"
-        self._walked = self._walk_all(rows, draft, logits) if at_once else None
+        self._walked = None
+        if self._processed is not None and kernels.backend(logits.device) == "triton":
+            scores = logits[:, : 1 + draft.max_nodes].to(copy=True, dtype=torch.float32)
+            probs = self._processed(rows, draft, scores).softmax(-1)
+            self._walked = _walk_all(draft, probs)
         return super().verify(rows, draft, logits)
-
-    def _walk_all(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> np.ndarray:
-        """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
-        width = 1 + draft.max_nodes
-        scores = logits[:, :width].to(copy=True, dtype=torch.float32)
-        probs = self._processed(rows, draft, scores).softmax(-1)
-        tokens, parents, _ = draft.padded(width)
-        sizes = np.diff(draft.row_offsets)
-        row, place = np.repeat(np.arange(len(sizes)), sizes), place_in_row(draft.row_offsets)
-        drawn_from = probs.new_zeros(len(logits), width - 1, probs.shape[2])
-        each = torch.from_numpy(row).to(probs.device), torch.from_numpy(place).to(probs.device)
-        drawn_from[each] = _drawn_from(draft, np.arange(draft.num_nodes), probs)
-        tree = (torch.from_numpy(part).to(probs.device) for part in (tokens, parents, sizes))
-        walk = _reject(probs, drawn_from, *tree)
-        return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
 
     def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
         nodes = draft.row(row)
@@ -73,6 +61,20 @@ class Rejection(Walk):
             return decide
         walked, is_distribution = np.split(self._walked[row], [3 + draft.max_nodes])
         return along(walked, drafted, is_distribution)
+
+
+def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 + nodes, vocab]
+    """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
+    width = probs.shape[1]
+    tokens, parents, _ = draft.padded(width)
+    sizes = np.diff(draft.row_offsets)
+    row, place = np.repeat(np.arange(len(sizes)), sizes), place_in_row(draft.row_offsets)
+    drawn_from = probs.new_zeros(len(probs), width - 1, probs.shape[2])
+    each = torch.from_numpy(row).to(probs.device), torch.from_numpy(place).to(probs.device)
+    drawn_from[each] = _drawn_from(draft, np.arange(draft.num_nodes), probs)
+    tree = (torch.from_numpy(part).to(probs.device) for part in (tokens, parents, sizes))
+    walk = _reject(probs, drawn_from, *tree)
+    return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
 
 
 def choose(
