@@ -1,4 +1,4 @@
-"""What calls did: `SpeculativeStats` of one call, `Totals` of several, and who hears of them."""
+"""What calls did: `SpeculativeStats` of one call, `Totals` of several, and callbacks for both."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def depth_of(bits):
 def ancestor_at(bits, depth):
     """The ancestor at each of some depths; 0 where a node has none.
 
-    A depth is the rank among the set bits, because parents stand before their children.
+    A depth is the rank among the set bits, because parents come before their children.
     """
     node = tl.arange(0, TAIL)
     member = ((bits >> node.to(tl.int64)) & 1).to(tl.int32)

@@ -30,9 +30,9 @@ class RowStopping:
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
         self._criteria = criteria
         self._num_rows = num_rows
-        self._foreign = [c for c in criteria if type(c) not in _KNOWN]
+        self._unknown = [c for c in criteria if type(c) not in _KNOWN]
         if type(criteria) is not StoppingCriteriaList:
-            self._foreign.append(criteria)
+            self._unknown.append(criteria)
         self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
         self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
         self._strings = [_StopStrings(c) for c in criteria if type(c) is StopStringCriteria]
@@ -52,7 +52,7 @@ class RowStopping:
     @property
     def all_known(self) -> bool:
         """Whether every class is known; an unknown one may draw random numbers."""
-        return not self._foreign
+        return not self._unknown
 
     def unserved(self) -> str | None:
         """Return the class that prevents asking this batch row by row, None if there is none.
@@ -62,8 +62,8 @@ class RowStopping:
         """
         if self._num_rows == 1:
             return None
-        if self._foreign:
-            return type(self._foreign[0]).__name__
+        if self._unknown:
+            return type(self._unknown[0]).__name__
         uneven = [c for c in self._criteria if type(c) in (MaxTimeCriteria, StopStringCriteria)]
         return type(uneven[0]).__name__ if uneven and not self.has_eos else None
 
@@ -84,7 +84,7 @@ class RowStopping:
             ids: Returns the row as plain holds it, [1, columns]; called only where it is needed.
             scores: Returns the `scores` of plain's criteria; called only where they are needed.
         """
-        if self._foreign:
+        if self._unknown:
             prefix = ids()
             unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
             return bool((unfinished & ~self._criteria(prefix, scores())).max() == 0)
