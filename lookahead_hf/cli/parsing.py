@@ -57,56 +57,6 @@ def as_written(text: str) -> str:
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.strip("\n").split("\n\n"))
 
 
-def model_options(new_tokens: int) -> Callable[[Run], Run]:
-    """Options of every command that generates."""
-    return _all_of(
-        click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
-        click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
-        click.option(
-            "--max-new-tokens",
-            "--new-tokens",
-            "new_tokens",
-            type=POSITIVE,
-            default=new_tokens,
-            show_default=True,
-        ),
-        click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
-    )
-
-
-DTYPE = click.option("--dtype", type=DTYPES, default="float32", show_default=True)
-
-BATCH_SIZE = click.option(
-    "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
-)
-
-
-def drafting_options() -> Callable[[Run], Run]:
-    """Options of how to speculate; `drafting_arguments` reads them."""
-    return _all_of(
-        CONFIG,
-        POOL,
-        click.option("--prediction", type=_FILE, help="a text like the expected answer"),
-        click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
-    )
-
-
-def sampling_options() -> Callable[[Run], Run]:
-    """Options of how to sample; `generation_arguments` reads them."""
-    return _all_of(
-        click.option(
-            "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
-        ),
-        click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this sum"),
-        click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
-    )
-
-
-def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
-    """Options of the commands that generate in one dtype, speculatively, greedily or sampled."""
-    return _all_of(model_options(new_tokens), DTYPE, drafting_options(), sampling_options())
-
-
 def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
     """Several decorators as one; the help lists the options in this order."""
     return lambda run: reduce(lambda inner, option: option(inner), reversed(options), run)
@@ -137,6 +87,51 @@ CONFIG = click.option(
 )
 
 POOL = click.option("--pool", type=_FILE, help="draft from this pool too; see `pool build`")
+
+DTYPE = click.option("--dtype", type=DTYPES, default="float32", show_default=True)
+
+BATCH_SIZE = click.option(
+    "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
+)
+
+DRAFTING = _all_of(
+    CONFIG,
+    POOL,
+    click.option("--prediction", type=_FILE, help="a text like the expected answer"),
+    click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
+)
+"""Options of how to speculate; `drafting_arguments` reads them."""
+
+SAMPLING = _all_of(
+    click.option(
+        "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
+    ),
+    click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this sum"),
+    click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
+)
+"""Options of how to sample; `generation_arguments` reads them."""
+
+
+def model_options(new_tokens: int) -> Callable[[Run], Run]:
+    """Options of every command that generates."""
+    return _all_of(
+        click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
+        click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
+        click.option(
+            "--max-new-tokens",
+            "--new-tokens",
+            "new_tokens",
+            type=POSITIVE,
+            default=new_tokens,
+            show_default=True,
+        ),
+        click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
+    )
+
+
+def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
+    """Options of the commands that generate in one dtype, speculatively, greedily or sampled."""
+    return _all_of(model_options(new_tokens), DTYPE, DRAFTING, SAMPLING)
 
 
 def generation_arguments(arguments: Arguments) -> dict[str, Any]:
