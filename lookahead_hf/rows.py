@@ -90,8 +90,7 @@ class Rows:
     @property
     def last_tokens(self) -> np.ndarray:
         """The newest token of every row, [rows] int64."""
-        tokens: np.ndarray = self._ids[np.arange(self.num_rows), self._width + self.num_emitted - 1]
-        return tokens
+        return self._ids[np.arange(self.num_rows), self._width + self.num_emitted - 1]
 
     def emit(self, row: int, token_id: int) -> None:
         """Append one token to a row."""

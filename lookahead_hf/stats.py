@@ -250,8 +250,7 @@ def publish(model: Any, stats: SpeculativeStats | None) -> None:
 
 def of_this_thread(model: Any) -> SpeculativeStats | None:
     """Return what this thread published last, whatever other threads did since."""
-    latest: SpeculativeStats | None = getattr(state_of(model).stats_of_thread, "stats", None)
-    return latest
+    return getattr(state_of(model).stats_of_thread, "stats", None)
 
 
 def tell(model: Any, record: SpeculativeStats) -> None:

@@ -63,5 +63,4 @@ class FollowerLockstep(_Follower, Lockstep):
     def _asked(self, rows: Rows) -> np.ndarray:
         super()._asked(rows)
         message = self._message
-        ended: np.ndarray = message.verdict.finished & (message.num_text <= rows.num_emitted)
-        return ended
+        return message.verdict.finished & (message.num_text <= rows.num_emitted)
