@@ -108,7 +108,7 @@ two() {
     bench static 120 step --shapes "$large" --nodes 0 --context "$short" --batch 1 $on
 }
 
-kernels_tests="tests/kernels --ignore tests/kernels/test_attention.py --ignore tests/kernels/test_aot.py"
+kernels_tests="tests/kernels --ignore tests/kernels/test_attention.py --ignore tests/kernels/test_ahead_of_time.py"
 mark=gpu few="" large=8B small=1B short=1024 long=32768 batches=8,32 sizes="" on=""
 attention="1 15 63"
 case $run in

@@ -90,23 +90,7 @@ class Rows:
     @property
     def last_tokens(self) -> np.ndarray:
         """The newest token of every row, [rows] int64."""
-        tokens: np.ndarray = self._ids[np.arange(self.num_rows), self._width + self.num_emitted - 1]
-        return tokens
-
-    def emit_block(self, token_ids: np.ndarray, counts: np.ndarray) -> None:
-        """Append to every row the first of the tokens given for it.
-
-        Args:
-            token_ids: Tokens by row, [rows, most tokens] int64.
-            counts: How many of them each row emits, [rows].
-        """
-        while self._width + int((self.num_emitted + counts).max()) > self._ids.shape[1]:
-            self._grow()
-        row, place = np.nonzero(np.arange(token_ids.shape[1]) < counts[:, None])
-        at = self.num_emitted[row] + place
-        self._ids[row, self._width + at] = token_ids[row, place]
-        self._context[row, self._prompt_length[row] + at] = token_ids[row, place]
-        self.num_emitted += counts
+        return self._ids[np.arange(self.num_rows), self._width + self.num_emitted - 1]
 
     def emit(self, row: int, token_id: int) -> None:
         """Append one token to a row."""

@@ -1,4 +1,4 @@
-"""What calls did: `SpeculativeStats` of one call, `Totals` of several, and who hears of them."""
+"""What calls did: `SpeculativeStats` of one call, `Totals` of several, and callbacks for both."""
 
 from __future__ import annotations
 
@@ -224,10 +224,6 @@ def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, An
     return {**first, **second, **shared}
 
 
-def _traced(first: Trace | None, second: Trace | None) -> Trace | None:
-    return first + second if first and second else first or second
-
-
 def _listed(first: str | None, second: str | None) -> str | None:
     parts = [part for each in (first, second) if each for part in each.split(", ")]
     return ", ".join(dict.fromkeys(parts)) or None
@@ -241,7 +237,7 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "engine": _listed,
     "execution": _listed,
     "fallback_reason": _listed,
-    "trace": _traced,
+    "trace": lambda a, b: a + b if a and b else a or b,
 }
 """How fields are joined that are not added up."""
 
@@ -258,8 +254,7 @@ def publish(model: Any, stats: SpeculativeStats | None) -> None:
 
 def of_this_thread(model: Any) -> SpeculativeStats | None:
     """Return what this thread published last, whatever other threads did since."""
-    latest: SpeculativeStats | None = getattr(state_of(model).stats_of_thread, "stats", None)
-    return latest
+    return getattr(state_of(model).stats_of_thread, "stats", None)
 
 
 def tell(model: Any, record: SpeculativeStats) -> None:

@@ -45,10 +45,10 @@ class Conversation:
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
 
-    def answer(self, said: str) -> tuple[Call, int]:
+    def answer(self, message: str) -> tuple[Call, int]:
         """Generate the answer to a message; return it and how many prompt tokens were cached."""
         stage = self._stage
-        self._messages.append({"role": "user", "content": said})
+        self._messages.append({"role": "user", "content": message})
         inputs = encode_chat(stage.model, stage.tokenizer, self._messages)
         prompt = inputs["input_ids"][0].tolist()
         known = self._keep_prefix(prompt)
@@ -105,9 +105,9 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     stage = replace(open_stage(arguments, screen), seed=None)
     conversation = Conversation(stage, arguments.plain)
     torch.manual_seed(arguments.seed)
-    for said in _messages(screen):
-        call, known = conversation.answer(said)
-        screen.result({"prompt": said, "cached_tokens": known, **as_data(call, stage.tokenizer)})
+    for message in _messages(screen):
+        call, known = conversation.answer(message)
+        screen.result({"prompt": message, "cached_tokens": known, **as_data(call, stage.tokenizer)})
         screen.note(_summary(call, known), "dim")
 
 

@@ -12,6 +12,7 @@ from lookahead_hf.cli import analyze, bench, chat, demo, env, generate, pool, se
 from lookahead_hf.cli.loading import is_out_of_memory
 from lookahead_hf.cli.parsing import VERSION, as_written
 from lookahead_hf.cli.screen import CommandError, write_any_character
+from lookahead_hf.fallback import SpeculationFallbackError
 
 _EPILOG = """\
 examples:
@@ -69,6 +70,8 @@ def run(argv: Sequence[str] | None) -> int:
         reason = str(error).strip().partition("\n")[0] or "no memory is left"
         remedy = "take a smaller model, --dtype bfloat16, or fewer --max-new-tokens"
         return _failed(f"out of memory, {remedy} ({reason})")
+    except SpeculationFallbackError as error:
+        return _failed(f"{error}\n`lookahead-hf env` lists all reasons.")
     except (ImportError, OSError, ValueError) as error:  # files and options that do not fit
         return _failed(str(error))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lookahead_hf.cli.live_text import LiveText, StepRecorder
-from lookahead_hf.cli.measuring import Call, end_tokens, until_end
+from lookahead_hf.cli.measuring import Batch, Call, end_tokens, timed_call
 from lookahead_hf.cli.screen import Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
 
@@ -63,21 +62,16 @@ def run_speculative(
 
 
 def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, extra: dict[str, Any]) -> Call:
-    import torch
-
     import lookahead_hf
 
-    rows, columns = inputs["input_ids"].shape
-    if stage.seed is not None:
-        torch.manual_seed(stage.seed)
-    start = time.perf_counter()
-    output = stage.model.generate(
-        **inputs, **stage.generation, **extra, streamer=text if rows == 1 else None
-    )
-    seconds = time.perf_counter() - start
-    ends = end_tokens(stage.model)
-    texts = tuple(until_end(row, ends) for row in output[:, columns:].tolist())
-    if rows > 1:
-        for each in stage.tokenizer.batch_decode(texts, skip_special_tokens=True):
+    given = {**inputs, **stage.generation, **extra}
+    prompts = {name: given.pop(name) for name in ("input_ids", "attention_mask")}
+    is_live = len(prompts["input_ids"]) == 1
+    if is_live:
+        given["streamer"] = text
+    batch, ends = Batch("", (), prompts), end_tokens(stage.model)
+    call = timed_call(stage.model, batch, given, stage.seed, ends)
+    if not is_live:
+        for each in stage.tokenizer.batch_decode(call.rows, skip_special_tokens=True):
             stage.screen.line(each)
-    return Call(seconds, texts, stats=lookahead_hf.last_stats(stage.model))
+    return replace(call, stats=lookahead_hf.last_stats(stage.model))

@@ -13,12 +13,12 @@ from lookahead_hf.cli.loading import encode_chat, user
 from lookahead_hf.cli.near_ties import MOST_ULPS, Parting, describe, find_partings
 from lookahead_hf.cli.parsing import (
     BATCH_SIZE,
+    DRAFTING,
     DTYPES,
+    SAMPLING,
     Arguments,
     command,
-    drafting_options,
     model_options,
-    sampling_options,
 )
 from lookahead_hf.cli.screen import CommandError, Screen
 
@@ -51,8 +51,8 @@ class Outcome:
 
 @command("demo", _EXAMPLES)
 @model_options(new_tokens=192)
-@drafting_options()
-@sampling_options()
+@DRAFTING
+@SAMPLING
 @BATCH_SIZE
 @click.option("--prompt", help="generate from this instead of the two built-in prompts")
 @click.option(

@@ -20,24 +20,21 @@ ACCEPTED_STYLE = "bold green"
 
 
 class StepRecorder(Drafter):
-    """Proposes nothing; records for each emitted token whether it was an accepted draft token."""
+    """Proposes nothing; tells how many draft tokens of its row every step has accepted."""
 
     name = "recorder"
 
     def __init__(self) -> None:
-        self.was_drafted: list[bool] = []
-        self.listener: Callable[[], None] = lambda: None  # called after every step
+        self.listener: Callable[[int], None] = lambda num_accepted: None
 
     def begin(self, rows: Rows) -> None:
-        self.was_drafted = [False]  # the first token comes from the prefill
+        self.listener(0)  # the first token comes from the prefill
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return DraftTree.empty(rows.num_rows)
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        accepted, emitted = int(verdict.num_accepted[0]), int(verdict.num_emitted[0])
-        self.was_drafted += [index < accepted for index in range(emitted)]
-        self.listener()
+        self.listener(int(verdict.num_accepted[0]))
 
 
 class LiveText:
@@ -47,11 +44,11 @@ class LiveText:
         tokenizer: Turns ids into text. One that is not of the package tokenizers shows the text at
             its end.
         screen: Where the text goes.
-        recorder: Knows where each token came from; None marks nothing.
+        recorder: Tells when a step is complete; None shows every token at once and marks nothing.
     """
 
     def __init__(self, tokenizer: Any, screen: Screen, recorder: StepRecorder | None = None):
-        self._tokenizer, self._screen, self._recorder = tokenizer, screen, recorder
+        self._tokenizer, self._screen, self._is_marked = tokenizer, screen, recorder is not None
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
@@ -59,7 +56,7 @@ class LiveText:
         self._shown = ""
         self._past_prompt = False
         if recorder is not None:
-            recorder.listener = self._show_known
+            recorder.listener = self._show
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt first, then tokens, [1] or [1, tokens]."""
@@ -67,30 +64,27 @@ class LiveText:
             self._past_prompt = True
             return
         self._ids += value.reshape(-1).tolist()
-        self._show_known()
-
-    def _show_known(self) -> None:
-        """Show the tokens that have arrived and whose origin is known."""
-        known = len(self._ids) if self._recorder is None else len(self._recorder.was_drafted)
-        self._show(min(known, len(self._ids)))
+        if not self._is_marked:
+            self._show()
 
     def end(self) -> None:
         """Show what was held back, such as half a character; the text is complete."""
-        self._show(len(self._ids))
+        self._show()
         text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         if text.startswith(self._shown):
             self._screen.write(text[len(self._shown) :])
         self._screen.line()
 
-    def _show(self, count: int) -> None:
-        """Show tokens up to `count`; bytes that are not a whole character yet wait for the next."""
-        for index in range(self._num_shown, count):
-            fresh = self._decoded(self._ids[index])
-            flags = self._recorder.was_drafted if self._recorder else []
-            is_accepted = index < len(flags) and flags[index]
-            self._screen.write(fresh, ACCEPTED_STYLE if is_accepted else "")
+    def _show(self, num_accepted: int = 0) -> None:
+        """Show the new tokens, of which the first `num_accepted` were drafted.
+
+        Bytes that are not a whole character yet wait for the next token.
+        """
+        for index, token in enumerate(self._ids[self._num_shown :]):
+            fresh = self._decoded(token)
+            self._screen.write(fresh, ACCEPTED_STYLE if index < num_accepted else "")
             self._shown += fresh
-        self._num_shown = max(count, self._num_shown)
+        self._num_shown = len(self._ids)
 
     def _decoded(self, token: int) -> str:
         """What a token adds to the text."""

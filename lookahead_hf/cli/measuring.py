@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf.cli.screen import CommandError
@@ -67,8 +68,8 @@ class Run:
     @property
     def middle(self) -> int:
         """The round of median speed; in half precision, rounds may write different texts."""
-        order = sorted(range(len(self.calls)), key=lambda at: self.calls[at].speed)
-        return order[(len(order) - 1) // 2]
+        speeds = [call.speed for call in self.calls]
+        return speeds.index(median_low(speeds))
 
     @property
     def call(self) -> Call:
@@ -129,13 +130,14 @@ def _checked_stats(model: Any) -> dict[str, Any]:
 
 
 def timed_call(
-    model: Any, batch: Batch, arguments: dict[str, Any], seed: int, end_ids: frozenset[int]
+    model: Any, batch: Batch, arguments: dict[str, Any], seed: int | None, end_ids: frozenset[int]
 ) -> Call:
-    """Run `generate` once, seeded, and count the model's forwards."""
+    """Run `generate` once and count the model's forwards; the generator goes on without a seed."""
     import torch
 
     inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
     with _forwards(model, "speculative" in arguments) as count:
         start = time.perf_counter()
         output = model.generate(**inputs, **arguments)

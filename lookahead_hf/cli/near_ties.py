@@ -99,7 +99,7 @@ def find_partings(
         for rows in others
     ]
     wanted = {place for rows in places for place in rows if place is not None}
-    found = _look(model, call, wanted, plain, seed) if wanted else {}
+    found = _examine(model, call, wanted, plain, seed) if wanted else {}
     return [[found[place] if place else None for place in rows] for rows in places]
 
 
@@ -120,7 +120,7 @@ def first_difference(left: Text, right: Text) -> int | None:
     return next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def _look(
+def _examine(
     model: Any, call: Mapping[str, Any], wanted: set[PartingPoint], plain: Sequence[Text], seed: int
 ) -> dict[PartingPoint, Parting]:
     """Run plain decoding up to the last of these places, and look at each of them."""

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import lookahead_hf
-from lookahead_hf.cli.screen import JsonScreen, Screen, open_screen
+from lookahead_hf.cli.screen import JsonScreen, Screen
 from lookahead_hf.config import PRESETS, SpeculativeConfig
 
 Arguments = SimpleNamespace
@@ -44,7 +44,7 @@ def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run],
         @click.pass_context
         def call(context: click.Context, /, as_json: bool, **values: Any) -> None:
             is_plain = context.find_root().params["no_colour"]
-            run(Arguments(**values), JsonScreen(indent) if as_json else open_screen(is_plain))
+            run(Arguments(**values), JsonScreen(indent) if as_json else Screen(is_plain))
 
         call.__click_params__ += getattr(run, "__click_params__", [])  # type: ignore[attr-defined]
         return click.command(name, help=run.__doc__, epilog=as_written(examples))(call)
@@ -55,56 +55,6 @@ def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run],
 def as_written(text: str) -> str:
     """Mark the paragraphs of a help text, so that click keeps their lines as they are."""
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.strip("\n").split("\n\n"))
-
-
-def model_options(new_tokens: int) -> Callable[[Run], Run]:
-    """Options of every command that generates."""
-    return _all_of(
-        click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
-        click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
-        click.option(
-            "--max-new-tokens",
-            "--new-tokens",
-            "new_tokens",
-            type=POSITIVE,
-            default=new_tokens,
-            show_default=True,
-        ),
-        click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
-    )
-
-
-DTYPE = click.option("--dtype", type=DTYPES, default="float32", show_default=True)
-
-BATCH_SIZE = click.option(
-    "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
-)
-
-
-def drafting_options() -> Callable[[Run], Run]:
-    """Options of how to speculate; `drafting_arguments` reads them."""
-    return _all_of(
-        CONFIG,
-        POOL,
-        click.option("--prediction", type=_FILE, help="a text like the expected answer"),
-        click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
-    )
-
-
-def sampling_options() -> Callable[[Run], Run]:
-    """Options of how to sample; `generation_arguments` reads them."""
-    return _all_of(
-        click.option(
-            "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
-        ),
-        click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this sum"),
-        click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
-    )
-
-
-def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
-    """Options of the commands that generate in one dtype, speculatively, greedily or sampled."""
-    return _all_of(model_options(new_tokens), DTYPE, drafting_options(), sampling_options())
 
 
 def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
@@ -137,6 +87,51 @@ CONFIG = click.option(
 )
 
 POOL = click.option("--pool", type=_FILE, help="draft from this pool too; see `pool build`")
+
+DTYPE = click.option("--dtype", type=DTYPES, default="float32", show_default=True)
+
+BATCH_SIZE = click.option(
+    "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
+)
+
+DRAFTING = _all_of(
+    CONFIG,
+    POOL,
+    click.option("--prediction", type=_FILE, help="a text like the expected answer"),
+    click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
+)
+"""Options of how to speculate; `drafting_arguments` reads them."""
+
+SAMPLING = _all_of(
+    click.option(
+        "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
+    ),
+    click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this sum"),
+    click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
+)
+"""Options of how to sample; `generation_arguments` reads them."""
+
+
+def model_options(new_tokens: int) -> Callable[[Run], Run]:
+    """Options of every command that generates."""
+    return _all_of(
+        click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
+        click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
+        click.option(
+            "--max-new-tokens",
+            "--new-tokens",
+            "new_tokens",
+            type=POSITIVE,
+            default=new_tokens,
+            show_default=True,
+        ),
+        click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
+    )
+
+
+def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
+    """Options of the commands that generate in one dtype, speculatively, greedily or sampled."""
+    return _all_of(model_options(new_tokens), DTYPE, DRAFTING, SAMPLING)
 
 
 def generation_arguments(arguments: Arguments) -> dict[str, Any]:

@@ -132,11 +132,6 @@ class JsonScreen(Screen):
         print(json.dumps(data, indent=self._indent), flush=True)
 
 
-def open_screen(is_plain: bool = False) -> Screen:
-    """Return the screen of a command; `is_plain` asks for plain text on a terminal too."""
-    return Screen(is_plain)
-
-
 def write_any_character() -> None:
     """Let stdout replace the characters that its encoding lacks, instead of raising an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):

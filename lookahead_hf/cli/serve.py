@@ -10,7 +10,7 @@ import click
 
 from lookahead_hf.cli.loading import check_name
 from lookahead_hf.cli.parsing import CONFIG, POOL, VERSION, as_written, with_pool
-from lookahead_hf.cli.screen import CommandError, Screen, open_screen
+from lookahead_hf.cli.screen import CommandError, Screen
 from lookahead_hf.config import SpeculativeConfig
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
@@ -53,7 +53,7 @@ def COMMAND(
             'Install what is missing with: pip install "lookahead-hf[serve]"'
         )
     is_plain = context.find_root().params.get("no_colour", False)
-    _serve(list(words), with_pool(config, pool), open_screen(is_plain))
+    _serve(list(words), with_pool(config, pool), Screen(is_plain))
 
 
 def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:

@@ -13,8 +13,7 @@ from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.generate import open_stage, read_prompt
 from lookahead_hf.cli.loading import encode_chat, user
 from lookahead_hf.cli.parsing import Arguments, command, generation_options
-from lookahead_hf.cli.screen import CommandError, Screen
-from lookahead_hf.fallback import SpeculationFallbackError
+from lookahead_hf.cli.screen import Screen
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.trace import MODEL, Trace
 from lookahead_hf.trace.page import colours, runs
@@ -63,7 +62,7 @@ def traced(stage: Stage, inputs: dict[str, Any]) -> SpeculativeStats:
         inputs: Arguments of `generate` for this text.
 
     Raises:
-        CommandError: The call cannot be speculated.
+        SpeculationFallbackError: The call cannot be speculated.
     """
     import torch
 
@@ -73,10 +72,7 @@ def traced(stage: Stage, inputs: dict[str, Any]) -> SpeculativeStats:
         torch.manual_seed(stage.seed)
     config = replace(stage.config, trace=True, on_fallback="error")
     arguments = {**stage.generation, **stage.drafting, "speculative": config}
-    try:
-        stage.model.generate(**inputs, **arguments)
-    except SpeculationFallbackError as error:
-        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
+    stage.model.generate(**inputs, **arguments)
     stats = lookahead_hf.last_stats(stage.model)
     assert stats is not None
     return stats

@@ -38,8 +38,7 @@ def prepared_positions(
     if prepare is GenerationMixin.prepare_inputs_for_generation:
         return model_kwargs[name]
     inputs = prepare(model, input_ids, is_first_iteration=True, **model_kwargs)
-    positions: torch.Tensor | None = inputs.get(name)
-    return positions
+    return inputs.get(name)
 
 
 def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
@@ -49,8 +48,7 @@ def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
     """
     if _gathers_experts(model):
         return nullcontext()
-    context: AbstractContextManager[Any] = model._optimize_model_for_decode()
-    return context
+    return model._optimize_model_for_decode()
 
 
 def set_up_for_step(model: Any, num_rows: int, width: int) -> AbstractContextManager[Any]:
@@ -66,8 +64,7 @@ def set_up_for_step(model: Any, num_rows: int, width: int) -> AbstractContextMan
     """
     if width > 1 or num_rows > MOST_GATHERED or not _gathers_experts(model):
         return nullcontext()
-    context: AbstractContextManager[Any] = model._optimize_model_for_decode()
-    return context
+    return model._optimize_model_for_decode()
 
 
 def _gathers_experts(model: Any) -> bool:

@@ -43,8 +43,7 @@ def text_positions(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     before = [note[ROPE_NOTE] for note in notes]
     given = {"attention_mask": torch.ones_like(input_ids)}
     try:
-        positions: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, given)
-        return positions
+        return model._prepare_position_ids_for_generation(input_ids, given)
     finally:
         for note, value in zip(notes, before, strict=True):
             note[ROPE_NOTE] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,25 @@ import torch
 from torch import distributed
 
 from lookahead_hf import compat
-from lookahead_hf.distributed import message, sharding
-from lookahead_hf.distributed.message import StepMessage
+from lookahead_hf.distributed import sharding
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """What one process decided in a step.
+
+    Attributes:
+        verdict: The verdict.
+        num_text: Tokens of each row's text, [rows].
+        draft: The draft that the next step verifies, without its evidence.
+    """
+
+    verdict: Verdict
+    num_text: np.ndarray
+    draft: DraftTree
 
 
 class Processes:
@@ -87,15 +102,15 @@ class _Shared(Processes):
     is_alone = False
     runs_same = True
 
-    def __init__(self, group: Any, device: torch.device, num_rows: int, most_nodes: int) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         self._source = distributed.get_global_rank(group, 0)
-        self._sizes = num_rows, most_nodes
 
-    def _broadcast(self, numbers: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(numbers).to(self._device)
-        distributed.broadcast(tensor, self._source, group=self._group)
-        return tensor
+    def _broadcast(self, message: StepMessage | None) -> StepMessage | None:
+        """Return what the deciding process says; None announces that it broke the call off."""
+        held = [message]
+        distributed.broadcast_object_list(held, self._source, self._group, self._device)
+        return held[0]
 
 
 class LeadingProcess(_Shared):
@@ -106,8 +121,7 @@ class LeadingProcess(_Shared):
 
     def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
         draft = propose()
-        assert self._last is not None
-        self._send(message.packed(*self._last, draft, self._sizes[1]))
+        self._send(draft)
         return draft
 
     def ready(self) -> None:
@@ -116,16 +130,18 @@ class LeadingProcess(_Shared):
     def decided(self, rows: Rows, verdict: Verdict) -> None:
         self._last = rows, verdict
         if not rows.live.any():
-            nothing = DraftTree.empty(rows.num_rows)
-            self._send(message.packed(rows, verdict, nothing, self._sizes[1]))
+            self._send(DraftTree.empty(rows.num_rows))
 
     def broke_off(self) -> None:
         if self._is_awaited:
-            self._send(message.broken_off(*self._sizes))
+            self._is_awaited = False
+            self._broadcast(None)
 
-    def _send(self, numbers: np.ndarray) -> None:
+    def _send(self, draft: DraftTree) -> None:
+        assert self._last is not None
+        rows, verdict = self._last
         self._is_awaited = False
-        self._broadcast(numbers)
+        self._broadcast(StepMessage(verdict, rows.num_text, replace(draft, evidence=None)))
 
 
 class FollowingProcess(_Shared):
@@ -139,8 +155,7 @@ class FollowingProcess(_Shared):
         return self._draft
 
     def receive(self) -> StepMessage:
-        room = np.zeros(message.shape(*self._sizes), np.int32)
-        received = message.unpacked(self._broadcast(room).to("cpu").numpy())
+        received = self._broadcast(None)
         if received is None:
             raise RuntimeError(
                 f"process {self._source}, which decides for all processes that share this model's "
@@ -153,8 +168,6 @@ class FollowingProcess(_Shared):
 def of_call(
     model: Any,
     device: torch.device,
-    num_rows: int,
-    most_nodes: int,
     *,
     synced: bool,
     draws: bool,
@@ -165,8 +178,6 @@ def of_call(
     Args:
         model: The target.
         device: Where the tokens are.
-        num_rows: Rows of the call.
-        most_nodes: Most nodes that a row's draft can have.
         synced: Whether processes must run equally many forwards, as `generate` computes it.
         draws: Whether verification draws random numbers that depend on the draft.
         assistant: A model that drafts.
@@ -191,4 +202,4 @@ def of_call(
         detail, fix = 'with verification="rejection"', 'pass verification="exact"'
         raise Unserved(FallbackReason.TENSOR_PARALLEL, detail, fix)
     kind = LeadingProcess if distributed.get_rank(group) == 0 else FollowingProcess
-    return kind(group, device, num_rows, most_nodes)
+    return kind(group, device)

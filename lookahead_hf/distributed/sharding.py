@@ -55,8 +55,7 @@ def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
         raise Unserved(FallbackReason.TENSOR_PARALLEL, "of a model whose weights are sharded too")
     if len(meshes) > 1 or meshes[0].ndim > 1:
         raise Unserved(FallbackReason.TENSOR_PARALLEL, "over more than one dimension of processes")
-    group: distributed.ProcessGroup = meshes[0].get_group()
-    return group
+    return meshes[0].get_group()
 
 
 def _meshes(model: nn.Module) -> list[Any]:

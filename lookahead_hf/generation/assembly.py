@@ -46,8 +46,6 @@ def assemble(call: PreparedCall) -> DecodingSession:
     processes = coordinator.of_call(
         model,
         call.input_ids.device,
-        call.num_rows,
-        request.config.max_draft_nodes,
         synced=request.synced_gpus,
         draws=request.draws(call.do_sample),
         assistant=request.assistant_model,

@@ -34,37 +34,33 @@ class RequestedOutputs:
         returned = bool(c.return_dict_in_generate)
         states = returned and bool(c.output_hidden_states)
         weights = returned and bool(c.output_attentions)
-        has_encoder = encoder_outputs is not None
-        prefix = "decoder_" if has_encoder else ""
+        prefix = "" if encoder_outputs is None else "decoder_"
         self._states, self._weights = f"{prefix}hidden_states", f"{prefix}attentions"
-        self._observes = {self._states: states, self._weights: weights}
-        if has_encoder:
-            self._observes["cross_attentions"] = weights
-        self._chooses = {
-            "scores": returned and bool(c.output_scores),
-            "logits": returned and bool(c.output_logits),
-        }
+        chosen = {"scores": returned and c.output_scores, "logits": returned and c.output_logits}
+        observed = {self._states: states, self._weights: weights}
         self._encoder: dict[str, Any] = {}
-        if encoder_outputs is not None and returned:
-            found = encoder_outputs.get
-            self._encoder["encoder_hidden_states"] = found("hidden_states") if states else None
-            self._encoder["encoder_attentions"] = found("attentions") if weights else None
-        self.chooses, self.observes = any(self._chooses.values()), states or weights
+        if encoder_outputs is not None:
+            observed["cross_attentions"] = weights
+            if states:
+                self._encoder["encoder_hidden_states"] = encoder_outputs.get("hidden_states")
+            if weights:
+                self._encoder["encoder_attentions"] = encoder_outputs.get("attentions")
         self._chosen: dict[str, list[list[torch.Tensor]]] = {
-            name: [[] for _ in range(num_rows)] for name in self._chooses
+            name: [[] for _ in range(num_rows)] for name, wanted in chosen.items() if wanted
         }
-        self._joined: dict[str, list[torch.Tensor]] = {name: [] for name in self._chooses}
+        self._joined: dict[str, list[torch.Tensor]] = {name: [] for name in self._chosen}
         self._prefill: dict[str, Layers | None] = {}
         self._observed: dict[str, list[list[Layers | None]]] = {
-            name: [[] for _ in range(num_rows)] for name in self._observes
+            name: [[] for _ in range(num_rows)] for name, wanted in observed.items() if wanted
         }
+        self.chooses, self.observes = bool(self._chosen), bool(self._observed)
 
     def __bool__(self) -> bool:
         return self.chooses or self.observes
 
     def scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
         """Return the `scores` of plain's stopping criteria; for rows that advance together."""
-        return self._columns("scores") if self._chooses["scores"] else None
+        return self._columns("scores") if "scores" in self._chosen else None
 
     def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Keep the scores by which a row's token is chosen.
@@ -75,14 +71,12 @@ class RequestedOutputs:
             logits: The target's, [vocab] float32.
         """
         for name, value in (("scores", scores), ("logits", logits)):
-            if self._chooses[name]:
+            if name in self._chosen:
                 self._chosen[name][row].append(value)
 
     def prefill(self, outputs: Any) -> None:
         """Keep the requested outputs of the prompt's forward."""
-        for name, wanted in self._observes.items():
-            if wanted:
-                self._prefill[name] = getattr(outputs, name, None)
+        self._prefill = {name: getattr(outputs, name, None) for name in self._observed}
 
     def observe(
         self,
@@ -100,10 +94,10 @@ class RequestedOutputs:
             slots: For each token and each layer, the slots of the columns in plain's cache, -1 for
                 none.
         """
-        for name in (name for name, wanted in self._observes.items() if wanted):
+        for name, rows in self._observed.items():
             layers = getattr(outputs, name)
             for token, shown in zip(tokens, slots, strict=True):
-                self._observed[name][row].append(self._entry(name, layers, row, token, shown))
+                rows[row].append(self._entry(name, layers, row, token, shown))
 
     def _entry(
         self, name: str, layers: Any, row: int, token: int, slots: list[torch.Tensor]
@@ -120,13 +114,10 @@ class RequestedOutputs:
         return tuple(None if shown is None else shown.clone() for shown in each)
 
     def fields(self, num_columns: int) -> dict[str, Any]:
-        """Return the output's fields, one entry per generated column; None if not requested."""
-        out: dict[str, Any] = {}
-        for name, wanted in self._chooses.items():
-            out[name] = self._columns(name)[:num_columns] if wanted else None
-        for name, wanted in self._observes.items():
-            out[name] = self._steps(name, num_columns) if wanted else None
-        return out | self._encoder
+        """Return the requested fields of the output, one entry per generated column."""
+        chosen = {name: self._columns(name)[:num_columns] for name in self._chosen}
+        observed = {name: self._steps(name, num_columns) for name in self._observed}
+        return {**chosen, **observed, **self._encoder}
 
     def _columns(self, name: str) -> tuple[torch.Tensor, ...]:
         """Entries of all rows by column, [rows, vocab] each; a column is put together once."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -104,7 +104,7 @@ class StatsRecorder:
         per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
         row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
         deepest = max(self._accepted_histogram, default=-1)
-        spent = self.milliseconds
+        times: dict[str, Any] = {f"{name}_ms": ms for name, ms in self.milliseconds.items()}
         return SpeculativeStats(
             rows=len(row_stats),
             num_steps=self._steps,
@@ -122,11 +122,7 @@ class StatsRecorder:
             num_fed=num_fed,
             row_stats=tuple(row_stats),
             trace=trace,
-            prefill_ms=spent["prefill"],
-            draft_ms=spent["draft"],
-            forward_ms=spent["forward"],
-            verify_ms=spent["verify"],
-            commit_ms=spent["commit"],
+            **times,
         )
 
 

@@ -62,7 +62,7 @@ class Session(ABC):
     def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
         """Run a step again without its draft if the draft made NaN of a row's logits."""
         with self.stats.phase("forward"):
-            if not self.runner.is_contaminated(step, self.rows.live):
+            if not self.runner.check_for_nan(step, self.rows.live):
                 return draft, step
             self.processes.step()
             step = self.runner.repeat_without_draft(self.rows)

@@ -44,7 +44,7 @@ def depth_of(bits):
 def ancestor_at(bits, depth):
     """The ancestor at each of some depths; 0 where a node has none.
 
-    A depth is the rank among the set bits, because parents stand before their children.
+    A depth is the rank among the set bits, because parents come before their children.
     """
     node = tl.arange(0, TAIL)
     member = ((bits >> node.to(tl.int64)) & 1).to(tl.int32)
@@ -53,9 +53,9 @@ def ancestor_at(bits, depth):
 
 
 @triton.jit
-def tail_start(text):
-    """First key that a node at index `text` of the text reads for itself."""
-    return tl.maximum(text + 1 - TAIL, 0) // TAIL * TAIL
+def tail_start(place):
+    """First key that a node at a place in the text reads for itself."""
+    return tl.maximum(place + 1 - TAIL, 0) // TAIL * TAIL
 
 
 @triton.jit
@@ -65,8 +65,8 @@ def keys_of_split(length, splits, least):
 
 
 @triton.jit
-def in_window(text, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS):
-    """Whether the columns of nodes at `text` and keys at `index` differ by less than `window`."""
+def in_window(place, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS):
+    """Whether nodes at `place` and keys at `index` are less than `window` columns apart."""
     column = index
     if COLUMNS:
         # Columns less the row's pads: from the end of the list on this is the index in the text.
@@ -74,7 +74,7 @@ def in_window(text, index, length, columns_ptr, pads_ptr, row, window, num_colum
         column = tl.load(columns_ptr + row * num_columns + index, mask=known, other=0)
         pads = tl.load(pads_ptr + row).to(tl.int32)
         column = tl.where(known, column.to(tl.int32) - pads, index)
-    return text[:, None] - column[None, :] < window
+    return place[:, None] - column[None, :] < window
 
 
 @triton.jit

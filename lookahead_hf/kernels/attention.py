@@ -94,8 +94,8 @@ def _prefix_kernel(
     head = kv_head * GROUP + query % GROUP
     length = tl.load(lengths_ptr + row).to(tl.int32)
     bits = tl.load(ancestors_ptr + row * nodes + node, mask=live, other=1)
-    text = length + depth_of(bits)
-    tail = tail_start(text)
+    place = length + depth_of(bits)
+    tail = tail_start(place)
 
     keys = keys_of_split(length, tl.num_programs(0), least_keys)
     first = split * keys
@@ -104,8 +104,8 @@ def _prefix_kernel(
     if WINDOW:
         first = tl.maximum(first, first_in_window(length, window, KEYS))
     if first < last:
-        at = head * q_stride_head + node * q_stride_node
-        q = load_vectors(q_ptr + row * q_stride_row, at, live, DIM, BLOCK_D)
+        offset = head * q_stride_head + node * q_stride_node
+        q = load_vectors(q_ptr + row * q_stride_row, offset, live, DIM, BLOCK_D)
         k_head = k_ptr + row * k_stride_row + kv_head * k_stride_head
         v_head = v_ptr + row * v_stride_row + kv_head * v_stride_head
         top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -119,7 +119,7 @@ def _prefix_kernel(
             seen = index[None, :] < tail[:, None]
             if WINDOW:
                 seen = seen & in_window(
-                    text, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS
+                    place, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS
                 )
             top, total, acc = attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP)
         entry = ((row * kv_heads + kv_head) * tl.num_programs(0) + split) * nodes * GROUP + query
@@ -177,28 +177,28 @@ def _node_kernel(
     head = kv_head * GROUP + group
     length = tl.load(lengths_ptr + row).to(tl.int32)
     bits = tl.load(ancestors_ptr + row * nodes + node)
-    text = length + depth_of(bits)
-    tail = tail_start(text)
+    place = length + depth_of(bits)
+    tail = tail_start(place)
 
-    at = head * q_stride_head + node * q_stride_node
-    q = load_vectors(q_ptr + row * q_stride_row, at, live, DIM, BLOCK_D)
+    offset = head * q_stride_head + node * q_stride_node
+    q = load_vectors(q_ptr + row * q_stride_row, offset, live, DIM, BLOCK_D)
     k_head = k_ptr + row * k_stride_row + kv_head * k_stride_head
     v_head = v_ptr + row * v_stride_row + kv_head * v_stride_head
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, BLOCK_V], tl.float32)
-    for start in range(tail, text + 1, KEYS):
+    for start in range(tail, place + 1, KEYS):
         index = start + tl.arange(0, KEYS)
-        inside = index <= text
+        inside = index <= place
         drafted = length + ancestor_at(bits, index - length)
         slot = tl.where(index < length, index, drafted).to(tl.int64)
         k = load_vectors(k_head, slot * k_stride_slot, inside, DIM, BLOCK_D)
         v = load_vectors(v_head, slot * v_stride_slot, inside, DIM_V, BLOCK_V)
         seen = inside[None, :] & live[:, None]
         if WINDOW:
-            texts = text + tl.zeros_like(group)
+            places = place + tl.zeros_like(group)
             seen = seen & in_window(
-                texts, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS
+                places, index, length, columns_ptr, pads_ptr, row, window, num_columns, COLUMNS
             )
         top, total, acc = attend(q, k, v, seen, top, total, acc, scale, softcap, SOFTCAP)
 
@@ -244,11 +244,11 @@ def tree_attention(
     group = heads // kv_heads
     tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype, is_rdna(q.device))
     tiles = triton.cdiv(nodes * group, tile["QUERIES"])
-    of_split = keys_per_split(slots, rows * kv_heads * tiles, q.device)
-    splits = triton.cdiv(slots, of_split)
+    split_keys = keys_per_split(slots, rows * kv_heads * tiles, q.device)
+    splits = triton.cdiv(slots, split_keys)
     partial = rows, kv_heads, splits, nodes * group
     out = torch.empty(rows, nodes, heads, v_dim, dtype=q.dtype, device=q.device)
-    both = {
+    shared = {
         "acc_ptr": torch.empty(*partial, v_dim, dtype=torch.float32, device=q.device),
         "stats_ptr": torch.empty(*partial, 2, dtype=torch.float32, device=q.device),
         "lengths_ptr": lengths.contiguous(),
@@ -263,7 +263,7 @@ def tree_attention(
         "SOFTCAP": softcap > 0,
         "scale": scale,
         # A prefix has no more keys than there are slots, so its share is never larger than theirs.
-        "least_keys": LEAST_KEYS if by_length else of_split,
+        "least_keys": LEAST_KEYS if by_length else split_keys,
         "KEYS": tile["KEYS"],
         **_layout(q, k, v),
     }
@@ -275,7 +275,7 @@ def tree_attention(
             num_stages=num_stages(q.device, max(dim, v_dim)),
             num_warps=tile["WARPS"],
             enable_fp_fusion=FP_FUSION,
-            **both,
+            **shared,
         )
         _node_kernel[(nodes, kv_heads, rows)](
             out_ptr=out,
@@ -286,7 +286,7 @@ def tree_attention(
             num_stages=1,
             num_warps=4,
             enable_fp_fusion=FP_FUSION,
-            **both,
+            **shared,
         )
     return out
 
@@ -301,8 +301,8 @@ def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]
         "BLOCK_D": max(16, triton.next_power_of_2(k.shape[3])),
         "BLOCK_V": max(16, triton.next_power_of_2(v.shape[3])),
     }
-    for name, tensor, third in (("q", q, "node"), ("k", k, "slot"), ("v", v, "slot")):
+    for name, tensor, token in (("q", q, "node"), ("k", k, "slot"), ("v", v, "slot")):
         arguments[f"{name}_ptr"] = tensor
-        for axis, of in enumerate(("row", "head", third)):
-            arguments[f"{name}_stride_{of}"] = tensor.stride(axis)
+        for axis, unit in enumerate(("row", "head", token)):
+            arguments[f"{name}_stride_{unit}"] = tensor.stride(axis)
     return arguments

@@ -32,8 +32,8 @@ from lookahead_hf.kernels._common import (
 from lookahead_hf.kernels.results import RowScan, TopRows, Wanted
 from lookahead_hf.kernels.tiles import PART, tile_best
 
-_FOR_8_WARPS = 8192
-"""Candidates that eight warps hold in registers."""
+_MOST_FOR_EIGHT_WARPS = 8192
+"""Most candidates that eight warps hold in registers."""
 
 
 @triton.jit
@@ -56,6 +56,20 @@ def _num_wanted(walk_ptr, num_nodes_ptr, row, width, k, few):
     end = tl.load(walk + 2 + tl.load(walk))
     of_node = tl.where(node == end, k, few)
     return tl.where(node <= tl.load(num_nodes_ptr + tree), of_node, 0)
+
+
+@triton.jit
+def _greatest(keys, count, K: tl.constexpr):
+    """The `count` greatest keys of a block, the greatest first; the lowest key fills the rest."""
+    rank = tl.arange(0, K)
+    greatest = tl.full([K], LOWEST_PACKED, tl.int64)
+    taken = count * 0
+    while taken < count:
+        best = tl.max(keys, axis=0)
+        greatest = tl.where(rank == taken, best, greatest)
+        keys = tl.where(keys == best, LOWEST_PACKED, keys)
+        taken += 1
+    return greatest
 
 
 @triton.jit(do_not_specialize=["k", "few", "width", "tiles", "parts"])
@@ -83,42 +97,28 @@ def _topk_kernel(
     TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    wanted = k
+    num_wanted = k
     if HAS_WALK:
-        wanted = _num_wanted(walk_ptr, num_nodes_ptr, row, width, k, few)
+        num_wanted = _num_wanted(walk_ptr, num_nodes_ptr, row, width, k, few)
     rank = tl.arange(0, K)
     part = tl.arange(0, PARTS)
     key = tl.load(parts_ptr + row * parts + part, mask=part < parts, other=LOWEST_KEY)
-    maxima = tl.where(part < parts, pack(key, part), LOWEST_PACKED)
-    chosen = tl.full([K], LOWEST_PACKED, tl.int64)
-    i = wanted * 0
-    while i < wanted:
-        best = tl.max(maxima, axis=0)
-        chosen = tl.where(rank == i, best, chosen)
-        maxima = tl.where(maxima == best, LOWEST_PACKED, maxima)
-        i += 1
-
-    first = tl.where(chosen > LOWEST_PACKED, packed_index(chosen) * PART, vocab)
+    part_keys = tl.where(part < parts, pack(key, part), LOWEST_PACKED)
+    best_parts = _greatest(part_keys, num_wanted, K)
+    first = tl.where(best_parts > LOWEST_PACKED, packed_index(best_parts) * PART, vocab)
     index = first.to(tl.int32)[:, None] + tl.arange(0, PART)[None, :]
     inside = index < vocab
     logits = logits_ptr + row * logits_stride_row
     score = tl.load(logits + index, mask=inside, other=0.0)
-    packed = pack(tl.where(inside, order_key(score), LOWEST_KEY), index)
-    packed = tl.reshape(packed, [K * PART])
-    found = tl.full([K], 0, tl.int64)
-    i = wanted * 0
-    while i < wanted:
-        best = tl.max(packed, axis=0)
-        found = tl.where(rank == i, best, found)
-        packed = tl.where(packed == best, LOWEST_PACKED, packed)
-        i += 1
-    is_found = rank < wanted
-    ids = tl.where(is_found, packed_index(found), -1)
+    entry_keys = pack(tl.where(inside, order_key(score), LOWEST_KEY), index)
+    best_entries = _greatest(tl.reshape(entry_keys, [K * PART]), num_wanted, K)
+    is_found = rank < num_wanted
+    ids = tl.where(is_found, packed_index(best_entries), -1)
     tl.store(ids_ptr + row * k + rank, ids, mask=rank < k)
     value = tl.load(logits + ids, mask=is_found, other=float("-inf"))
     tl.store(values_ptr + row * k + rank, value.to(tl.float32), mask=rank < k)
     total = _log_sum(best_ptr + row * tiles, sums_ptr + row * tiles, tiles, TILES)
-    tl.store(log_sum_ptr + row, tl.where(wanted > 0, total, 0.0))
+    tl.store(log_sum_ptr + row, tl.where(num_wanted > 0, total, 0.0))
 
 
 def topk_rows(
@@ -130,7 +130,7 @@ def topk_rows(
     """See `dispatch.topk_rows`; entries that are not wanted have the id -1."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
-    k_block = triton.next_power_of_2(k)
+    ranks = triton.next_power_of_2(k)
     if scan is None:
         trees = logits[:, None] if wanted is None else logits.unflatten(0, (len(wanted.walk), -1))
         scan = tile_best(trees, None if wanted is None else wanted.num_nodes, parts=True)
@@ -159,11 +159,11 @@ def topk_rows(
             k=k,
             few=k if wanted is None else wanted.few,
             HAS_WALK=wanted is not None,
-            K=k_block,
+            K=ranks,
             PART=PART,
             PARTS=triton.next_power_of_2(parts),
             TILES=triton.next_power_of_2(tiles),
-            num_warps=8 if k_block * PART <= _FOR_8_WARPS else 16,
+            num_warps=8 if ranks * PART <= _MOST_FOR_EIGHT_WARPS else 16,
             enable_fp_fusion=FP_FUSION,
         )
     return found

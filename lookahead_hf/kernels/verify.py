@@ -58,7 +58,7 @@ def _walk_kernel(
     wanted = tl.max(tl.where(node == at, best, -1), axis=0)
     walking = accepted == 0
     while walking:
-        # Children stand behind their parents, so the walk ends whatever the padding holds.
+        # Children come after their parents, so the walk ends whatever the padding holds.
         fits = live & (node > at) & (parent == at) & (token == wanted)
         child = tl.min(tl.where(fits, node, NODES), axis=0)
         walking = child < NODES

@@ -82,12 +82,6 @@ class RowProcessors:
         return len(self._processors) == 0 and self._unknown is None
 
     @property
-    def scores_only(self) -> bool:
-        """Whether all processors depend on the scores alone."""
-        known = self._unknown is None
-        return known and all(type(p) in SCORES_ONLY for p in self._processors)
-
-    @property
     def all_known(self) -> bool:
         """Whether every class is known; an unknown one may draw random numbers."""
         return self._unknown is None
@@ -116,14 +110,6 @@ class RowProcessors:
         if not self._chains:
             self._chains = [self._chain(each, scores.device) for each in range(self.num_rows)]
         for processor in self._chains[row]:
-            scores = processor(ids, scores)
-        return scores
-
-    def at_once(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply processors that are `scores_only` to any number of rows, [rows, vocab]."""
-        assert self.scores_only
-        ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-        for processor in self._processors:
             scores = processor(ids, scores)
         return scores
 

@@ -12,19 +12,30 @@ from transformers.generation import logits_process as hf
 
 def twin(processor: Any) -> Any:
     """Return the faster twin of a processor, or the processor itself if it has none."""
+    if type(processor) is hf.TopPLogitsWarper and processor.filter_value == -torch.inf:
+        return TopP(processor)
+    bans = banned(processor)
+    return processor if bans is None else Ban(*bans)
+
+
+def banned(processor: Any) -> tuple[torch.Tensor, Callable[[Any], Any]] | None:
+    """Return what a processor bans, None if it does anything else than banning tokens.
+
+    Returns:
+        The token ids, and whether they are banned after a prefix of so many columns, a number or an
+        array.
+    """
     kind, p = type(processor), processor
-    if kind is hf.TopPLogitsWarper and p.filter_value == -torch.inf:
-        return TopP(p)
     if kind is hf.MinLengthLogitsProcessor:
-        return Ban(p.eos_token_id, lambda columns: columns < p.min_length)
+        return p.eos_token_id, lambda columns: columns < p.min_length
     if kind is hf.MinNewTokensLengthLogitsProcessor:
         first = p.prompt_length_to_skip + p.min_new_tokens
-        return Ban(p.eos_token_id, lambda columns: columns < first)
+        return p.eos_token_id, lambda columns: columns < first
     if kind is hf.SuppressTokensLogitsProcessor:
-        return Ban(p.suppress_tokens, lambda columns: True)
+        return p.suppress_tokens, lambda columns: columns >= 0
     if kind is hf.SuppressTokensAtBeginLogitsProcessor:
-        return Ban(p.begin_suppress_tokens, lambda columns: columns == p.begin_index)
-    return processor
+        return p.begin_suppress_tokens, lambda columns: columns == p.begin_index
+    return None
 
 
 class TopP:

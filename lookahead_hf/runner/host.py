@@ -124,8 +124,16 @@ class Runner(PromptRunner):
             states = states if states is None else inputs.flat.states_of_rows(states)
         return StepOutputs(logits=logits, of_model=outputs, hidden_states=states)
 
-    def is_contaminated(self, step: StepOutputs, live: np.ndarray) -> bool:
-        """Whether a draft may have made NaN of the logits of a live row, [rows] bool."""
+    def check_for_nan(self, step: StepOutputs, live: np.ndarray) -> bool:
+        """Look for NaN in the logits of a step, and note that it was not repeated so far.
+
+        Args:
+            step: The step.
+            live: Rows whose text goes on, [rows] bool.
+
+        Returns:
+            Whether its draft may have made NaN of the logits of a live row.
+        """
         self._is_repeat = False
         return bool(((self._has_nan(step) > 0) & live & ~self._is_nan_alone).any())
 

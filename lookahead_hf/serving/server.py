@@ -21,13 +21,11 @@ from transformers import GenerationMixin
 
 import lookahead_hf
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.fallback import SpeculationFallbackError
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.options import Request
 from lookahead_hf.serving.fields import ServedRequest, allowed, current
 from lookahead_hf.serving.metrics import Metrics
 from lookahead_hf.serving.middleware import SpeculativeFields
-from lookahead_hf.stats import SpeculativeStats
 
 SEAMS = (
     "server.build_server",
@@ -167,8 +165,8 @@ class ServedGenerate:
 
     def __init__(self, model: Any, config: SpeculativeConfig, metrics: Metrics) -> None:
         self._generate = lookahead_hf.enable(model, config).generate
-        self._model, self._config, self._metrics = model, config, metrics
-        lookahead_hf.on_stats(model, _of_batches(metrics))
+        self._model, self._config = model, config
+        lookahead_hf.on_stats(model, metrics.count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = current.get() or ServedRequest()
@@ -177,17 +175,15 @@ class ServedGenerate:
         config = kwargs.get("generation_config")
         if request.prediction is not None:
             kwargs["prediction"] = request.prediction
-        keeps_stats = kwargs.get("streamer") is not None or _takes_streamer(self._model, config)
-        if keeps_stats:
-            kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._keep_stats)
+        if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
+            kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._model)
         try:
             kwargs["speculative"] = self._speculative(request, config)
             output = self._generate(*args, **kwargs)
-        except (ValueError, SpeculationFallbackError) as error:
+        except ValueError as error:
             request.refusal = str(error)
             raise
-        if not keeps_stats:
-            self._keep_stats(request)
+        request.stats = lookahead_hf.last_stats(self._model)
         return output
 
     def _speculative(self, request: ServedRequest, config: Any) -> Any:
@@ -203,16 +199,6 @@ class ServedGenerate:
             return allowed(asked, self._config)
         return self._config if of_model is None else of_model
 
-    def _keep_stats(self, request: ServedRequest) -> None:
-        request.stats = lookahead_hf.last_stats(self._model)
-        if request.stats is not None:
-            self._metrics.count(request.stats)
-
-
-def _of_batches(metrics: Metrics) -> Callable[[SpeculativeStats], None]:
-    """A listener that counts continuous batching, whose thread belongs to no request."""
-    return lambda stats: None if current.get() else metrics.count(stats)
-
 
 def _takes_streamer(model: Any, config: Any) -> bool:
     """Whether `generate` of a request without a streamer can be given one: not for beams."""
@@ -227,10 +213,8 @@ class _Watched:
     the end of the text.
     """
 
-    def __init__(
-        self, request: ServedRequest, streamer: Any, at_end: Callable[[ServedRequest], None]
-    ) -> None:
-        self._request, self._streamer, self._at_end = request, streamer, at_end
+    def __init__(self, request: ServedRequest, streamer: Any, model: Any) -> None:
+        self._request, self._streamer, self._model = request, streamer, model
 
     def put(self, value: Any) -> None:
         """Pass a value on: the prompt, [1, length], or a token, [1]."""
@@ -242,6 +226,6 @@ class _Watched:
 
     def end(self) -> None:
         """Pass the end of the text on."""
-        self._at_end(self._request)
+        self._request.stats = lookahead_hf.last_stats(self._model)
         if self._streamer is not None:
             self._streamer.end()

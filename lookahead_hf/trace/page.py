@@ -48,7 +48,7 @@ def page(trace: Trace) -> str:
         "colours": colours(trace),
         "origins": list(trace.num_by_origin.items()),
     }
-    # No text can end the script element that holds the data, as "<" never stands in it.
+    # No text can end the script element that holds the data, as the data contain no "<".
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = files(__package__).joinpath("page.html").read_text("utf-8")
     return template.replace("{{DATA}}", packed)

@@ -52,7 +52,6 @@ class BatchedWalk(Walk):
         for row, chosen_by, given in zip(going, scores, raw, strict=True):
             rules.outputs.choose(row, chosen_by, given)
         if not rules.do_sample:
-            chosen: list[int] = scores.argmax(-1).tolist()
-            return chosen
+            return scores.argmax(-1).tolist()
         assert isinstance(self._noise, Noise)
         return self._noise.pick(scores.softmax(-1), going, rows.num_emitted[going])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead_hf.distributed.message import StepMessage
+from lookahead_hf.distributed.coordinator import StepMessage
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.lockstep import Lockstep
@@ -34,8 +34,8 @@ class FollowerWalk(_Follower, Walk):
 
     def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
         own = super()._decider(rows, row, draft, logits)
-        tokens = iter(self._message.tokens[row])
-        path = iter(self._message.paths[row])
+        tokens = iter(self._message.verdict.emitted(row).tolist())
+        path = iter(self._message.verdict.accepted(row).tolist())
 
         def decide(node: int) -> tuple[int, int | None]:
             own(node)
@@ -47,7 +47,7 @@ class FollowerWalk(_Follower, Walk):
         super()._stops(rows, row, token)
         message = self._message
         is_last = int(rows.num_emitted[row]) == int(message.num_text[row])
-        return bool(message.finished[row]) and is_last
+        return bool(message.verdict.finished[row]) and is_last
 
 
 class FollowerLockstep(_Follower, Lockstep):
@@ -55,12 +55,12 @@ class FollowerLockstep(_Follower, Lockstep):
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
         super()._chosen(scores)
-        tokens = [row[self._at] for row in self._message.tokens]
+        verdict = self._message.verdict
+        tokens = verdict.token_ids[verdict.token_offsets[:-1] + self._at]
         self._at += 1
-        return torch.tensor(tokens)
+        return torch.from_numpy(tokens)
 
     def _asked(self, rows: Rows) -> np.ndarray:
         super()._asked(rows)
         message = self._message
-        ended: np.ndarray = message.finished & (message.num_text <= rows.num_emitted)
-        return ended
+        return message.verdict.finished & (message.num_text <= rows.num_emitted)

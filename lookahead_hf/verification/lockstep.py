@@ -100,8 +100,7 @@ class Lockstep(Verifier):
         ids = self._ids(rows)
         unfinished = unfinished & ~self._criteria(ids, self._outputs.scores_so_far())
         _take_edits(rows, ids)
-        ended: np.ndarray = unfinished.to("cpu").numpy() == 0
-        return ended
+        return unfinished.to("cpu").numpy() == 0
 
     def _ids(self, rows: Rows) -> torch.Tensor:
         """The batch as plain holds it, [rows, columns]."""

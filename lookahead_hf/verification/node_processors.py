@@ -10,41 +10,24 @@ import torch
 from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.logits.row_processors import SCORES_ONLY
+from lookahead_hf.logits.warpers import banned
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
 
-_SCORES_ONLY = frozenset(
-    {
-        hf.EpsilonLogitsWarper,
-        hf.InfNanRemoveLogitsProcessor,
-        hf.LogitNormalization,
-        hf.MinPLogitsWarper,
-        hf.SuppressTokensLogitsProcessor,
-        hf.TemperatureLogitsWarper,
-        hf.TopKLogitsWarper,
-        hf.TopPLogitsWarper,
-    }
-)
+_SCORES_ONLY = SCORES_ONLY - {
+    hf.BarkEosPrioritizerLogitsProcessor,
+    hf.EtaLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.TypicalLogitsWarper,
+}
 """Processors, by exact type, that look at a row of scores alone and need nothing from the host."""
 
-_BY_LENGTH = frozenset(
-    {
-        hf.MinLengthLogitsProcessor,
-        hf.MinNewTokensLengthLogitsProcessor,
-        hf.SuppressTokensAtBeginLogitsProcessor,
-    }
-)
-"""Processors that ban tokens after prefixes of some lengths."""
 
-
-def admits(processors: Any) -> bool:
-    """Return whether these logits processors can be applied to all nodes at once, on the device."""
-    return type(processors) is hf.LogitsProcessorList and all(map(_is_admitted, processors))
-
-
-def _is_admitted(processor: Any) -> bool:
-    kinds = _SCORES_ONLY | _BY_LENGTH | {hf.RepetitionPenaltyLogitsProcessor}
-    return type(processor) in kinds
+def admits(processors: Iterable[Any]) -> bool:
+    """Return whether logits processors can be applied to all nodes at once, on the device."""
+    kinds = _SCORES_ONLY | {hf.RepetitionPenaltyLogitsProcessor}
+    return all(type(each) in kinds or banned(each) is not None for each in processors)
 
 
 class NodeProcessors:
@@ -72,23 +55,14 @@ class NodeProcessors:
                 penalty = processor.penalty
                 changed = torch.where(scores < 0, scores * penalty, scores / penalty)
                 scores = torch.where(nodes.seen(ignored), changed, scores)
-            elif type(processor) in _BY_LENGTH:
-                scores = nodes.ban(scores, *_banned(processor, nodes.columns))
-            else:
+            elif type(processor) in _SCORES_ONLY:
                 flat = scores.flatten(0, 1)
                 no_ids = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
                 scores = processor(no_ids, flat).view_as(scores)
+            elif (bans := banned(processor)) is not None:
+                tokens, applies = bans
+                scores = nodes.ban(scores, tokens, applies(nodes.columns))
         return scores
-
-
-def _banned(processor: Any, columns: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-    """Return the tokens that a processor bans, and at which nodes, [rows, width] bool."""
-    if type(processor) is hf.SuppressTokensAtBeginLogitsProcessor:
-        return processor.begin_suppress_tokens, columns == processor.begin_index
-    if type(processor) is hf.MinLengthLogitsProcessor:
-        return processor.eos_token_id, columns < processor.min_length
-    first = processor.prompt_length_to_skip + processor.min_new_tokens
-    return processor.eos_token_id, columns < first
 
 
 class _Nodes:

@@ -5,14 +5,12 @@ target's processed distribution; where it is rejected, its next sibling is tried
 beyond `q`, and where none is left the recovered token is drawn from that (Leviathan et al.,
 arXiv:2211.17192; siblings as in SpecInfer, arXiv:2305.09781). The rule is `kernels.reject_tree`.
 
-Where the kernel runs and the processors look at the scores alone, one launch walks the trees of
+Where the kernel runs and `NodeProcessors` can apply the processors, one launch walks the trees of
 all rows. Elsewhere the rule is applied node by node: only nodes that the walk reaches are
 processed, each with its own prefix, so that every processor that the walk serves is served.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,8 +18,9 @@ import torch
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
+from lookahead_hf.verification.node_processors import NodeProcessors, admits
 from lookahead_hf.verification.rng import refuse_unless
-from lookahead_hf.verification.walk import Decide, Walk
+from lookahead_hf.verification.walk import Decide, Rules, Walk, along
 
 
 class Rejection(Walk):
@@ -33,27 +32,19 @@ class Rejection(Walk):
 
     name = "rejection"
 
-    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        rules = self.rules
-        at_once = rules.processors.scores_only and not rules.outputs.chooses
-        at_once &= kernels.backend(logits.device) == "triton"
-        self._walked = self._walk_all(draft, logits) if at_once else None
-        return super().verify(rows, draft, logits)
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        processors, self._processed = rules.processors, None
+        if processors.all_known and admits(processors) and not rules.outputs.chooses:
+            self._processed = NodeProcessors(processors)
 
-    def _walk_all(self, draft: DraftTree, logits: torch.Tensor) -> np.ndarray:
-        """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
-        width = 1 + draft.max_nodes
-        scores = logits[:, :width].to(copy=True, dtype=torch.float32).flatten(0, 1)
-        probs = self.rules.processors.at_once(scores).softmax(-1).view(len(logits), width, -1)
-        tokens, parents, _ = draft.padded(width)
-        sizes = np.diff(draft.row_offsets)
-        row, place = np.repeat(np.arange(len(sizes)), sizes), place_in_row(draft.row_offsets)
-        drawn_from = probs.new_zeros(len(logits), width - 1, probs.shape[2])
-        each = torch.from_numpy(row).to(probs.device), torch.from_numpy(place).to(probs.device)
-        drawn_from[each] = _drawn_from(draft, np.arange(draft.num_nodes), probs)
-        tree = (torch.from_numpy(part).to(probs.device) for part in (tokens, parents, sizes))
-        walk = _reject(probs, drawn_from, *tree)
-        return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
+    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        self._walked = None
+        if self._processed is not None and kernels.backend(logits.device) == "triton":
+            scores = logits[:, : 1 + draft.max_nodes].to(copy=True, dtype=torch.float32)
+            probs = self._processed(rows, draft, scores).softmax(-1)
+            self._walked = _walk_all(draft, probs)
+        return super().verify(rows, draft, logits)
 
     def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
         nodes = draft.row(row)
@@ -68,22 +59,22 @@ class Rejection(Walk):
 
         if self._walked is None:
             return decide
-        return _along(self._walked[row], drafted, 1 + draft.max_nodes)
+        walked, is_distribution = np.split(self._walked[row], [3 + draft.max_nodes])
+        return along(walked, drafted, is_distribution)
 
 
-def _along(walked: np.ndarray, drafted: np.ndarray, width: int) -> Decide:
-    """Follow the path of a row that was walked on the device."""
-    accepted, bonus = int(walked[0]), int(walked[1])
-    is_distribution = walked[2 + width :]
-    path = (walked[2 : 3 + accepted] - 1).tolist()
-    after = dict(pairwise(path))
-
-    def decide(node: int) -> tuple[int, int | None]:
-        refuse_unless(bool(is_distribution[node + 1]))
-        child = after.get(node)
-        return (bonus, None) if child is None else (int(drafted[child]), child)
-
-    return decide
+def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 + nodes, vocab]
+    """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
+    width = probs.shape[1]
+    tokens, parents, _ = draft.padded(width)
+    sizes = np.diff(draft.row_offsets)
+    row, place = np.repeat(np.arange(len(sizes)), sizes), place_in_row(draft.row_offsets)
+    drawn_from = probs.new_zeros(len(probs), width - 1, probs.shape[2])
+    each = torch.from_numpy(row).to(probs.device), torch.from_numpy(place).to(probs.device)
+    drawn_from[each] = _drawn_from(draft, np.arange(draft.num_nodes), probs)
+    tree = (torch.from_numpy(part).to(probs.device) for part in (tokens, parents, sizes))
+    walk = _reject(probs, drawn_from, *tree)
+    return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
 
 
 def choose(

@@ -64,9 +64,9 @@ def choose_verifier(
     )
     if draws:
         return Rejection(rules)
-    on_device = is_replayed and not in_order and not outputs and stopping.by_token_and_length
+    on_device = is_replayed and not in_order and not outputs
     on_device = on_device and seed is None and processes.is_alone
-    on_device = on_device and node_processors.admits(call.processors)
+    on_device = on_device and node_processors.admits(processors)
     if on_device and device.serves(where) and support.on_device(call.model, call.input_ids):
         return Device(rules)
     if processes.receive is not None:

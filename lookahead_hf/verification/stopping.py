@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -31,9 +30,9 @@ class RowStopping:
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
         self._criteria = criteria
         self._num_rows = num_rows
-        self._foreign = [c for c in criteria if type(c) not in _KNOWN]
+        self._unknown = [c for c in criteria if type(c) not in _KNOWN]
         if type(criteria) is not StoppingCriteriaList:
-            self._foreign.append(criteria)
+            self._unknown.append(criteria)
         self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
         self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
         self._strings = [_StopStrings(c) for c in criteria if type(c) is StopStringCriteria]
@@ -43,7 +42,6 @@ class RowStopping:
             if type(c) is EosTokenCriteria
             for token in c.eos_token_id.reshape(-1).tolist()
         )
-        self._eos_ids = np.array(sorted(self._eos), np.int64)
         self._max_length = min((c.max_length for c in self._lengths), default=None)
 
     @property
@@ -54,12 +52,7 @@ class RowStopping:
     @property
     def all_known(self) -> bool:
         """Whether every class is known; an unknown one may draw random numbers."""
-        return not self._foreign
-
-    @property
-    def by_token_and_length(self) -> bool:
-        """Whether the newest token and the row's length alone decide."""
-        return not (self._foreign or self._times or self._strings)
+        return not self._unknown
 
     def unserved(self) -> str | None:
         """Return the class that prevents asking this batch row by row, None if there is none.
@@ -69,8 +62,8 @@ class RowStopping:
         """
         if self._num_rows == 1:
             return None
-        if self._foreign:
-            return type(self._foreign[0]).__name__
+        if self._unknown:
+            return type(self._unknown[0]).__name__
         uneven = [c for c in self._criteria if type(c) in (MaxTimeCriteria, StopStringCriteria)]
         return type(uneven[0]).__name__ if uneven and not self.has_eos else None
 
@@ -91,45 +84,18 @@ class RowStopping:
             ids: Returns the row as plain holds it, [1, columns]; called only where it is needed.
             scores: Returns the `scores` of plain's criteria; called only where they are needed.
         """
-        if self._foreign:
+        if self._unknown:
             prefix = ids()
             unfinished = torch.ones(1, dtype=torch.long, device=prefix.device)
             return bool((unfinished & ~self._criteria(prefix, scores())).max() == 0)
         ended = self._max_length is not None and num_columns >= self._max_length
-        self.warn(num_columns)
+        self._warn(num_columns)
         if self._times:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
         return ended or any(c.end_with(token_id, ids) for c in self._strings)
 
-    def cut(
-        self,
-        token_ids: np.ndarray,
-        counts: np.ndarray,
-        num_columns: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return `stops` for all rows at once, where token and length alone decide.
-
-        Args:
-            token_ids: What each row would emit, [rows, most tokens].
-            counts: How many tokens each row would emit, at least one in live rows, [rows].
-            num_columns: Columns of each row in plain's batch before that, [rows].
-
-        Returns:
-            Tokens up to the first that ends the text, it included, [rows]; and whether one does,
-            [rows] bool.
-        """
-        assert self.by_token_and_length
-        place = np.arange(token_ids.shape[1])
-        ends = np.isin(token_ids, self._eos_ids)
-        if self._max_length is not None:
-            ends |= num_columns[:, None] + place + 1 >= self._max_length
-        ends &= place < counts[:, None]
-        ended = np.asarray(ends.any(1))
-        kept = np.where(ended, ends.argmax(1) + 1, counts)
-        return kept, ended
-
-    def warn(self, num_columns: int) -> None:
+    def _warn(self, num_columns: int) -> None:
         """Let the length criteria warn of a text of so many columns that outgrows the model."""
         for c in self._lengths:
             if c.max_position_embeddings is not None and num_columns > c.max_position_embeddings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.noise import Noise
+from lookahead_hf.verification.rng import refuse_unless
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.verifier import Verifier
 
@@ -80,16 +82,19 @@ class Walk(Verifier):
         rows.emit(row, self.rules.pad or 0)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        live = rows.live
-        tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
-        paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
         # On an accelerator this takes one launch and one copy. On a CPU it pays to look only at the
         # nodes that the walk reaches.
         at_once = self._choices_are_free and logits.device.type != "cpu"
         self._likeliest = logits.argmax(-1).cpu().numpy() if at_once else None
+        return self._walk(rows, lambda row: self._decider(rows, row, draft, logits))
+
+    def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
+        """Walk down the tree of every live row, each by the function made for it."""
+        live = rows.live
+        tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
+        paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
         for row in np.flatnonzero(live).tolist():
-            decide = self._decider(rows, row, draft, logits)
-            self._walk_row(rows, row, decide, tokens[row], paths[row])
+            self._walk_row(rows, row, decider(row), tokens[row], paths[row])
         return Verdict.from_rows(tokens, paths, live, rows.finished.copy())
 
     @property
@@ -170,6 +175,30 @@ class Walk(Verifier):
     def _ids(self, rows: Rows, row: int) -> torch.Tensor:
         """The row's own prefix as plain holds it, [1, columns]."""
         return torch.from_numpy(rows.ids(row))[None].to(self.rules.device)
+
+
+def along(
+    walked: np.ndarray,  # [2 + width] integers
+    drafted: np.ndarray,  # [nodes] integers
+    is_distribution: np.ndarray | None,  # [width]
+) -> Decide:
+    """Follow the path of a row that was walked on the device.
+
+    Args:
+        walked: The row's `TreeWalk.packed`.
+        drafted: Token of each node.
+        is_distribution: Whether the probabilities after the last token and after each node are
+            finite; None where the tokens were not chosen by probabilities.
+    """
+    accepted, bonus = int(walked[0]), int(walked[1])
+    after = dict(pairwise((walked[2 : 3 + accepted] - 1).tolist()))
+
+    def decide(node: int) -> tuple[int, int | None]:
+        refuse_unless(is_distribution is None or bool(is_distribution[node + 1]))
+        child = after.get(node)
+        return (bonus, None) if child is None else (int(drafted[child]), child)
+
+    return decide
 
 
 def _argmax(scores: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lookahead_hf.cli.screen import JsonScreen, Screen, open_screen, write_any_character
+from lookahead_hf.cli.screen import JsonScreen, Screen, write_any_character
 
 SOURCE = "\torders[month] [red]x[/red] :smile:"
 
@@ -21,7 +21,7 @@ def show(screen: Screen) -> None:
 
 
 def test_a_pipe_gets_the_result_alone_and_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
-    show(open_screen())
+    show(Screen())
     shown = capsys.readouterr()
     assert [line.rstrip() for line in shown.out.splitlines()] == [
         SOURCE,
@@ -36,8 +36,8 @@ def test_a_terminal_gets_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert open_screen().has_colour and not open_screen(is_plain=True).has_colour
-    show(open_screen())
+    assert Screen().has_colour and not Screen(is_plain=True).has_colour
+    show(Screen())
     shown = capsys.readouterr().out
     assert SOURCE.strip() in shown and "\x1b[1m" in shown
     assert "a note" in shown and "[speculative]" in shown

@@ -40,7 +40,7 @@ def lies_over(monkeypatch: pytest.MonkeyPatch, *meshes: Any) -> None:
 
 def of_call(model: Any, *, synced: bool = False, assistant: Any = None) -> coordinator.Processes:
     return coordinator.of_call(
-        model, torch.device("cpu"), 1, 8, synced=synced, draws=False, assistant=assistant
+        model, torch.device("cpu"), synced=synced, draws=False, assistant=assistant
     )
 
 

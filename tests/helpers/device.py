@@ -154,7 +154,7 @@ class Arrival:
 
 
 def brought(data: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
-    """What `transfer._brought` returns on a device, whose copies take their time."""
+    """What `transfer._start_copy` returns on a device, whose copies take their time."""
     arrival = Arrival(data)
     return arrival.host, arrival
 
@@ -171,7 +171,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verify calls on the CPU as on CUDA, with copies that do not wait."""
     with monkeypatch.context() as patch:
         patch.setattr(device, "serves", lambda _: True)
-        patch.setattr(transfer, "_brought", brought)
+        patch.setattr(transfer, "_start_copy", brought)
         for user in (runner, step, noise, node_processors):
             patch.setattr(user, "pinned", taken_along)
         yield

@@ -126,7 +126,6 @@ def test_a_whole_list_is_applied_in_order(kind: str):
     plain, given = (hf.LogitsProcessorList([MAKERS[n]() for n in names]) for _ in range(2))
     ours = RowProcessors(given, ROWS)
     assert every_row_equals(plain, ours, kind)
-    assert not ours.scores_only
 
 
 class Counting(hf.LogitsProcessor):
@@ -167,4 +166,4 @@ def test_a_list_of_another_class_counts_as_unknown():
     assert RowProcessors(OwnList(), 2).unserved() == "OwnList"
     alone, scores = RowProcessors(OwnList(), 1), logits("fp32", 1)
     assert same_bits(alone(0, prefixes(1), scores), scores * 2)
-    assert not alone.empty and not alone.scores_only
+    assert not alone.empty

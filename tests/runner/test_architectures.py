@@ -47,12 +47,12 @@ RECURRENT = words(
 
 UNSERVED = words(
     """
-    cpmant git openai-gpt prophetnet reformer roformer xlm xlnet
+    cpmant git minimax openai-gpt prophetnet reformer roformer xlm xlnet
     """
 )
 """Types that have layers of other kinds, take no `past_key_values` (OpenAI's GPT, Reformer, XLM,
 XLNet), relate tokens by their columns (CPM-Ant, RoFormer), take one token at a time (ProphetNet),
-or misplace the mask of pads (GIT)."""
+misplace the mask of pads (GIT), or keep a state of another kind (MiniMax)."""
 
 COUNTED = words(
     """

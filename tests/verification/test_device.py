@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -17,6 +22,7 @@ from tests.helpers.compared import compared, speculated
 from tests.helpers.device import on_device
 from tests.helpers.models import NAMES, prompt, tiny
 from tests.helpers.scripted import continuations, right, scripted
+from tests.helpers.tiny_chat import byte_tokenizer
 
 QUICK = ("llama", "mistral", "gpt2")
 KNOWN_WARPERS = {name: WARPERS[name] for name in ("temperature", "top-k", "top-p", "min-p")}
@@ -85,6 +91,18 @@ def test_rows_end_at_their_own_eos(do_sample: bool) -> None:
     assert len({row.num_emitted for row in stats.row_stats}) > 1
 
 
+def test_stop_strings_end_texts_and_time_is_read() -> None:
+    model, inputs, tokenizer = tiny("llama"), padded("left", rows=4), byte_tokenizer()
+    plain = model.generate(**inputs, **GREEDY)
+    start = inputs["input_ids"].shape[1] + 11
+    ends = [tokenizer.decode(row[start : start + 2]) for row in plain[:2]]
+    stops = StoppingCriteriaList([StopStringCriteria(tokenizer, ends)])
+    call = {**GREEDY, "stopping_criteria": stops, "max_time": 1000.0, "eos_token_id": [1]}
+    stats = compare(model, inputs, **call)
+    assert_on_device(stats)
+    assert len({row.num_emitted for row in stats.row_stats}) > 1
+
+
 def test_finished_rows_are_fed_pads_where_the_cache_is_returned() -> None:
     model, inputs = tiny("llama"), padded("left", rows=4)
     call = {**inputs, "max_new_tokens": 60, "pad_token_id": 0, "eos_token_id": list(range(3, 12))}
@@ -142,7 +160,6 @@ class Own(LogitsProcessor):
     ("engine", "fields"),
     [
         ("walk", {"no_repeat_ngram_size": 4}),
-        ("walk", {"max_time": 1000.0}),
         ("walk", {"return_dict_in_generate": True, "output_scores": True}),
         ("lockstep", {"logits_processor": LogitsProcessorList([Own()])}),
     ],

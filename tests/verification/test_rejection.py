@@ -140,10 +140,13 @@ def generate(*drafters: Drafter, processors: Any = (), nodes: int = 64) -> tuple
 
 def expected_counts(processors: Any = ()) -> np.ndarray:
     """How often each text is expected, [VOCAB ** LENGTH]."""
-    logits = hf.LogitsProcessorList(processors)(None, TARGET.clone())
-    chain = logits.softmax(-1).double().numpy()
-    first = chain[0]
-    return TEXTS * np.einsum("a,ab,bc->abc", first, chain, chain).reshape(-1)
+    texts, counts = torch.zeros(1, 1, dtype=torch.long), torch.full((1,), TEXTS).double()
+    for _ in range(LENGTH):
+        scores = hf.LogitsProcessorList(processors)(texts, TARGET[texts[:, -1]].clone())
+        counts = (counts[:, None] * scores.softmax(-1).double()).reshape(-1)
+        following = torch.arange(VOCAB).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(VOCAB, 0), following], 1)
+    return counts.numpy()
 
 
 def chi_square(texts: np.ndarray, expected: np.ndarray) -> float:
@@ -169,6 +172,7 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.param(3, 1, (), 64, id="chain"),
         pytest.param(3, 1, WARPERS, 2, id="warped chain, cut"),
         pytest.param(2, 2, WARPERS, 64, id="warped tree"),
+        pytest.param(2, 2, [hf.RepetitionPenaltyLogitsProcessor(1.5)], 64, id="by prefix"),
         pytest.param(2, 3, (), 64, id="tree"),
         pytest.param(2, 3, (), 3, id="tree, cut"),
     ],

@@ -54,7 +54,7 @@ def test_eos_and_length_are_decided_without_the_prefix(eos: Any):
     criteria = StoppingCriteriaList([EosTokenCriteria(eos), MaxLengthCriteria(9)])
     ours = RowStopping(criteria, 3)
     assert ours.unserved() is None and ours.has_eos
-    assert ours.by_token_and_length and ours.all_known
+    assert ours.all_known
     for token in range(7):
         for columns in (1, 8, 9, 10):
             ids = torch.full((1, columns), 3)
@@ -69,7 +69,7 @@ def test_stop_strings_stop_after_exactly_the_tokens_that_complete_them(
         [StopStringCriteria(tokenizer, ["stop", "ab"]), EosTokenCriteria(15)]
     )
     ours = RowStopping(criteria, 2)
-    assert ours.unserved() is None and not ours.by_token_and_length
+    assert ours.unserved() is None
     generator = torch.Generator().manual_seed(0)
     stopped = 0
     for _ in range(300):
@@ -119,7 +119,7 @@ def test_unknown_criteria_of_one_row_see_what_plain_shows_them(as_type: Any):
     ours = RowStopping(StoppingCriteriaList([MaxLengthCriteria(6), ours_own]), 1)
     plain = StoppingCriteriaList([MaxLengthCriteria(6), plains_own])
     assert ours.unserved() is None
-    assert not ours.by_token_and_length and not ours.all_known
+    assert not ours.all_known
     for columns in range(1, 8):
         ids = torch.arange(3, 3 + columns)[None]
         assert asked(ours, ids, scores=("s",)) == plain_stops(plain, ids, ("s",))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from lookahead_hf.cli.screen import CommandError
 from lookahead_hf.drafting.cost_model import SIZES
 
 if TYPE_CHECKING:
@@ -61,16 +60,12 @@ def write(
     """Generate speculatively with the default setting; return the new tokens and statistics.
 
     Raises:
-        CommandError: The model's calls cannot be speculated.
+        SpeculationFallbackError: The model's calls cannot be speculated.
     """
     import lookahead_hf
-    from lookahead_hf.fallback import SpeculationFallbackError
 
     config = lookahead_hf.SpeculativeConfig(on_fallback="error")
-    try:
-        output = model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
-    except SpeculationFallbackError as error:
-        raise CommandError(f"{error}\n`lookahead-hf env` lists all reasons.") from error
+    output = model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
     stats = lookahead_hf.last_stats(model)
     assert stats is not None
     return output[0, inputs["input_ids"].shape[1] :].cpu().numpy(), stats

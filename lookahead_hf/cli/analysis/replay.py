@@ -6,7 +6,7 @@ function says.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -81,12 +81,9 @@ def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
         truth: What the target emits next, without the text's last token, which can only be a bonus
             token, [tokens] int64.
     """
-    children: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    for node, parent in enumerate(draft.parents.tolist()):
-        children[parent].setdefault(int(draft.token_ids[node]), node)
     path: list[int] = []
     for token in truth.tolist():
-        child = children[path[-1] if path else ROOT].get(token)
+        child = draft.child_of(0, path[-1] if path else ROOT, token)
         if child is None:
             break
         path.append(child)

@@ -98,8 +98,7 @@ class _StandIn:
             or not self.is_current()
             or not only_multiplies(layer, input.device.type)
         ):
-            own: torch.Tensor = layer._call_impl(input)
-            return own
+            return layer._call_impl(input)
         thread.num_products += 1
         return thread.part(self._index, input, self._product, self._product)
 
@@ -244,5 +243,4 @@ def _num_holders(tensor: torch.Tensor) -> int:
 
     A state dict that somebody keeps is such an alias: writes to it must reach the layer.
     """
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -118,7 +118,7 @@ class StepState:
             getattr(self, name).copy_(getattr(other, name))
 
     def shapes(self) -> tuple[Any, ...]:
-        """What has to be alike for `copy_`, the number of slots apart."""
+        """Shapes and types that `copy_` needs to be the same, but for the number of slots."""
         fields = [getattr(self, name) for name in _FIELDS[:-1]]
         return tuple((tuple(field.shape), field.dtype, field.device) for field in fields)
 

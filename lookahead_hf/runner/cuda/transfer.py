@@ -62,12 +62,12 @@ class HostCopy:
         waiting, self._waiting = self._waiting, []
         parts = [ticket.tensor.contiguous().view(-1).view(torch.uint8) for ticket in waiting]
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
-        host, arrived = _brought(data)
+        host, arrived = _start_copy(data)
         for ticket, piece in zip(waiting, host.split([len(part) for part in parts]), strict=True):
             ticket.bytes, ticket.arrived = piece, arrived
 
 
-def _brought(data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def _start_copy(data: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Start a copy to the host; return where it goes, and the event to wait for, if any."""
     host = data.to("cpu", non_blocking=True)  # into pinned memory, which torch allocates itself
     if not data.is_cuda:

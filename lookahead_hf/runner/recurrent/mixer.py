@@ -121,10 +121,10 @@ class Stash(Mixer):
         if not most:
             return output
         if self._is_reached.all():
-            return _each(output, lambda part: part[:, most:])
+            return _mapped(output, lambda part: part[:, most:])
         places = torch.from_numpy(waiting[:, None] + np.arange(width)).to(inputs.device)
         rows = torch.arange(self._num_rows, device=inputs.device)[:, None]
-        return _each(output, lambda part: part[rows, places])
+        return _mapped(output, lambda part: part[rows, places])
 
     def _behind_waiting(self, inputs: torch.Tensor, most: int) -> torch.Tensor:
         """The inputs of the tokens that wait and of the block, [rows, most + width, hidden]."""
@@ -164,7 +164,7 @@ class Stash(Mixer):
             count: Tokens of each row.
             rows: The rows; None for those in which so many wait.
         """
-        while count and (found := self._with(count) if rows is None else rows):
+        while count and (found := self._rows_with(count) if rows is None else rows):
             index = torch.tensor(found)
             with self._unchanged() as states:
                 self._set([state[index] for state in states])
@@ -177,7 +177,7 @@ class Stash(Mixer):
             if rows is not None:
                 return
 
-    def _with(self, count: int) -> list[int]:
+    def _rows_with(self, count: int) -> list[int]:
         return [row for row, tokens in enumerate(self._waiting) if len(tokens) >= count]
 
 
@@ -239,7 +239,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [part for part in parts if part is not None]
 
 
-def _each(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Change every tensor of a module's output."""
     if isinstance(output, tuple):
         return tuple(None if part is None else change(part) for part in output)

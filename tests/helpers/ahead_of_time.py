@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of every kernel for GPUs that need not be present.
 
-`python -m lookahead_hf.kernels.aot [sm_90 gfx942 ...]` compiles for some GPUs, or for all. It needs
-a process without TRITON_INTERPRET, since interpreted kernels cannot be compiled.
+`python -m tests.helpers.ahead_of_time [sm_90 gfx942 ...]` compiles for some GPUs, or for all. It
+needs a process without TRITON_INTERPRET, since interpreted kernels cannot be compiled.
 
 What is compiled is what runs: the functions that launch the kernels are called with tensors without
 memory, as a step calls them, and Triton itself compiles each launch, as it does before the first.

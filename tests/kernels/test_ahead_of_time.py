@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from lookahead_hf.kernels import aot
 from lookahead_hf.runner.cuda import graphs
+from tests.helpers.ahead_of_time import CASES, WIDTHS
+
+ROOT = Path(__file__).parents[2]
 
 MOST_REGISTERS = {
     "tile_best": 96,
@@ -28,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own: what was decorated for the interpreter cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT
     )
 
 
@@ -40,7 +43,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_every_kernel_compiles(targets: str) -> None:
-    done = run("-m", "lookahead_hf.kernels.aot", *targets.split())
+    done = run("-m", "tests.helpers.ahead_of_time", *targets.split())
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
     assert last == "0 failures"
@@ -54,16 +57,16 @@ def test_every_kernel_compiles(targets: str) -> None:
 
 def test_steps_of_all_widths_are_compiled() -> None:
     """Those of one row and of several, which Triton compiles apart."""
-    assert {width for rows in (1, 3, 8) for width in graphs.widths_for(rows)} == {*aot.WIDTHS}
-    for rows, width in product((1, 3), aot.WIDTHS):
-        assert {f"{rows} x {width}, greedy", f"{rows} x {width}, sampled"} <= {*aot.CASES}
+    assert {width for rows in (1, 3, 8) for width in graphs.widths_for(rows)} == {*WIDTHS}
+    for rows, width in product((1, 3), WIDTHS):
+        assert {f"{rows} x {width}, greedy", f"{rows} x {width}, sampled"} <= {*CASES}
 
 
 def test_failures_are_counted() -> None:
     """A kernel that would not launch for want of shared memory is a failure."""
     done = run(
         "-c",
-        "from lookahead_hf.kernels import aot\n"
+        "from tests.helpers import ahead_of_time as aot\n"
         "aot.GPUS['small'] = aot.GPUS['sm_90']._replace(shared_bytes=1)\n"
         "name = next(k for k in aot.CASES if k.startswith('15 nodes'))\n"
         "for other in set(aot.CASES) - {name}:\n"
@@ -80,7 +83,7 @@ def test_compaction_loads_before_it_stores() -> None:
     """Programs of the interpreter run one thread, so only the compiled code can show the order."""
     done = run(
         "-c",
-        "from lookahead_hf.kernels import aot\n"
+        "from tests.helpers import ahead_of_time as aot\n"
         "made = aot.compile_case('64 tokens, whole words', aot.GPUS['sm_90'])\n"
         "print(made['compact_path'].asm['ptx'])\n",
     )
