@@ -115,8 +115,8 @@ class Batch:
 class Arrived(BestTokens):
     """Best tokens that a device has found before anybody asks for them."""
 
-    def __init__(self, logits: torch.Tensor, top_k: int) -> None:
-        super().__init__(logits, top_k)
+    def __init__(self, logits: torch.Tensor, top_k: int, few: int | None = None) -> None:
+        super().__init__(logits, top_k, few)
         every = np.arange(self._flat.shape[0])
         self._found = super().take(every // self._width, every % self._width)
 
@@ -130,7 +130,7 @@ class Arrived(BestTokens):
 def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> Line:
     """Draft the texts as one call."""
     batch = Batch(texts, vocab_size)
-    runner: Any = SimpleNamespace(mode="", most_nodes=None, is_flat=False)
+    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
     drafts = DraftSession(
         MemoryHolder(), SpeculativeConfig(), batch.rows, list(build(None, {})), do_sample=False,
         vocab_size=vocab_size, max_new_tokens=2**31, runner=runner,
