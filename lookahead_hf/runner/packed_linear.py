@@ -167,7 +167,7 @@ class PackedLinears:
     def _stand_ins(self, blocks: list[list[nn.Linear]], groups: list[Group]) -> list[_StandIn]:
         """Pack the blocks that gain by it, of which the first of every shape is tried."""
         made: list[_StandIn] = []
-        tried: dict[Any, tuple[range, torch.Tensor]] = {}
+        tried: dict[Any, tuple[range, torch.Tensor]] = {}  # tokens served, and room to pack in
         for block, group in zip(blocks, groups, strict=True):
             kind = tuple((weight.shape, weight.dtype, bias is None) for weight, bias in group)
             multiply: Multiply | None = None
