@@ -1,7 +1,8 @@
 """Compiled root mean square norm of bfloat16 numbers, with the bits of torch's operations.
 
 The squares are added up in the order of torch's sum over a contiguous dimension (`cascade_sum` in
-ATen's SumKernel.cpp), which uses registers of eight numbers on every processor.
+ATen's SumKernel.cpp), which uses registers of eight numbers on every processor. NaN may have other
+bits than torch's NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -49,8 +50,8 @@ def norm(out_address, x_address, weight_address, rows, size, epsilon):
     sums = np.empty((NUM_LEVELS, WIDTH), np.float32)
     for row in range(rows):
         first = row * size
-        mean = _mean_of_squares(x, first, size, sums)
-        scale = np.float32(1.0) / np.sqrt(mean + np.float32(epsilon))
+        root = np.sqrt(_mean_of_squares(x, first, size, sums) + np.float32(epsilon))
+        scale = np.float32(np.inf) if root == 0 else np.float32(1.0) / root  # numba would raise
         for i in range(size):
             scaled = _rounded(_number(x[first + i]) * scale)
             out[first + i] = _rounded(_number(weight[i]) * _number(scaled))

@@ -18,8 +18,8 @@ _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 
 MOST_PADDING = 10
-"""Queries by which a row may pad a run. At contexts of 100 to 3,000 slots, one call for four rows
-with 30 to 40 queries of padding takes as long as four calls without any."""
+"""Queries of padding that a further row may add to a run. At contexts of 100 to 3,000 slots, a call
+for four rows takes less time than four calls as long as it has no more than 30 such queries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +115,7 @@ class FlatBlock:
             run, visible, padding = of_run.run, of_run.visible, of_run.run.padding
             num_rows = len(run.counts)
             q, k, v = query[0], key, value
-            if (num_rows, visible) != (key.shape[0], key.shape[2]):  # else it is the only run
+            if (num_rows, visible) != (key.shape[0], key.shape[2]):  # else the run has all rows
                 q = q[:, run.tokens]
                 k, v = key[run.rows, :, :visible], value[run.rows, :, :visible]
             if padding is not None:

@@ -8,11 +8,13 @@ the same bits, and calls the module itself in every other case.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any, TypeGuard
+from weakref import ref
 
 import numpy as np
 import torch
@@ -21,7 +23,9 @@ from torch.nn.modules import module as torch_module
 from transformers.models.llama import modeling_llama
 
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.runner.linear_calls import laid
+from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread
+
+_logger = logging.getLogger(__name__)
 
 MOST_NUMBERS = 32768
 """Largest input. For a larger one, torch's operations use several threads."""
@@ -31,7 +35,8 @@ TRIED_ROWS = 512
 _DTYPE, _RSQRT = torch.bfloat16, torch.rsqrt
 
 _same_bits: dict[tuple[type, int], bool] = {}
-"""Whether the compiled function has the bits of a class of norms, by class and size."""
+"""Whether the compiled function has the bits of norms of a class and a size, of which the first one
+was tried."""
 
 
 class NormCalls:
@@ -41,30 +46,34 @@ class NormCalls:
         """Find the norms that the compiled function can take, none before it is compiled."""
         norms = [each for each in modules if _is_served(each)]
         is_ready = bool(norms) and compilation.ready()
-        self._users = set[object]()
-        self._calls: list[tuple[nn.Module, Any]] = [
-            (each, _StandIn(each)) for each in norms if is_ready and _has_same_bits(each)
+        self._thread, self._users = OnThread(), set[object]()
+        self._stand_ins = [
+            _StandIn(self._thread, each) for each in norms if is_ready and _has_same_bits(each)
         ]
 
-    def step(self) -> AbstractContextManager[Any]:
-        """Return a context in which the stand-ins lie under the norms."""
-        return laid(self._calls, self._users) if self._calls and _is_unwatched() else nullcontext()
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread's calls of the norms go through the stand-ins."""
+        if not (self._stand_ins and _is_unwatched()):
+            return nullcontext()
+        return laid_on_thread(self._stand_ins, self._thread, self._users)
 
 
 class _StandIn:
     """Computes a norm in place of the module."""
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.forward = module, type(module).forward
-        self.shape = module.weight.shape
+    def __init__(self, thread: OnThread, module: Any) -> None:
+        self.thread, self.module = thread, ref(module)
+        self.forward, self.shape = type(module).forward, module.weight.shape
         self.norm = _functions().norm
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x, module, shape = hidden_states, self.module, self.shape
+        x, shape, module = hidden_states, self.shape, self.module()
+        assert module is not None
         weight: Any = module._parameters.get("weight")
         epsilon = module.variance_epsilon
         if (
-            type(x) is not torch.Tensor
+            not self.thread.depth
+            or type(x) is not torch.Tensor
             or x.dtype is not _DTYPE
             or x.shape[-1:] != shape
             or x.numel() > MOST_NUMBERS
@@ -93,6 +102,7 @@ def _is_served(module: nn.Module) -> bool:
         and _is_llamas(kind.forward)
         and list(module._parameters) == ["weight"]
         and _is_vector(module.weight)
+        and len(module.weight) <= MOST_NUMBERS
         and type(vars(module).get("variance_epsilon")) is float
     )
 
@@ -138,7 +148,10 @@ def _only_computes(module: nn.Module) -> bool:
 
 
 def _is_unwatched() -> bool:
-    """Whether nobody watches all modules or functions; asked once a step."""
+    """Whether nobody watches all modules or functions, or replaced the one looked up in `torch`.
+
+    This is asked once a step.
+    """
     is_watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return not (
         is_watched
@@ -152,7 +165,11 @@ def _has_same_bits(module: Any) -> bool:
     """Whether the compiled function has the bits of a norm; tried once for a class and a size."""
     kind = type(module), len(module.weight)
     if kind not in _same_bits:
-        _same_bits[kind] = _try(module, len(module.weight))
+        try:
+            _same_bits[kind] = _try(module, len(module.weight))
+        except Exception as error:  # numba's
+            _logger.info("norms are left to torch: %r", error)
+            _same_bits[kind] = False
     return _same_bits[kind]
 
 
@@ -182,8 +199,9 @@ def _functions() -> ModuleType:
 def _warm_up() -> None:
     x, means = np.ones(64, np.uint16), np.empty(1, np.float32)
     address = x.ctypes.data
-    _functions().norm(address, address, address, 1, 64, 1e-6)
-    _functions().means_of_squares(means, address, 64)
+    with suppress(Exception):  # drafting goes on without compiled norms
+        _functions().norm(address, address, address, 1, 64, 1e-6)
+        _functions().means_of_squares(means, address, 64)
 
 
 compilation.register(_warm_up, "lookahead_hf.runner._norm_numba")

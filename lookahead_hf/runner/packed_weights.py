@@ -23,10 +23,14 @@ Multiply = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 MEMORY_SHARE = 0.25
 """Share of the free memory that the copies may take unless the user asks for them."""
 
-TRIED_TOKENS = (1, 5, 33, 65, 128, 256)
+TRIED_TOKENS = (1, 5, 17, 33, 48, 65, 128, 256)
 """Numbers of tokens for which a copy is compared with the weight itself. In half precision it
 serves no more tokens than those up to which the bits are the same: in a joined product of three
 layers they differ from 192 tokens on."""
+
+TRIED_RESULTS, MOST_TRIALS = 50_000, 16
+"""Results to compare for a number of tokens, and blocks that may be multiplied for them. Another
+order of additions changes few results: of a layer with 128 outputs, one block may show none."""
 
 ROUNDED_TOKENS = (5, 65, 256)
 """The same in float32, where results agree up to rounding whatever the number is."""
@@ -57,6 +61,9 @@ the same, and a copy that is refused by mistake is missing for as long as the mo
 MOST_CHECKING = 4.0
 """Largest time of a checksum, relative to a multiplication by the weight. It is 0.4 on a processor
 with instructions for int8. Where it is much longer, checks cost a call more than copies save."""
+
+LARGE_FACTOR, SMALL_FACTOR = 63, 20
+"""One factor of each byte of a checksum, and the largest size of the other three."""
 
 LAYOUT_TOKENS = 32
 """Number of tokens that oneDNN chooses the layout for; the copy serves any number."""
@@ -97,7 +104,7 @@ def served_tokens(group: Group) -> tuple[range, Multiply | None]:
 
     Returns:
         The numbers of tokens for which the copy gives the layers' results, and faster; and what
-        multiplies by it, None where that cannot be packed.
+        multiplies by it, None where there is no such number.
     """
     weight, bias = group[0]
     never = range(0), None
@@ -131,15 +138,15 @@ def _most_alike(
     weight, bias = group[0]
     widths = ROUNDED_TOKENS if weight.dtype == torch.float32 else TRIED_TOKENS
     tried = [n for n in widths if n <= FEWEST_SERVED or n * weight.numel() <= MOST_TRIED]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, tried[-1], weight.shape[1], generator=generator).to(weight.dtype)
+    generator, num_outputs = torch.Generator().manual_seed(0), sum(len(each) for each, _ in group)
     most = 0
     for tokens in tried:
-        block = x[:, :tokens]
-        parts = own(block)
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if not _agree(multiply(block, bias), whole, weight.shape[1]):
-            break
+        for _ in range(min(MOST_TRIALS, -(-TRIED_RESULTS // (tokens * num_outputs)))):
+            x = torch.randn(1, tokens, weight.shape[1], generator=generator).to(weight.dtype)
+            parts = own(x)
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            if not _agree(multiply(x, bias), whole, weight.shape[1]):
+                return most
         most = tokens
     return most
 
@@ -178,7 +185,7 @@ def time_share(
 
 
 def checksum(weight: torch.Tensor) -> torch.Tensor:
-    """Return sums that change with a weight's bits and with their order, [out, 4] int32.
+    """Return sums that tell edits of a weight, [out, 4] int32.
 
     They are the product of its bytes and some factors, in integers, where no edit is lost in
     rounding. To compute it takes hardly longer than to read the weight.
@@ -192,13 +199,18 @@ def _factors(num_bytes: int) -> torch.Tensor:
     """Return what the bytes of a weight's row are multiplied by, [bytes, 4] int8.
 
     An element has up to four bytes. Each of them has one factor that is larger than its other three
-    together, each in another column, so that any change of the element changes one of the four
-    sums. Factors below 64 suit older processors, which add up pairs of products in 16 bits.
+    together, each in another column, so that any change of an element changes one of the four sums.
+    No two of the first 275,000 bytes have the same factors, so that no two elements that change
+    places or signs cancel each other in every row. Factors below 64 suit older processors, which
+    add up pairs of products in 16 bits.
     """
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-20, 21, (num_bytes, 4), dtype=torch.int8, generator=generator)
+    generator, num_small = torch.Generator().manual_seed(0), 2 * SMALL_FACTOR + 1
     place = torch.arange(num_bytes)
-    factors[place, place % 4] = 63
+    codes = torch.randperm(num_small**3, generator=generator)[place // 4 % num_small**3]
+    factors = torch.full((num_bytes, 4), LARGE_FACTOR, dtype=torch.int8)
+    for power in range(3):
+        digits = codes // num_small**power % num_small - SMALL_FACTOR
+        factors[place, (place + 1 + power) % 4] = digits.to(torch.int8)
     return factors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,12 @@ def half_norm(size: int, kind: type = LlamaRMSNorm) -> Any:
     return module
 
 
+def stand_in_of(module: Any) -> Any:
+    thread = linear_calls.OnThread()
+    thread.depth = 1
+    return norm_calls._StandIn(thread, module)
+
+
 def half() -> Any:
     return tiny("llama").bfloat16()
 
@@ -47,7 +54,7 @@ def half() -> Any:
 @torch.no_grad()
 def test_no_bit_changes(size: int) -> None:
     module = half_norm(size)
-    stand_in = norm_calls._StandIn(module)
+    stand_in = stand_in_of(module)
     assert norm_calls._has_same_bits(module)
     rows = norm_calls.MOST_NUMBERS // size
     for _ in range(2_000 // rows + 1):
@@ -56,6 +63,38 @@ def test_no_bit_changes(size: int) -> None:
         out = stand_in(x)
         assert out.shape == x.shape and out.dtype == x.dtype
         torch.testing.assert_close(out, module(x), rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
+def test_a_row_of_zeros_without_epsilon_is_nan_as_in_torch() -> None:
+    module = LlamaRMSNorm(8, 0.0).bfloat16()
+    x = torch.zeros(2, 8).bfloat16()
+    x[1] = 1.0
+    out = stand_in_of(module)(x)
+    torch.testing.assert_close(out, module(x), rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
+def test_other_threads_call_the_module(computed: list[int]) -> None:
+    module = half_norm(64)
+    norms = norm_calls.NormCalls([module])
+    x = torch.randn(2, 64).bfloat16()
+    computed.clear()  # of the trial
+    with norms.step(), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(torch.no_grad()(module), x).result(), module(x))
+    assert computed == [2]
+
+
+def test_norms_are_left_to_torch_where_they_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(norm_calls, "_functions", broken)
+    monkeypatch.setattr(norm_calls, "_same_bits", {})
+    norm_calls._warm_up()
+    assert not norm_calls._has_same_bits(half_norm(8))
 
 
 def without_norms(model: Any, change: Callable[[], Any] | None = None) -> Bits:
@@ -157,7 +196,7 @@ def test_a_patched_class_counts_at_once(in_mid_call: bool) -> None:
 
 def test_inputs_of_another_kind_are_the_modules_own(computed: list[int]) -> None:
     module = half_norm(64)
-    stand_in = norm_calls._StandIn(module)
+    stand_in = stand_in_of(module)
     x = torch.randn(4, 6, 64).bfloat16()
     assert stand_in(x).requires_grad  # a gradient is asked for
     with torch.no_grad():

@@ -136,6 +136,13 @@ def test_every_write_changes_the_checksum(write: Any) -> None:
     assert not torch.equal(checksum(weight), before)
 
 
+def test_no_two_bytes_of_a_row_have_the_same_factors() -> None:
+    factors = packed_weights._factors(16_384)
+    assert len(factors.unique(dim=0)) == len(factors)
+    large = factors.abs().amax(1)
+    assert (2 * large > factors.abs().int().sum(1)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_value_of_an_element_has_sums_of_its_own(dtype: torch.dtype) -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
