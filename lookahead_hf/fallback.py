@@ -136,13 +136,16 @@ class SpeculationFallbackError(ValueError):
     """A call with `on_fallback="error"` asked for speculation and could not be speculated."""
 
 
-def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
-    """Report that a call runs plain `generate`.
+def report(
+    model: Any, unserved: Unserved, on_fallback: str, instead: str = "plain generate"
+) -> None:
+    """Report that a call is not speculated.
 
     Args:
         model: The model; each reason is warned of once per model.
         unserved: The reason.
         on_fallback: The configuration's choice: "warn", "error" or "silent".
+        instead: What runs.
 
     Raises:
         SpeculationFallbackError: With `on_fallback="error"`.
@@ -150,7 +153,7 @@ def report(model: Any, unserved: Unserved, on_fallback: str) -> None:
     if on_fallback == "error":
         raise SpeculationFallbackError(f"this call cannot be speculated: {unserved}") from unserved
     if on_fallback == "warn" and state_of(model).is_first(unserved.reason):
-        message = f"{type(model).__name__} runs plain generate: {unserved}"
+        message = f"{type(model).__name__} runs {instead}: {unserved}"
         warn_caller(message, SpeculationFallbackWarning)
 
 

@@ -49,6 +49,7 @@ LAYERS = {
     "batching": (
         "progress recorder rows threads",
         "request runner verifier",
+        "alone",
         "session",
         "manager",
         "methods",

@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +54,35 @@ class Limits:
     max_batch_tokens: int | None = None
 
 
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits.
+
+    Attributes:
+        state: What transformers keeps of a request.
+        first: Number of its first text.
+        cancelled: The ids of its texts that were cancelled meanwhile.
+    """
+
+    state: RequestState
+    first: int
+    cancelled: set[str] = field(default_factory=set)
+
+
+class RequestQueue(queue.Queue[Any]):
+    """Takes requests, and returns each as `Waiting`, with the number of its first text.
+
+    Attributes:
+        num_texts: The texts of all requests that were added to a run, cancelled ones included.
+    """
+
+    num_texts = 0
+
+    def _put(self, state: RequestState) -> None:
+        super()._put(Waiting(state, self.num_texts))
+        self.num_texts += 1 + state.num_children
+
+
 class SpeculativeBatchingManager(ContinuousBatchingManager):
     """Decodes requests together and speculatively, behind the methods of transformers' manager.
 
@@ -74,7 +103,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             limits: How much is decoded together.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
-        self.input_queue: queue.Queue[RequestState] = queue.Queue(limits.max_queue_size)
+        self.input_queue = RequestQueue(limits.max_queue_size)
         self.cancel_queue: queue.Queue[str] = queue.Queue()
         self._request_counter = 0
         self._request_lock = threading.Lock()
@@ -100,7 +129,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def renew(self) -> None:
         """Begin another run: texts count from 0 again, and a seed that nobody set is drawn anew."""
-        self._num_texts, seed = 0, self.limits.seed
+        self.input_queue.num_texts, seed = 0, self.limits.seed
         self._seed = int(torch.randint(2**31, ())) if seed is None else seed
 
     def fits(self, maker: Maker, limits: Limits) -> bool:
@@ -167,7 +196,10 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         """
         with self.input_queue.mutex:
             waiting = self.input_queue.queue
-            kept = [state for state in waiting if state.request_id != request_id]
+            kept = [each for each in waiting if each.state.request_id != request_id]
+            for each in kept:
+                if request_id.startswith(f"{each.state.request_id}__child#"):
+                    each.cancelled.add(request_id)
             self.input_queue.not_full.notify(len(waiting) - len(kept))
             waiting.clear()
             waiting.extend(kept)
@@ -225,14 +257,13 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         if self.progress is not None:
             self.progress.step(num_live, num_new)
 
-    def _split(self, state: RequestState) -> list[Job]:
+    def _split(self, request: Waiting) -> list[Job]:
         """The texts of a request, the one with its own id last; none if they cannot be told apart.
 
         Each has copies of the processors and criteria that the request brought.
         """
-        name, first = state.request_id, self._num_texts
+        state, name = request.state, request.state.request_id
         ids = [*(f"{name}__child#{child}" for child in range(state.num_children)), name]
-        self._num_texts += len(ids)
         try:
             states = [*map(state.fork, ids[:-1]), state]
         except Exception as error:  # an object that cannot be copied
@@ -241,7 +272,9 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 self.output_router.fail_and_deliver(state, error)
             return []
         jobs = []
-        for index, each in enumerate(states, first):
+        for index, each in enumerate(states, request.first):
+            if each.request_id in request.cancelled:
+                continue
             each.num_children = 0
             seed = request_seed(self._seed, index)
             jobs.append(Job(each, seed, frozenset({each.request_id, name})))
@@ -256,11 +289,11 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 torch.cuda.set_device(device)  # of this thread
             with torch.no_grad():
                 self._decode_all()
+        except Exception as fatal:
+            self._handle_critical_error(fatal, None)
+        finally:  # whatever ends the thread, SystemExit included
             error = RuntimeError("the run was stopped before this request was begun")
             self._fail_all_remaining_requests(error, None)
-        except Exception as error:
-            self._handle_critical_error(error, None)
-        finally:
             if self.progress is not None:
                 self.progress.close()
             self.background_thread_status.mark_as_stopped()

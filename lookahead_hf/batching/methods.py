@@ -19,7 +19,7 @@ from transformers import ContinuousBatchingConfig
 from lookahead_hf import fallback
 from lookahead_hf.batching.manager import Limits, SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
-from lookahead_hf.batching.request import Maker
+from lookahead_hf.batching.request import OBJECTS, Maker
 from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
@@ -59,6 +59,13 @@ class Asked:
 
 OWN = tuple(each.name for each in fields(Asked) if each.name != "in_call")
 """Arguments of a call that transformers does not know."""
+
+INSTEAD = {
+    "seed": "pass continuous_batching_config=ContinuousBatchingConfig(seed=...)",
+    "assistant_model": "leave it out, or call generate",
+    "streamer": "call add_request of a manager with streaming=True",
+} | dict.fromkeys(OBJECTS, "pass it to add_request of a manager")
+"""Arguments of `generate` that `generate_batch` ignores, and what serves them."""
 
 LIKENESS = 0.7
 """How much a name must resemble another one to count as misspelt, from 0 to 1, as in `difflib`."""
@@ -145,12 +152,21 @@ def _call(
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if original.__name__ == NAMES[1]:
         return _manager(model, original, asked, default, *args, **kwargs)
+    if asked.speculative not in (None, False):
+        _check_ignored(kwargs)
     speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
     in_call = speculates and not given.get("persistent_manager")
     if in_call and kwargs.get("progress_bar"):  # transformers' bar would stand still until the end
         asked, kwargs["progress_bar"] = replace(asked, progress=True), False
     with asking(replace(asked, in_call=in_call)):
         return original(*args, **kwargs)
+
+
+def _check_ignored(given: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of `generate` that a batch would ignore."""
+    for name, fix in INSTEAD.items():
+        if given.get(name) is not None:
+            raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
 
 
 def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str]) -> None:
@@ -165,15 +181,17 @@ def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str])
     for name in given:
         if name in theirs or any(hasattr(each, name) for each in settings):
             continue
-        known = {*OWN, *options, *theirs, "prediction"}
+        known = {*OWN, *options, *theirs, "prediction", "max_batch_tokens"}
         nearest = next(iter(difflib.get_close_matches(name, known, 1, LIKENESS)), None)
         if nearest is None or nearest in theirs:
             continue
         fix = f"did you mean {nearest}=?"
-        if nearest in options:
+        if nearest in ("prediction", "trace"):
+            fix = f"leave it out, or call generate, which has {nearest}"
+        elif nearest in options:
             fix = f"pass speculative=SpeculativeConfig({nearest}=...)"
-        elif nearest == "prediction":
-            fix = "leave it out, or call generate, which has"
+        elif nearest == "max_batch_tokens":
+            fix = "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=...)"
         raise ValueError(f"{original.__name__} has no argument {name!r}: {fix}")
 
 
@@ -193,7 +211,7 @@ def _manager(
         try:
             return _ours(model, config, asked, *given)
         except Unserved as unserved:
-            fallback.report(model, unserved, config.on_fallback)
+            fallback.report(model, unserved, config.on_fallback, "transformers' manager")
     if _kept(model) is not None:
         vars(model).pop(KEPT, None)  # transformers would return it, whatever is asked
     return original(*given)

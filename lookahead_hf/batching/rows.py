@@ -79,11 +79,6 @@ class RefilledRows(Rows):
     def last_tokens(self) -> np.ndarray:
         return np.array([text.last_token(0) for text in self.texts])
 
-    def emit_block(self, token_ids: np.ndarray, counts: np.ndarray) -> None:
-        for row in np.flatnonzero(counts).tolist():
-            for token in token_ids[row, : counts[row]].tolist():
-                self.emit(row, token)
-
     def emit(self, row: int, token_id: int) -> None:
         self.texts[row].emit(0, token_id)
 

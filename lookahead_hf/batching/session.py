@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.batching import alone
 from lookahead_hf.batching.recorder import RowRecorder
-from lookahead_hf.batching.request import Job, Maker, plain
+from lookahead_hf.batching.request import Job, Maker
 from lookahead_hf.batching.rows import RefilledRows
 from lookahead_hf.batching.runner import RefilledRunner
 from lookahead_hf.batching.verifier import EachRow
@@ -28,8 +28,8 @@ from lookahead_hf.runner import attention
 from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
 from lookahead_hf.stats import SpeculativeStats
 
-_DRAWING = threading.RLock()
-"""Held while plain `generate` draws from the default generator, which all runs share."""
+STOPPED = "the run was stopped before this request was complete"
+"""The error of a request that a hard stop gives up."""
 
 
 class Desk(Protocol):
@@ -87,12 +87,10 @@ class RefillSession(Session):
         self.stats.settle(self.runner.step_tokens)
         if self.desk.pauses():
             self.runner.renew(packing(self.maker))
-        cancelled, stops = self.desk.cancelled(), self.desk.stops()
-        num_new = 0
+        self._free_cancelled()
+        stops, num_new = self.desk.stops(), 0
         for row, job in list(self.jobs.items()):
-            if job.names & cancelled:
-                self._free(row)
-            else:
+            if self.jobs.get(row) is job:  # not cancelled while another one was written alone
                 num_new += self._pass_on(row, job)
         if not stops:
             num_new += self._fill()
@@ -103,11 +101,18 @@ class RefillSession(Session):
             self.drafts.begin(self.rows)
         return True
 
+    def _free_cancelled(self) -> None:
+        """Free the rows of requests that were cancelled."""
+        cancelled = self.desk.cancelled()
+        for row, job in list(self.jobs.items()):
+            if job.names & cancelled:
+                self._free(row)
+
     def _fill(self) -> int:
         """Give free rows to the requests that wait; return the tokens that these have at once."""
         num_new, free = 0, [row for row in range(self.rows.num_rows) if row not in self.jobs]
         free.sort(key=self.runner.holds_prompt)
-        while free and (job := self.desk.take()) is not None:
+        while free and not self.desk.stops() and (job := self.desk.take()) is not None:
             holder = self.runner.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
@@ -178,18 +183,26 @@ class RefillSession(Session):
 
     def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
-        settings = self.maker.settings(job)
-        device = self.maker.model.device
-        devices = [] if device.type == "cpu" else [device]
+
+        def is_given_up() -> bool:
+            self._free_cancelled()
+            return self.jobs.get(row) is not job or self.desk.stops()
+
+        self.setup.close()
+        error: Exception | None = None
         try:
-            kind = device.type if devices else "cuda"
-            with _DRAWING, torch.random.fork_rng(devices, device_type=kind):
-                torch.manual_seed(job.seed)
-                ids = plain(self.maker.model, **settings)
-        except Exception as error:
+            settings = self.maker.settings(job)
+            tokens = alone.write(self.maker.model, settings, job.seed, is_given_up)
+        except Exception as raised:
+            error = raised
+        if self.jobs.get(row) is not job:  # cancelled
+            return
+        if error is None and self.desk.stops():
+            error = RuntimeError(STOPPED)
+        if error is not None:
             self._fail(row, job, error)
             return
-        job.state.generated_tokens = ids[0, settings["input_ids"].shape[1] :].tolist()
+        job.state.generated_tokens = tokens
         self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
     def _pass_on(self, row: int, job: Job) -> int:
@@ -243,7 +256,7 @@ class RefillSession(Session):
         self.drafts.end(self.rows)
         error = details[0] if details else None
         if not isinstance(error, BaseException):
-            error = RuntimeError("the run was stopped before this request was complete")
+            error = RuntimeError(STOPPED)
         for row, job in list(self.jobs.items()):
             self._fail(row, job, error)
 

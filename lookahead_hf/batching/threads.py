@@ -8,16 +8,30 @@ bfloat16 took 57 ms in a second thread, and 34 ms without the team of the first 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable
+
+import torch
 
 _SOFT_PAUSE = 1
 """omp_pause_soft of OpenMP 5: what threads hold is kept, so that they can be started again."""
 
 
+_PROCESS = os.getpid()
+"""The process that imported this module; one that was forked later has another id."""
+
+
 def end_team() -> None:
-    """End the team of the calling thread, which gets another one when it computes again."""
-    if sys.platform != "linux":
+    """End the team of the calling thread, which gets another one when it computes again.
+
+    A manager calls it before its own thread starts. Only libgomp, the OpenMP of torch on Linux,
+    keeps such teams. It would wait for ever for threads that a fork has not copied, so a process
+    that may have been forked keeps what it has.
+    """
+    is_forked = os.getpid() != _PROCESS or multiprocessing.parent_process() is not None
+    if sys.platform != "linux" or is_forked or torch.get_num_threads() == 1:
         return
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None:  # of the OpenMP that torch has loaded

@@ -147,3 +147,22 @@ def test_a_name_that_two_requests_have_cancels_both(model: Any) -> None:
         manager.stop()
     assert manager.output_router.output_queue.empty()
     assert found.generated_tokens == alone(model, texts[1], settings(model, max_new_tokens=12))
+
+
+def test_waiting_texts_are_cancelled_and_the_others_keep_their_seeds(model: Any) -> None:
+    config, texts = settings(model, do_sample=True, num_return_sequences=2), prompts(3)
+    manager = model.init_continuous_batching(config, seeded(), max_slots=1)
+    for name, text in zip("abc", texts, strict=True):
+        manager.add_request(text, request_id=name)
+    manager.cancel_request("a__child#0")
+    manager.cancel_request("b")
+    manager.start()
+    found = results(manager, 3)
+    manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert {name: output.generated_tokens for name, output in found.items()} == {
+        "a": alone(model, texts[0], config, 1),
+        "c__child#0": alone(model, texts[2], config, 4),
+        "c": alone(model, texts[2], config, 5),
+    }
+    speculated(found.values())

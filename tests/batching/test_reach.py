@@ -126,6 +126,8 @@ def test_a_manager_that_is_kept_serves_no_other_settings(model: Any) -> None:
         ("pool", "pass speculative=SpeculativeConfig(pool=...)"),
         ("drafter", "pass speculative=SpeculativeConfig(drafters=...)"),
         ("prediction", "leave it out, or call generate"),
+        ("trace", "leave it out, or call generate"),
+        ("max_batch_token", "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_"),
     ],
 )
 @pytest.mark.parametrize("method", NAMES)
@@ -134,6 +136,21 @@ def test_what_resembles_an_option_is_refused(model: Any, method: str, name: str,
     given = (prompts(1),) if method == "generate_batch" else ()
     with pytest.raises(ValueError, match=re.escape(f"{method} has no argument '{name}': {fix}")):
         getattr(model, method)(*given, **{name: 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("seed", "ContinuousBatchingConfig(seed=...)"),
+        ("streamer", "streaming=True"),
+        ("assistant_model", "leave it out"),
+        ("logits_processor", "add_request"),
+    ],
+)
+def test_what_a_batch_would_ignore_is_refused(model: Any, name: str, fix: str) -> None:
+    lookahead_hf.enable(model)
+    with pytest.raises(ValueError, match=f"no argument '{name}': .*{re.escape(fix)}"):
+        model.generate_batch(prompts(1), settings(model), speculative=True, **{name: 0})
 
 
 def test_no_argument_of_transformers_is_refused(model: Any) -> None:
