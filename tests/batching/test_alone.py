@@ -9,10 +9,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-import lookahead_hf
-from tests.helpers import models
 from tests.helpers.requests import (
-    DRAFTED,
     WAIT,
     alone,
     broken_after,
@@ -22,11 +19,6 @@ from tests.helpers.requests import (
     settings,
     speculated,
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
 
 
 class Waits(LogitsProcessor):

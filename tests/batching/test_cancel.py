@@ -24,11 +24,6 @@ from tests.helpers.requests import (
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-
-
 class Steps:
     """Rows that decode in every step, and what is called as the sixth step begins."""
 

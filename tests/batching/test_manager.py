@@ -35,11 +35,6 @@ from tests.helpers.requests import (
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-
-
 def test_requests_stream_whole_steps(model: Any) -> None:
     config, (text,) = settings(model), prompts(1)
     with running(model, config) as manager:
