@@ -67,6 +67,15 @@ INSTEAD = {
 } | dict.fromkeys(OBJECTS, "pass it to add_request of a manager")
 """Arguments of `generate` that `generate_batch` ignores, and what serves them."""
 
+ELSEWHERE = {
+    "prediction": "leave it out, or call generate, which has prediction",
+    "trace": "leave it out, or call generate, which has trace",
+    "max_batch_tokens": (
+        "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=...)"
+    ),
+}
+"""Names that a misspelt one may mean, and what serves them."""
+
 LIKENESS = 0.7
 """How much a name must resemble another one to count as misspelt, from 0 to 1, as in `difflib`."""
 
@@ -181,17 +190,14 @@ def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str])
     for name in given:
         if name in theirs or any(hasattr(each, name) for each in settings):
             continue
-        known = {*OWN, *options, *theirs, "prediction", "max_batch_tokens"}
+        known = {*OWN, *options, *theirs, *ELSEWHERE}
         nearest = next(iter(difflib.get_close_matches(name, known, 1, LIKENESS)), None)
         if nearest is None or nearest in theirs:
             continue
         fix = f"did you mean {nearest}=?"
-        if nearest in ("prediction", "trace"):
-            fix = f"leave it out, or call generate, which has {nearest}"
-        elif nearest in options:
+        if nearest in options:
             fix = f"pass speculative=SpeculativeConfig({nearest}=...)"
-        elif nearest == "max_batch_tokens":
-            fix = "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=...)"
+        fix = ELSEWHERE.get(nearest, fix)
         raise ValueError(f"{original.__name__} has no argument {name!r}: {fix}")
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from lookahead_hf import compat
@@ -154,18 +155,18 @@ class RefillSession(Session):
             job.call = self.maker.call(job)
             stream = ColumnStream(None, 1, job.call.pad)
             job.verifier = self.maker.verifier(job.call, stream, job.seed)
-        logits = self._after_prompt(row, job.call)
+        ids = job.call.input_ids[0].cpu().numpy()
+        logits = self._after_prompt(row, job.call, ids)
         if logits is None:
             return
         assert job.verifier is not None
         job.state.status = RequestStatus.DECODING
-        ids = job.call.input_ids[0].cpu().numpy()
         self.rows.take(row, ids, self.maker.num_draftable(job.call))
         self.verifier.take(self.rows, row, job.verifier, logits)
 
-    def _after_prompt(self, row: int, call: PreparedCall) -> torch.Tensor | None:
-        """Logits after the prompt of a request, None while it is being read."""
-        runner, ids = self.runner, call.input_ids[0].cpu().numpy()
+    def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
+        """Logits after the prompt of a request, [tokens]; None while it is being read."""
+        runner = self.runner
         holder = runner.holder(ids)
         if holder is not None:
             return runner.share(row, holder)

@@ -18,7 +18,6 @@ import torch
 _SOFT_PAUSE = 1
 """omp_pause_soft of OpenMP 5: what threads hold is kept, so that they can be started again."""
 
-
 _PROCESS = os.getpid()
 """The process that imported this module; one that was forked later has another id."""
 

@@ -145,10 +145,10 @@ def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> lis
     for row in np.flatnonzero(counts).tolist():
         if joined and joined[-1].stop == row:
             rows = slice(joined[-1].start, row + 1)
-            added = _num_padded(counts[rows]) - _num_padded(counts[joined[-1]])
-            is_free = not _num_padded(counts[rows])
+            padded = _num_padded(counts[rows])
+            added = padded - _num_padded(counts[joined[-1]])
             is_cheap = added <= MOST_PADDING and bool(may_pad[rows].all())
-            if (is_free or is_cheap) and totals[rows].max() <= 2 * totals[rows].min():
+            if (not padded or is_cheap) and totals[rows].max() <= 2 * totals[rows].min():
                 joined[-1] = rows
                 continue
         joined.append(slice(row, row + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from lookahead_hf.runner import (
     torch_compile,
 )
 from lookahead_hf.runner.layout import BlockInputs
+from lookahead_hf.runner.norm_calls import NormCalls
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.prefill import PromptRunner
 
@@ -50,6 +52,11 @@ class Runner(PromptRunner):
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
         return self._packed.is_typical and not self._is_repeat and not self._is_new
+
+    @cached_property
+    def _norms(self) -> NormCalls:
+        """The norms of the model; a runner that only reads a prompt does not look for them."""
+        return NormCalls(() if self._is_compiled else self.model.modules())
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.

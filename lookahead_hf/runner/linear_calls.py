@@ -85,19 +85,33 @@ def linear_is_torchs() -> bool:
     return (
         nn.Linear.forward is _FORWARD
         and functional.linear is _LINEAR
-        and not torch_module._global_forward_hooks
-        and not torch_module._global_forward_pre_hooks
+        and not _modules_are_watched()
     )
 
 
+def _modules_are_watched() -> bool:
+    """Whether a hook sees the calls of all modules."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def is_watched() -> bool:
+    """Whether a hook sees the calls of all modules, or a mode those of all functions."""
+    has_modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    return bool(has_modes) or _modules_are_watched()
+
+
 def only_multiplies(module: nn.Module, device: str = "cpu") -> bool:
-    """Whether a call of a module does no more than multiply by its weight, and nobody watches.
+    """Whether a call of a module does no more than multiply by its weight, and nobody watches."""
+    return type(module) is nn.Linear and only_computes(module, device)
+
+
+def only_computes(module: nn.Module, device: str = "cpu") -> bool:
+    """Whether a call of a module does no more than the forward of its class, and nobody watches.
 
     This is asked in every call, since code inside a forward may hook, patch or switch anything.
     """
     return (
-        type(module) is nn.Linear
-        and not module._forward_hooks
+        not module._forward_hooks
         and not module._forward_pre_hooks
         and "forward" not in module.__dict__
         and not torch.is_grad_enabled()

@@ -19,11 +19,10 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers.models.llama import modeling_llama
 
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread
+from lookahead_hf.runner.linear_calls import OnThread, is_watched, laid_on_thread, only_computes
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class _StandIn:
             or weight.shape != shape
             or type(epsilon) is not float
             or type(module).forward is not self.forward
-            or not _only_computes(module)
+            or not only_computes(module)
         ):
             own: torch.Tensor = module._call_impl(hidden_states)
             return own
@@ -133,32 +132,12 @@ def _is_llamas(forward: Any) -> bool:
     return all(getattr(codes[0], part) == getattr(codes[1], part) for part in parts)
 
 
-def _only_computes(module: nn.Module) -> bool:
-    """Whether a call of a norm does no more than its forward, and nobody watches.
-
-    This is asked in every call, since code inside a forward may hook, patch or switch anything.
-    """
-    return (
-        not module._forward_hooks
-        and not module._forward_pre_hooks
-        and "forward" not in module.__dict__
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
 def _is_unwatched() -> bool:
     """Whether nobody watches all modules or functions, or replaced the one looked up in `torch`.
 
     This is asked once a step.
     """
-    is_watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    return not (
-        is_watched
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch.rsqrt is not _RSQRT
-    )
+    return not is_watched() and torch.rsqrt is _RSQRT
 
 
 def _has_same_bits(module: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner.linear_calls import InputObserver, laid, linear_is_torchs
+from lookahead_hf.runner.linear_calls import InputObserver, is_watched, laid, linear_is_torchs
 from lookahead_hf.runner.packed_linear import PackedLinears
 
 PACKED_AFTER = 12
@@ -28,8 +28,7 @@ def _only_multiplies() -> bool:
 
     This is asked once a step.
     """
-    is_watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    return not is_watched and linear_is_torchs()
+    return not is_watched() and linear_is_torchs()
 
 
 def _may_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -23,7 +23,6 @@ from lookahead_hf.runner import (
     torch_compile,
 )
 from lookahead_hf.runner.layout import BlockLayout, BlockShape
-from lookahead_hf.runner.norm_calls import NormCalls
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.packed_steps import PackedSteps
 from lookahead_hf.runner.recurrent.layers import RecurrentLayers
@@ -67,7 +66,6 @@ class PromptRunner(ABC):
         self.is_flat = flat
         packed = None if self._is_compiled else packed
         self._packed = packed or PackedSteps(model, False)
-        self._norms = NormCalls(() if self._is_compiled else model.modules())
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
         self._is_repeat = self._is_new = False
         self._names = compat.decoder_names(model)
