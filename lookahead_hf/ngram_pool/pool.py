@@ -230,7 +230,7 @@ class NgramPool:
         contents.check_file()
         newest_first = np.array(context[-max_ngram:][::-1], np.int32)
         scores = np.empty(max_nodes)
-        nodes = np.empty((7, max_nodes), np.int32)
+        nodes = np.empty((4, max_nodes), np.int32)  # token, parent, depth and bucket of each
         with self._lock:
             num_nodes = _functions().grow(
                 contents.log, contents.links, contents.table[: contents.num_buckets],

@@ -1,4 +1,4 @@
-"""An index of one row's growing text: finds what followed a context earlier in it."""
+"""Indexes of growing texts: they find what followed a context earlier in the same text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import numpy as np
 
 from lookahead_hf.ngram_pool.compilation import importing_numba, register
 from lookahead_hf.ngram_pool.matches import (
-    BORDER,
     LONGEST_MATCH,
     NUM_BUCKETS,
     NUM_KEYS,
-    Continuations,
     check_limits,
 )
 
@@ -22,20 +20,24 @@ from lookahead_hf.ngram_pool.matches import (
 ENTRIES_PER_TOKEN = 2.6
 
 
-class SuffixIndex:
-    """Finds what followed the longest suffixes of a text earlier in the text.
+class SuffixIndexes:
+    """Finds what followed the longest suffixes of each row's text earlier in that text.
+
+    Compiled functions serve all rows of a batch in one call.
 
     Example:
-        >>> index = SuffixIndex()
-        >>> index.extend([5, 6, 7, 8, 5, 6])
-        >>> index.grow(np.full(NUM_BUCKETS, 0.5), max_nodes=3).token_ids.tolist()
+        >>> indexes = SuffixIndexes(1)
+        >>> indexes.extend(np.array([0, 6]), [5, 6, 7, 8, 5, 6])
+        >>> _, token_ids, *_ = indexes.grow(np.full(NUM_BUCKETS, 0.5), 3, np.ones(1, bool))
+        >>> token_ids.tolist()
         [7, 8, 5]
     """
 
-    def __init__(self, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
-        """Start an empty index.
+    def __init__(self, num_rows: int, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
+        """Start an empty index per row.
 
         Args:
+            num_rows: Rows of the batch.
             min_ngram: Shortest match that counts.
             max_ngram: Longest match length that is distinguished.
 
@@ -43,49 +45,6 @@ class SuffixIndex:
             NumbaMissingError: numba is missing or cannot be imported.
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
-        self._rows = SuffixIndexes(1, min_ngram, max_ngram)
-        self._start = 0
-
-    def __len__(self) -> int:
-        """Tokens of the text, without references."""
-        return self._rows.length(0) - self._start
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the index holds."""
-        return self._rows.nbytes
-
-    def add_reference(self, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Put another text before the row's text: it is searched too, and no match spans both.
-
-        Raises:
-            ValueError: The row's text has begun.
-        """
-        if len(self):
-            raise ValueError("add_reference was called after extend: references come first")
-        self.extend([*token_ids, BORDER])
-        self._start = self._rows.length(0)
-
-    def extend(self, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Append tokens to the text, [num_tokens]; a negative id is a border."""
-        self._rows.extend(np.array([0, len(token_ids)]), token_ids)
-
-    def grow(self, rates: np.ndarray, max_nodes: int, min_score: float = 1e-4) -> Continuations:
-        """Grow a tree of what may follow the text, best nodes first.
-
-        Args:
-            rates: Acceptance rate of each bucket, [NUM_BUCKETS], values from 0 to 1.
-            max_nodes: Most nodes of the tree.
-            min_score: Paths with a lower score are left out.
-        """
-        return self._rows.grow_row(0, rates, max_nodes, min_score)
-
-
-class SuffixIndexes:
-    """The indexes of all rows of a batch; compiled functions serve them in one call."""
-
-    def __init__(self, num_rows: int, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
-        """Start an empty index per row; see `SuffixIndex`."""
         check_limits(min_ngram, max_ngram)
         functions = _functions()
         self._limits = (min_ngram, max_ngram)
@@ -155,17 +114,6 @@ class SuffixIndexes:
         )  # fmt: skip
         return grown
 
-    def grow_row(
-        self, row: int, rates: np.ndarray, max_nodes: int, min_score: float
-    ) -> Continuations:
-        """Grow the tree of one row, with all that is known of its nodes; see `SuffixIndex`."""
-        nodes, score = np.empty((max_nodes, 8), np.int32), np.empty(max_nodes)
-        num_nodes = _functions().grow(
-            self._texts[row], self._links[row], self._heads[row], self.length(row), self._limits,
-            rates.astype(np.float64), min_score, nodes, score,
-        )  # fmt: skip
-        return Continuations(score[:num_nodes], *nodes[:num_nodes, :7].T.copy())
-
     def _make_room(self, row: int, num_tokens: int) -> None:
         """Make room for so many more tokens in the text, and about as many in the table."""
         functions, state = _functions(), self._states[row]
@@ -200,10 +148,9 @@ def _functions() -> ModuleType:
 
 
 def _warm_up() -> None:
-    index, rates = SuffixIndexes(1), np.full(NUM_BUCKETS, 0.5)
+    index = SuffixIndexes(1)
     index.extend(np.array([0, 100]), np.arange(100))
-    index.grow(rates, 1, np.ones(1, bool))
-    index.grow_row(0, rates, 1, 0.0)
+    index.grow(np.full(NUM_BUCKETS, 0.5), 1, np.ones(1, bool))
 
 
 register(_warm_up, "lookahead_hf.ngram_pool._numba", "lookahead_hf.ngram_pool._rows_numba")
