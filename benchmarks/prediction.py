@@ -136,9 +136,7 @@ def measure(
                 call = timed_call(model, edit.batch, shared | extra, 0, end_tokens(model))
             run.calls.append(call)
             if extra:
-                stats = lookahead_hf.last_stats(model)
-                assert stats is not None and stats.fallback_reason is None
-                run.stats.append(stats.to_dict())
+                assert call.stats is not None and call.stats.fallback_reason is None
     return runs
 
 

@@ -62,8 +62,6 @@ def run_speculative(
 
 
 def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, extra: dict[str, Any]) -> Call:
-    import lookahead_hf
-
     given = {**inputs, **stage.generation, **extra}
     prompts = {name: given.pop(name) for name in ("input_ids", "attention_mask")}
     is_live = len(prompts["input_ids"]) == 1
@@ -74,4 +72,4 @@ def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, extra: dict[str, 
     if not is_live:
         for each in stage.tokenizer.batch_decode(call.rows, skip_special_tokens=True):
             stage.screen.line(each)
-    return replace(call, stats=lookahead_hf.last_stats(stage.model))
+    return call

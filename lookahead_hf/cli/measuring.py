@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,8 @@ class Call:
 
     seconds: float
     rows: tuple[tuple[int, ...], ...]  # new tokens of each row, up to and with its end token
-    forwards: int = 0  # forwards of the model, the prefill's included, where they are counted
-    stats: SpeculativeStats | None = None  # of a speculative call whose text was shown
+    forwards: int = 0  # forwards of the model, the prefill's included
+    stats: SpeculativeStats | None = None  # of a speculative call
 
     @property
     def num_tokens(self) -> int:
@@ -63,18 +63,12 @@ class Run:
     family: str
     system: str
     calls: list[Call] = field(default_factory=list)
-    stats: list[dict[str, Any]] = field(default_factory=list)  # of speculative systems only
-
-    @property
-    def middle(self) -> int:
-        """The round of median speed; in half precision, rounds may write different texts."""
-        speeds = [call.speed for call in self.calls]
-        return speeds.index(median_low(speeds))
 
     @property
     def call(self) -> Call:
-        """The call of median speed, which represents the run."""
-        return self.calls[self.middle]
+        """The call of median speed: in half precision, rounds may write different texts."""
+        speeds = [call.speed for call in self.calls]
+        return self.calls[speeds.index(median_low(speeds))]
 
 
 def measure(
@@ -105,10 +99,11 @@ def measure(
     for number in range(rounds):
         for at, batch in enumerate(batches):
             for name, extra in _rotated(ways, number + at):
-                run = runs[at][name]
-                run.calls.append(timed_call(model, batch, shared | extra, seed + at, end_ids))
-                if "speculative" in extra:
-                    run.stats.append(_checked_stats(model))
+                call = timed_call(model, batch, shared | extra, seed + at, end_ids)
+                reason = call.stats and call.stats.fallback_reason
+                if "speculative" in extra and (call.stats is None or reason is not None):
+                    raise CommandError(f"The call was not speculated: {reason}")
+                runs[at][name].calls.append(call)
             done = runs if number else runs[: at + 1]
             yield [run for by_system in done for run in by_system.values()]
 
@@ -120,25 +115,25 @@ def _rotated(ways: Mapping[str, dict[str, Any]], by: int) -> Iterable[tuple[str,
     return items[shift:] + items[:shift]
 
 
-def _checked_stats(model: Any) -> dict[str, Any]:
-    import lookahead_hf
-
-    stats = lookahead_hf.last_stats(model)
-    if stats is None or stats.fallback_reason is not None:
-        raise CommandError(f"The call was not speculated: {stats and stats.fallback_reason}")
-    return stats.to_dict()
-
-
 def timed_call(
     model: Any, batch: Batch, arguments: dict[str, Any], seed: int | None, end_ids: frozenset[int]
 ) -> Call:
     """Run `generate` once and count the model's forwards; the generator goes on without a seed."""
     import torch
 
+    import lookahead_hf
+
     inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
     if seed is not None:
         torch.manual_seed(seed)
-    with _forwards(model, "speculative" in arguments) as count:
+    is_ours, forwards = "speculative" in arguments, 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    # Our calls are counted by their statistics: a hook would change how their steps run.
+    with nullcontext() if is_ours else model.register_forward_pre_hook(count):
         start = time.perf_counter()
         output = model.generate(**inputs, **arguments)
         if model.device.type == "cuda":
@@ -146,32 +141,10 @@ def timed_call(
         seconds = time.perf_counter() - start
     sequences = getattr(output, "sequences", output)
     new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    return Call(seconds, tuple(until_end(row, end_ids) for row in new), count())
-
-
-@contextmanager
-def _forwards(model: Any, is_ours: bool) -> Iterator[Callable[[], int]]:
-    """Count the forwards of a call, ours by its statistics: a hook would change how steps run."""
-    import lookahead_hf
-
-    counted = 0
-
-    def count(*_: object) -> None:
-        nonlocal counted
-        counted += 1
-
-    def by_stats() -> int:
-        stats = lookahead_hf.last_stats(model)
-        return 0 if stats is None else 1 + stats.num_steps
-
-    if is_ours:
-        yield by_stats
-        return
-    handle = model.register_forward_pre_hook(count)
-    try:
-        yield lambda: counted
-    finally:
-        handle.remove()
+    stats = lookahead_hf.last_stats(model) if is_ours else None
+    if stats is not None:
+        forwards = 1 + stats.num_steps
+    return Call(seconds, tuple(until_end(row, end_ids) for row in new), forwards, stats)
 
 
 def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
