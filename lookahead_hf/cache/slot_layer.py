@@ -65,11 +65,12 @@ class SlotLayer(DynamicLayer):
         return self._written(self.index.k_store, indexer_key_states[:, :, None])[:, :, 0]
 
     def _written(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Write states, [rows, width, heads, dim]; return the visible slots of the store."""
+        """Write states, [rows, width, heads, dim] or [1, tokens, ...]; return the visible slots."""
         block = self.group.block
         assert block is not None
         if block.start is not None:
-            store[:, block.start : block.start + block.width].copy_(states)
+            of_rows = states.reshape(-1, block.width, *states.shape[2:])
+            store[:, block.start : block.start + block.width].copy_(of_rows)
         else:
             flat = store.view(-1, *store.shape[2:])
             slots = self.group.flat_slots_on(store.device)

@@ -108,27 +108,19 @@ class SlotGroup:
             layer.k_store, layer.v_store = pair
         self.capacity, self._path_table = capacity, table
 
-    def place(self, width: int) -> None:
-        """Put the next `width` tokens of every row behind its length."""
-        self._drop_unseen(self.longest + width)
-        lengths = self.lengths
-        self.reserve(int(lengths.max()) + width, width)
-        visible = max(int(lengths.max()) + width, self.extent.shown or 0)
-        # Where shapes are fixed, compiled code has no number of the host's in it either.
-        if self.extent.shown is None and bool((lengths == lengths[0]).all()):
-            self.block = Block(int(lengths[0]), None, width, visible)
-            return
-        rows = np.arange(len(lengths))[:, None] * self.capacity
-        flat = rows + lengths[:, None] + np.arange(width)[None]
-        self._slots_by_device.clear()
-        self.block = Block(None, torch.from_numpy(flat.reshape(-1)), width, visible)
-
-    def place_each(self, counts: np.ndarray) -> None:
-        """Put the next tokens of every row, [rows] of them, behind its length."""
+    def place(self, counts: int | np.ndarray) -> None:
+        """Put the next tokens of the rows, one number for all or [rows], behind their lengths."""
+        counts = np.broadcast_to(counts, len(self.dropped))
         self._drop_unseen(int((self.lengths + counts).max()))
         lengths, width = self.lengths, int(counts.max())
-        visible = int((lengths + counts).max())
-        self.reserve(visible, width)
+        used = int((lengths + counts).max())
+        self.reserve(used, width)
+        visible = max(used, self.extent.shown or 0)
+        are_alike = bool((lengths == lengths[0]).all() and (counts == width).all())
+        # Where shapes are fixed, compiled code has no number of the host's in it either.
+        if are_alike and self.extent.shown is None:
+            self.block = Block(int(lengths[0]), None, width, visible)
+            return
         first = np.arange(len(counts)) * self.capacity + lengths
         flat = np.repeat(first, counts) + place_in_row(np.concatenate([[0], counts.cumsum()]))
         self._slots_by_device.clear()
@@ -246,15 +238,10 @@ class SlotCache(Cache):
                 group.grow(slots)
         self.extent.shown = slots
 
-    def place(self, width: int) -> None:
-        """Put the next `width` tokens of every row, padding included, behind its length."""
+    def place(self, counts: int | np.ndarray) -> None:
+        """Put the next tokens of the rows, one number for all or [rows], behind their lengths."""
         for group in self.each_group():
-            group.place(width)
-
-    def place_each(self, counts: np.ndarray) -> None:
-        """Put the next tokens of every row, [rows] of them and perhaps none, behind its length."""
-        for group in self.each_group():
-            group.place_each(counts)
+            group.place(counts)
 
     def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
         """Move paths of the latest block to the front of it, in every layer.
