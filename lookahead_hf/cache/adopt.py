@@ -78,7 +78,7 @@ class AdoptedCache:
         try:
             self._take()
         except BaseException:
-            self._put_back()
+            self.hand_back(self.num_columns)  # the layers that were taken
             raise
 
     def _group(self, masks: Sequence[str | None], trims: bool) -> None:
@@ -102,7 +102,7 @@ class AdoptedCache:
     def _take(self) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             if name is None:
-                self.slots.add_fixed(layer)
+                self.slots.layers.append(layer)
                 continue
             content = hf_layers.read(layer)
             if self._is_fed:
@@ -114,14 +114,8 @@ class AdoptedCache:
             stores = [self._to_slots(states, self.slots.groups[name]) for states in content]
             if self._unattended is not None:
                 self._unattended.keep(layer, content)
-            self.slots.add(name, *stores, of=layer)  # before the release, for `_put_back`
+            self.slots.add(name, *stores, of=layer)  # before the release, for `hand_back`
             hf_layers.release(layer, is_users_cache(self.original))
-
-    def _put_back(self) -> None:
-        """Undo a take-over that broke off."""
-        for layer, ours in zip(self._text.layers, self.slots.layers, strict=False):
-            if isinstance(ours, SlotLayer):
-                self._fill(layer, ours, self.num_columns)
 
     def _to_slots(self, states: torch.Tensor, group: SlotGroup) -> torch.Tensor:
         """[rows, kv_heads, held columns, dim] to [rows, capacity, kv_heads, dim]."""
@@ -195,14 +189,9 @@ class AdoptedCache:
         Columns that a row does not attend have their old content where the caller sees the cache,
         since a later call may attend them. Otherwise they are zero.
         """
-        for layer, ours in zip(self._text.layers, self.slots.layers, strict=True):
+        for layer, ours in zip(self._text.layers, self.slots.layers, strict=False):
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, num_columns)
-        return self.original
-
-    def emptied(self, new: Cache) -> Cache:
-        """Return the original with the layers of a new cache."""
-        self.original.layers = new.layers
         return self.original
 
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:

@@ -221,10 +221,6 @@ class SlotCache(Cache):
         """Append a layer without K and V: the same if it holds a state, else one with nothing."""
         self.layers.append(layer if isinstance(layer, StateLayer) else EmptyLayer())
 
-    def add_fixed(self, layer: Any) -> None:
-        """Append a layer of transformers that does not grow with the text."""
-        self.layers.append(layer)
-
     def reserve(self, slots: int) -> None:
         """Make room for so many slots in layers that hold whole texts."""
         for group in self.each_group():

@@ -191,7 +191,8 @@ class Runner(PromptRunner):
         cache = self.cache
         if self.recurrent is not None:
             if not self.recurrent.are_at(num_fed):
-                return cache.emptied(compat.empty_cache(self.model))
+                cache.original.layers = compat.empty_cache(self.model).layers
+                return cache.original
             self.recurrent.settle()
         return cache.hand_back(cache.num_columns + num_fed)
 
