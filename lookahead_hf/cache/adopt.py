@@ -61,16 +61,18 @@ class AdoptedCache:
         self.slots = SlotCache(num_rows)
         self.columns: list[np.ndarray] | None = None
         self.slots.lengths[:] = self.num_columns
+        # Columns that a row does not attend, [rows, columns] bool, where the caller sees the cache
+        # and may attend them later; and by a layer's id which they are and what they hold.
+        self._unattended: torch.Tensor | None = None
+        self._in_unattended: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
         if attended is not None and not attended.all():
             self.columns = [np.flatnonzero(row) for row in attended]
             self.slots.lengths[:] = attended.sum(1)
+            self._unattended = torch.from_numpy(~attended) if returned else None
         self.slots.extent.starts = self.slots.lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
         if self._is_fed:
             self.slots.lengths[:] = 0
-        self._unattended: _Unattended | None = None
-        if returned and attended is not None and self.columns is not None:
-            self._unattended = _Unattended(~attended)
         num_layers = len(self._text.layers)
         self._masks = [masks[min(i, len(masks) - 1)] for i in range(num_layers)]
         self._group(masks, trims)
@@ -113,7 +115,10 @@ class AdoptedCache:
                 continue
             stores = [self._to_slots(states, self.slots.groups[name]) for states in content]
             if self._unattended is not None:
-                self._unattended.keep(layer, content)
+                first = self.num_columns - content[0].shape[2]
+                chosen = self._unattended[:, first:]
+                kept = tuple(states.transpose(1, 2)[chosen] for states in content)
+                self._in_unattended[id(layer)] = chosen.nonzero()[:, 1] + first, kept
             self.slots.add(name, *stores, of=layer)  # before the release, for `hand_back`
             hf_layers.release(layer, is_users_cache(self.original))
 
@@ -202,7 +207,10 @@ class AdoptedCache:
             self._to_columns(store, dropped, first, num_columns) for store in ours.tensors
         )
         if self._unattended is not None:
-            self._unattended.restore(layer, content, first)
+            columns, kept = self._in_unattended[id(layer)]
+            chosen = self._unattended[:, first:]
+            for states, values in zip(content, kept, strict=True):
+                states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
         hf_layers.fill(layer, content, num_columns)
 
     def _to_columns(
@@ -214,31 +222,6 @@ class AdoptedCache:
             index = _index(columns - first, store.device)
             out[of][:, :, index] = store[of, slots].transpose(1, 2)
         return out
-
-
-class _Unattended:
-    """What prompt columns hold that rows do not attend, which a later call may attend.
-
-    They are kept where the caller sees the cache, and restored when it is handed back.
-    """
-
-    def __init__(self, is_unattended: np.ndarray) -> None:  # [rows, columns] bool
-        self._is_unattended = torch.from_numpy(is_unattended)
-        self._kept: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
-
-    def keep(self, layer: object, content: hf_layers.Content) -> None:
-        """Copy the columns out of a layer's newest ones, [rows, heads, columns, dim] each."""
-        first = self._is_unattended.shape[1] - content[0].shape[2]
-        chosen = self._is_unattended[:, first:]
-        kept = tuple(states.transpose(1, 2)[chosen] for states in content)
-        self._kept[id(layer)] = chosen.nonzero()[:, 1] + first, kept
-
-    def restore(self, layer: object, content: hf_layers.Content, first: int) -> None:
-        """Write the columns into `content`, a layer's columns from `first` on."""
-        chosen = self._is_unattended[:, first:]
-        columns, kept = self._kept[id(layer)]
-        for states, values in zip(content, kept, strict=True):
-            states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
 
 
 def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:
