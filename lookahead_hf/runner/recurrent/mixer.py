@@ -24,10 +24,6 @@ class Mixer:
     put before the inputs of the next block, and of the outputs those of the block are returned. The
     rest of the model sees an ordinary block. Padding is to the right of a row's tokens, where it
     cannot reach them, so that ragged rows need no mask.
-
-    Attributes:
-        kept: Tokens of each row that were kept behind the prompt, [rows]; None while that changes,
-            and after an exception there.
     """
 
     def __init__(self, module: Any, cache: Any, num_rows: int) -> None:
@@ -42,7 +38,6 @@ class Mixer:
         self._names = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._run: Callable[..., Any] = module.forward
         self._given: dict[str, Any] = {}
-        self.kept: np.ndarray | None = np.zeros(num_rows, np.int64)
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block from the state of every row; the states stay as they are.
