@@ -92,14 +92,13 @@ def measure(
     Raises:
         CommandError: A speculative call ran plain `generate`.
     """
-    end_ids = end_tokens(model)
     for extra in ways.values():
-        timed_call(model, batches[0], shared | extra, seed, end_ids)
+        timed_call(model, batches[0].inputs | shared | extra, seed)
     runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
     for number in range(rounds):
         for at, batch in enumerate(batches):
             for name, extra in _rotated(ways, number + at):
-                call = timed_call(model, batch, shared | extra, seed + at, end_ids)
+                call = timed_call(model, batch.inputs | shared | extra, seed + at)
                 reason = call.stats and call.stats.fallback_reason
                 if "speculative" in extra and (call.stats is None or reason is not None):
                     raise CommandError(f"The call was not speculated: {reason}")
@@ -115,18 +114,16 @@ def _rotated(ways: Mapping[str, dict[str, Any]], by: int) -> Iterable[tuple[str,
     return items[shift:] + items[:shift]
 
 
-def timed_call(
-    model: Any, batch: Batch, arguments: dict[str, Any], seed: int | None, end_ids: frozenset[int]
-) -> Call:
+def timed_call(model: Any, arguments: dict[str, Any], seed: int | None = None) -> Call:
     """Run `generate` once and count the model's forwards; the generator goes on without a seed."""
     import torch
 
     import lookahead_hf
 
-    inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
+    prompts = {name: arguments[name].to(model.device) for name in ("input_ids", "attention_mask")}
     if seed is not None:
         torch.manual_seed(seed)
-    is_ours, forwards = "speculative" in arguments, 0
+    is_ours, forwards = bool(arguments.get("speculative")), 0
 
     def count(*_: object) -> None:
         nonlocal forwards
@@ -135,12 +132,13 @@ def timed_call(
     # Our calls are counted by their statistics: a hook would change how their steps run.
     with nullcontext() if is_ours else model.register_forward_pre_hook(count):
         start = time.perf_counter()
-        output = model.generate(**inputs, **arguments)
+        output = model.generate(**{**arguments, **prompts})
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     sequences = getattr(output, "sequences", output)
-    new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    new = sequences[:, prompts["input_ids"].shape[1] :].tolist()
+    end_ids = end_tokens(model)
     stats = lookahead_hf.last_stats(model) if is_ours else None
     if stats is not None:
         forwards = 1 + stats.num_steps
