@@ -14,7 +14,6 @@ from lookahead_hf.cli.parsing import (
     BATCH_SIZE,
     Arguments,
     command,
-    drafting_arguments,
     generation_arguments,
     generation_options,
     with_pool,
@@ -60,7 +59,9 @@ def read_prompt(given: str | None) -> str:
     Raises:
         CommandError: The prompt is empty.
     """
-    prompt = _read_stdin() if given is None else given
+    if given is None and sys.stdin.isatty():
+        print("Type the prompt; Ctrl-D on a line of its own ends it.", file=sys.stderr)
+    prompt = sys.stdin.read() if given is None else given
     # Bytes that the terminal's encoding lacks arrive as surrogates, which no tokenizer takes.
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if not prompt.strip():
@@ -73,17 +74,14 @@ def open_stage(arguments: Arguments, screen: Screen) -> Stage:
     dtype, device = arguments.dtype, arguments.device
     config = with_pool(arguments.config, arguments.pool)  # a bad file fails before the model loads
     model, tokenizer = open_model(arguments.model, dtype, screen, arguments.threads, device)
-    name = arguments.assistant
-    assistant = load(name, dtype, screen, device, "--assistant") if name else None
-    drafting = drafting_arguments(arguments, config, tokenizer, assistant)
+    drafting = {"speculative": config, "speculative_tokenizer": tokenizer}
+    if arguments.prediction:
+        drafting["prediction"] = arguments.prediction.read_text(encoding="utf-8")
+    if name := arguments.assistant:
+        assistant, its_tokenizer = load(name, dtype, screen, device, "--assistant")
+        drafting |= {"assistant_model": assistant, "assistant_tokenizer": its_tokenizer}
     generation = generation_arguments(arguments)
     return Stage(model, tokenizer, generation, screen, drafting, arguments.seed)
-
-
-def _read_stdin() -> str:
-    if sys.stdin.isatty():
-        print("Type the prompt; Ctrl-D on a line of its own ends it.", file=sys.stderr)
-    return sys.stdin.read()
 
 
 def as_data(call: Call, tokenizer: Any, row: int = 0) -> dict[str, Any]:

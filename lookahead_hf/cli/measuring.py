@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -97,7 +97,8 @@ def measure(
     runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
     for number in range(rounds):
         for at, batch in enumerate(batches):
-            for name, extra in _rotated(ways, number + at):
+            shift = (number + at) % len(ways)  # the first system meets colder caches
+            for name, extra in [*ways.items()][shift:] + [*ways.items()][:shift]:
                 call = timed_call(model, batch.inputs | shared | extra, seed + at)
                 reason = call.stats and call.stats.fallback_reason
                 if "speculative" in extra and (call.stats is None or reason is not None):
@@ -105,13 +106,6 @@ def measure(
                 runs[at][name].calls.append(call)
             done = runs if number else runs[: at + 1]
             yield [run for by_system in done for run in by_system.values()]
-
-
-def _rotated(ways: Mapping[str, dict[str, Any]], by: int) -> Iterable[tuple[str, dict[str, Any]]]:
-    """The systems in another order each time, since the first one meets colder caches."""
-    items = list(ways.items())
-    shift = by % len(items)
-    return items[shift:] + items[:shift]
 
 
 def timed_call(model: Any, arguments: dict[str, Any], seed: int | None = None) -> Call:

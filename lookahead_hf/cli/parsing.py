@@ -100,7 +100,7 @@ DRAFTING = _all_of(
     click.option("--prediction", type=_FILE, help="a text like the expected answer"),
     click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
 )
-"""Options of how to speculate; `drafting_arguments` reads them."""
+"""Options of how to speculate; `open_stage` reads them."""
 
 SAMPLING = _all_of(
     click.option(
@@ -150,22 +150,3 @@ def with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig
 
     named = file or config.pool
     return config if named is None else replace(config, pool=open_pool(named))
-
-
-def drafting_arguments(
-    arguments: Arguments, config: SpeculativeConfig, tokenizer: Any, assistant: Any
-) -> dict[str, Any]:
-    """The arguments of a speculative `generate` that the options ask for.
-
-    Args:
-        arguments: The options.
-        config: Their configuration, with its pool.
-        tokenizer: The target's tokenizer.
-        assistant: The assistant's model and tokenizer, None without one.
-    """
-    chosen: dict[str, Any] = {"speculative": config, "speculative_tokenizer": tokenizer}
-    if arguments.prediction:
-        chosen["prediction"] = arguments.prediction.read_text(encoding="utf-8")
-    if assistant:
-        chosen |= {"assistant_model": assistant[0], "assistant_tokenizer": assistant[1]}
-    return chosen

