@@ -123,7 +123,7 @@ def _merge(arguments: Arguments, screen: Screen) -> None:
 
     for file in arguments.files:
         with screen.task(f"checking {file}"):
-            store.check(file)
+            store.read(file, verifies=True)
     pools = [NgramPool.load(file) for file in arguments.files]
     infos = [pool.info for pool in pools]
     most = arguments.max_tokens
@@ -144,7 +144,7 @@ def _check(arguments: Arguments, screen: Screen) -> None:
     from lookahead_hf.ngram_pool import store
 
     with screen.task(f"reading {arguments.file}"):
-        store.check(arguments.file)
+        store.read(arguments.file, verifies=True)
     screen.result({"file": str(arguments.file), "intact": True})
     screen.line(f"{arguments.file} is intact")
 
