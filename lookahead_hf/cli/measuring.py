@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lookahead_hf.cli.screen import CommandError
 
 if TYPE_CHECKING:
-    import torch
-
     from lookahead_hf.stats import SpeculativeStats
 
 PLAIN, LOOKUP, OURS = "plain", "HF prompt lookup", "speculative"
@@ -34,7 +32,7 @@ class Batch:
 
     family: str
     indices: tuple[int, ...]  # of the prompts within their family
-    inputs: dict[str, torch.Tensor]  # input_ids and attention_mask, [rows, columns]
+    inputs: dict[str, Any]  # input_ids and attention_mask, [rows, columns], and a pad token
 
 
 @dataclass(frozen=True)
