@@ -123,7 +123,7 @@ class AdoptedCache:
             hf_layers.release(layer, is_users_cache(self.original))
 
     def _to_slots(self, states: torch.Tensor, group: SlotGroup) -> torch.Tensor:
-        """[rows, kv_heads, held columns, dim] to [rows, capacity, kv_heads, dim]."""
+        """Turn [rows, kv_heads, held columns, dim] into [rows, capacity, kv_heads, dim]."""
         rows, heads, count, dim = states.shape
         store = states.new_zeros(rows, group.roomy(group.longest), heads, dim)
         first = self.num_columns - count  # a layer with a window has dropped the columns before
@@ -216,7 +216,7 @@ class AdoptedCache:
     def _to_columns(
         self, store: torch.Tensor, dropped: np.ndarray, first: int, last: int
     ) -> torch.Tensor:
-        """[rows, slots, kv_heads, dim] to [rows, kv_heads, last - first, dim]."""
+        """Turn [rows, slots, kv_heads, dim] into [rows, kv_heads, last - first, dim]."""
         out = store.new_zeros(store.shape[0], store.shape[2], last - first, store.shape[3])
         for of, slots, columns in self._parts(dropped, first, last):
             index = _index(columns - first, store.device)

@@ -109,7 +109,11 @@ class SlotGroup:
         self.capacity, self._path_table = capacity, table
 
     def place(self, counts: int | np.ndarray) -> None:
-        """Put the next tokens of the rows, one number for all or [rows], behind their lengths."""
+        """Put the next tokens of every row behind its length.
+
+        Args:
+            counts: How many they are: one number for all rows, or [rows].
+        """
         counts = np.broadcast_to(counts, len(self.dropped))
         self._drop_unseen(int((self.lengths + counts).max()))
         lengths, width = self.lengths, int(counts.max())
@@ -235,7 +239,7 @@ class SlotCache(Cache):
         self.extent.shown = slots
 
     def place(self, counts: int | np.ndarray) -> None:
-        """Put the next tokens of the rows, one number for all or [rows], behind their lengths."""
+        """Put the next tokens of every row behind its length; see `SlotGroup.place`."""
         for group in self.each_group():
             group.place(counts)
 
