@@ -93,10 +93,11 @@ def measure(
     for extra in ways.values():
         timed_call(model, batches[0].inputs | shared | extra, seed)
     runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
+    named = list(ways.items())
     for number in range(rounds):
         for at, batch in enumerate(batches):
-            shift = (number + at) % len(ways)  # the first system meets colder caches
-            for name, extra in [*ways.items()][shift:] + [*ways.items()][:shift]:
+            shift = (number + at) % len(named)  # the first system meets colder caches
+            for name, extra in named[shift:] + named[:shift]:
                 call = timed_call(model, batch.inputs | shared | extra, seed + at)
                 reason = call.stats and call.stats.fallback_reason
                 if "speculative" in extra and (call.stats is None or reason is not None):
