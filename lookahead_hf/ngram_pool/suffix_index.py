@@ -65,11 +65,6 @@ class SuffixIndexes:
         self._heads[row] = np.full(64, -1, np.int32)
         self._note(row)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the indexes hold."""
-        return sum(array.nbytes for array in (*self._texts, *self._links, *self._heads))
-
     def length(self, row: int) -> int:
         """Tokens in the index of a row, borders included."""
         return int(self._states[row, _functions().LENGTH])
