@@ -127,7 +127,7 @@ class Replayed:
 
 
 class MemoryHolder:
-    """Stands in for a model: what drafting keeps of a model between calls is kept of it."""
+    """Stands in for a model: drafting keeps for it what it keeps for a model between calls."""
 
     device, dtype = "cpu", "replayed"
 
