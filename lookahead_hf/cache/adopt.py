@@ -151,7 +151,7 @@ class AdoptedCache:
             yield of, slice(token - gone, len(columns) - gone), columns[token:]
 
     def _columns_of(self, row: int, num_columns: int) -> np.ndarray:
-        """Return the columns of a row's tokens, ascending, as far as they are below `num_columns`."""
+        """Return the columns of a row's tokens, ascending, of those below `num_columns`."""
         if self.columns is None:
             return np.arange(num_columns)
         return np.concatenate([self.columns[row], np.arange(self.num_columns, num_columns)])
@@ -169,7 +169,7 @@ class AdoptedCache:
         return columns
 
     def columns_of(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return columns of tokens by their rows and their indices in these, [tokens] int64 each."""
+        """Return columns of tokens by their rows and indices in these, [tokens] int64 each."""
         columns: np.ndarray = tokens + self.pads[rows]
         if self.columns is not None and (columns < self.num_columns).any():
             for row, prompt in enumerate(self.columns):

@@ -24,7 +24,6 @@ class LogitsMemory:
         places = 1
         while places * WAYS < capacity:
             places *= 2
-        self.top_k = top_k
         self.keys = np.full((places, WAYS), -1, np.int64)
         self.tokens = np.empty((places * WAYS, top_k), np.int32)
         self.probs = np.empty((places * WAYS, top_k), np.float32)
