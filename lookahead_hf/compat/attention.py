@@ -17,11 +17,7 @@ from transformers.masking_utils import (
     flash_attention_mask,
     sdpa_mask,
 )
-from transformers.modeling_utils import (
-    ALL_ATTENTION_FUNCTIONS,
-    AttentionInterface,
-    PreTrainedModel,
-)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
 from lookahead_hf.compat.forwards import mask_sources, text_config
 from lookahead_hf.compat.states import STATE_ATTENTION, WITHOUT_ATTENTION

@@ -31,11 +31,7 @@ class LogitsMemory:
         self._clock = 0
 
     def remember(
-        self,
-        before: np.ndarray,
-        last: np.ndarray,
-        tokens: np.ndarray,
-        probs: np.ndarray,
+        self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, probs: np.ndarray
     ) -> None:
         """Store what the target expects after contexts; later ones overwrite earlier ones.
 

@@ -9,12 +9,7 @@ from types import ModuleType
 import numpy as np
 
 from lookahead_hf.ngram_pool.compilation import importing_numba, register
-from lookahead_hf.ngram_pool.matches import (
-    LONGEST_MATCH,
-    NUM_BUCKETS,
-    NUM_KEYS,
-    check_limits,
-)
+from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS, check_limits
 
 # Entries of the table per token of natural text (4 at most).
 ENTRIES_PER_TOKEN = 2.6
@@ -85,11 +80,7 @@ class SuffixIndexes:
                 self._make_room(row, int(missing[row]))
 
     def grow(
-        self,
-        rates: np.ndarray,
-        max_nodes: int,
-        live: np.ndarray,
-        min_score: float = 1e-4,
+        self, rates: np.ndarray, max_nodes: int, live: np.ndarray, min_score: float = 1e-4
     ) -> tuple[np.ndarray, ...]:
         """Grow a tree per row, best nodes first.
 

@@ -12,13 +12,7 @@ from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import (
-    attention,
-    execution,
-    implicit_positions,
-    non_finite,
-    torch_compile,
-)
+from lookahead_hf.runner import attention, execution, implicit_positions, non_finite, torch_compile
 from lookahead_hf.runner.layout import BlockInputs
 from lookahead_hf.runner.norm_calls import NormCalls
 from lookahead_hf.runner.outputs import StepOutputs

@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.cli.analysis.costs import Costs, length_class
-from lookahead_hf.cli.analysis.replay import (
-    MemoryHolder,
-    RecordedRecycling,
-    Replayed,
-    Text,
-    replay,
-)
+from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Replayed, Text, replay
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.cost_model import KEPT_SAMPLES
 from lookahead_hf.drafting.drafter import Drafter

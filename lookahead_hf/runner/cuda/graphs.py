@@ -71,12 +71,7 @@ class ModelGraphs:
         self._failed: dict[tuple[Any, ...], tuple[str, int]] = {}  # why, and calls to let pass
 
     def enter(
-        self,
-        kind: tuple[Any, ...],
-        cache: AdoptedCache,
-        state: StepState,
-        slots: int,
-        create: bool,
+        self, kind: tuple[Any, ...], cache: AdoptedCache, state: StepState, slots: int, create: bool
     ) -> GraphSet:
         """Move a call into the set of its kind, a new one where none fits.
 
