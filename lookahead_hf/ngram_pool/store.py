@@ -134,10 +134,10 @@ class Contents:
         # Room for twice as many, so that the arrays are seldom copied.
         ahead = after.later(after.num_added)
         if after.live > len(self.log):
-            self.log = _enlarged(self.log, ahead.live)
-            self.links = _enlarged(self.links, ahead.live)
+            self.log = enlarged(self.log, ahead.live)
+            self.links = enlarged(self.links, ahead.live)
         if after.num_buckets > len(self.table):
-            self.table = _enlarged(self.table, ahead.num_buckets)
+            self.table = enlarged(self.table, ahead.num_buckets)
 
     def check_file(self) -> None:
         """Raise ValueError if the arrays are mapped from a file that was written into."""
@@ -283,7 +283,8 @@ def _contents(metadata: dict[str, str], file: OpenFile) -> Contents:
     return contents
 
 
-def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
+def enlarged(array: np.ndarray, length: int) -> np.ndarray:
+    """Return a copy with room for `length` entries; the new ones are not set."""
     larger = np.empty((length, *array.shape[1:]), array.dtype)
     larger[: len(array)] = array
     return larger

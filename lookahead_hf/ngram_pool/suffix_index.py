@@ -10,6 +10,7 @@ import numpy as np
 
 from lookahead_hf.ngram_pool.compilation import importing_numba, register
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, NUM_KEYS, check_limits
+from lookahead_hf.ngram_pool.store import enlarged
 
 # Entries of the table per token of natural text (4 at most).
 ENTRIES_PER_TOKEN = 2.6
@@ -41,24 +42,17 @@ class SuffixIndexes:
             ValueError: Not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
-        functions = _functions()
         self._limits = (min_ngram, max_ngram)
-        self._states = np.zeros((num_rows, functions.NUM_COLUMNS), np.int64)
-        self._texts = [np.empty(0, np.int32)] * num_rows
-        self._links = [np.empty((0, NUM_KEYS), np.int32)] * num_rows
-        self._heads = [np.empty(0, np.int32)] * num_rows
+        self._states = np.zeros((num_rows, _functions().NUM_COLUMNS), np.int64)
+        self._arrays: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         for row in range(num_rows):
             self.clear(row)
 
     def clear(self, row: int) -> None:
         """Forget the text of a row."""
         self._states[row] = 0
-        self._texts[row], self._links[row] = (
-            np.empty(0, np.int32),
-            np.empty((0, NUM_KEYS), np.int32),
-        )
-        self._heads[row] = np.full(64, -1, np.int32)
-        self._note(row)
+        text, links = np.empty(0, np.int32), np.empty((0, NUM_KEYS), np.int32)
+        self._set(row, text, links, np.full(64, -1, np.int32))
 
     def length(self, row: int) -> int:
         """Tokens in the index of a row, borders included."""
@@ -73,7 +67,7 @@ class SuffixIndexes:
         """
         # Copies, since numba would compile again for read-only or strided arrays.
         offsets, token_ids = np.array(offsets, np.int64), np.array(token_ids, np.int64)
-        done = np.zeros(len(self._texts), np.int64)
+        done = np.zeros(len(self._states), np.int64)
         while not _functions().insert_rows(self._states, offsets, token_ids, done):
             missing = np.diff(offsets) - done
             for row in np.flatnonzero(missing).tolist():
@@ -102,28 +96,24 @@ class SuffixIndexes:
 
     def _make_room(self, row: int, num_tokens: int) -> None:
         """Make room for so many more tokens in the text, and about as many in the table."""
-        functions, state = _functions(), self._states[row]
+        functions, (text, links, heads) = _functions(), self._arrays[row]
         length = self.length(row) + num_tokens
-        if length > len(self._texts[row]):
-            self._enlarge_text(row, max(length, len(self._texts[row]) * 3 // 2, 64))
-        num_entries, heads = int(state[functions.NUM_ENTRIES]), self._heads[row]
+        if length > len(text):
+            room = max(length, len(text) * 3 // 2, 64)
+            text, links = enlarged(text, room), enlarged(links, room)
+        num_entries = int(self._states[row, functions.NUM_ENTRIES])
         if num_entries + NUM_KEYS > int(functions.FILL * len(heads)):
             size = int((num_entries + ENTRIES_PER_TOKEN * num_tokens) / functions.FILL)
-            self._heads[row] = np.full(max(size, len(heads) * 3 // 2), -1, np.int32)
-            functions.rehash(self._texts[row], heads, self._heads[row])
-        self._note(row)
+            larger = np.full(max(size, len(heads) * 3 // 2), -1, np.int32)
+            functions.rehash(text, heads, larger)
+            heads = larger
+        self._set(row, text, links, heads)
 
-    def _enlarge_text(self, row: int, room: int) -> None:
-        length = self.length(row)
-        text, links = np.empty(room, np.int32), np.empty((room, NUM_KEYS), np.int32)
-        text[:length], links[:length] = self._texts[row][:length], self._links[row][:length]
-        self._texts[row], self._links[row] = text, links
-
-    def _note(self, row: int) -> None:
-        """Write into the state of a row where its arrays are."""
-        arrays = self._texts[row], self._links[row], self._heads[row]
+    def _set(self, row: int, text: np.ndarray, links: np.ndarray, heads: np.ndarray) -> None:
+        """Keep the arrays of a row, and write into its state where they are."""
+        self._arrays[row] = arrays = text, links, heads
         addresses = [array.ctypes.data for array in arrays]
-        self._states[row, :5] = *addresses, len(arrays[0]), len(arrays[2])
+        self._states[row, :5] = *addresses, len(text), len(heads)
 
 
 @cache

@@ -126,8 +126,7 @@ def test_a_long_text_in_many_pieces_equals_one_insertion() -> None:
     assert len(tree.token_ids) == 64
     assert_same_tree(tree, whole.tree(EVEN, 64))
     for index in (grown, whole):
-        arrays = *index._texts, *index._links, *index._heads
-        assert sum(array.nbytes for array in arrays) <= 64 * len(text)
+        assert sum(array.nbytes for array in index._arrays[0]) <= 64 * len(text)
 
 
 def test_any_integer_array_may_be_indexed() -> None:
