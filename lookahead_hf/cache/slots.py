@@ -161,23 +161,17 @@ class SlotCache(Cache):
     """A cache of `SlotLayer`s with one length per row.
 
     Attributes:
-        extent: Lengths of the rows.
+        lengths: Tokens of each row that are kept, [rows] int64; changed in place, as `extent` has
+            the same array.
+        extent: How much of every row is kept and read.
         groups: The layers by the name of their mask; several names may share a group.
     """
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(layers=[])
-        self.extent = Extent(np.zeros(num_rows, np.int64))
+        self.lengths = np.zeros(num_rows, np.int64)
+        self.extent = Extent(self.lengths)
         self.groups: dict[str, SlotGroup] = {}
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row that are kept, [rows] int64."""
-        return self.extent.lengths
-
-    @lengths.setter
-    def lengths(self, lengths: np.ndarray) -> None:
-        self.extent.lengths = lengths
 
     @property
     def longest(self) -> int:
