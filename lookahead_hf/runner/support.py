@@ -97,7 +97,6 @@ def check_kind(model: Any) -> None:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
     if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
         raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
-    check_states(model)
     names = compat.decoder_names(model)
     missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
     if missing:
