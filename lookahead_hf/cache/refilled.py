@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slot_layer import SlotLayer
 from lookahead_hf.cache.slots import SlotCache, SlotGroup
@@ -81,9 +79,7 @@ class RefilledCache(AdoptedCache):
         for layer in prompt.layers:
             if isinstance(layer, SlotLayer):
                 stores = layer.stores.k_store, layer.stores.v_store
-                self.slots.add(names[layer.group], *map(self._zeros, stores))
+                zeros = (each.new_zeros(len(self.pads), *each.shape[1:]) for each in stores)
+                self.slots.add(names[layer.group], *zeros)
             else:
                 self.slots.add_other(layer)
-
-    def _zeros(self, store: torch.Tensor) -> torch.Tensor:
-        return store.new_zeros(len(self.pads), *store.shape[1:])
