@@ -175,7 +175,7 @@ class CudaRunner(Runner):
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._set is not None or self._is_compiled:
-            width = min((w for w in self._widths if w >= width), default=width)
+            width = torch_compile.width_for(width, self._widths)
         return width, self._visible(self.cache.slots.longest + width)
 
     @property
