@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class Block:
     """Where a forward writes its tokens, the same for every layer of a group."""
 
-    start: int | None  # first slot where all rows write the same range, else None
+    span: slice | None  # of slots, where all rows write the same ones, else None
     flat_slots: torch.Tensor | None  # [tokens] int64 into [rows * capacity], else None
-    width: int
     visible: int  # slots that the attention sees, [0, visible)
 
 
@@ -68,9 +67,8 @@ class SlotLayer(DynamicLayer):
         """Write states, [rows, width, heads, dim] or [1, tokens, ...]; return the visible slots."""
         block = self.group.block
         assert block is not None
-        if block.start is not None:
-            of_rows = states.reshape(-1, block.width, *states.shape[2:])
-            store[:, block.start : block.start + block.width].copy_(of_rows)
+        if block.span is not None:
+            store[:, block.span].copy_(states.reshape(len(store), -1, *store.shape[2:]))
         else:
             flat = store.view(-1, *store.shape[2:])
             slots = self.group.flat_slots_on(store.device)

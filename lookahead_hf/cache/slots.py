@@ -123,16 +123,16 @@ class SlotGroup:
         are_alike = bool((lengths == lengths[0]).all() and (counts == width).all())
         # Where shapes are fixed, compiled code has no number of the host's in it either.
         if are_alike and self.extent.shown is None:
-            self.block = Block(int(lengths[0]), None, width, visible)
+            self.block = Block(slice(used - width, used), None, visible)
             return
         first = np.arange(len(counts)) * self.capacity + lengths
         flat = np.repeat(first, counts) + place_in_row(np.concatenate([[0], counts.cumsum()]))
         self._slots_by_device.clear()
-        self.block = Block(None, torch.from_numpy(flat), width, visible)
+        self.block = Block(None, torch.from_numpy(flat), visible)
 
-    def place_at(self, flat_slots: torch.Tensor, width: int, visible: int) -> None:
+    def place_at(self, flat_slots: torch.Tensor, visible: int) -> None:
         """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""
-        self.block = Block(None, flat_slots, width, visible)
+        self.block = Block(None, flat_slots, visible)
         self._slots_by_device = {flat_slots.device: flat_slots}
 
     def _drop_unseen(self, slots: int) -> None:
