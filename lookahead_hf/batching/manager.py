@@ -125,28 +125,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.limits, self._maker = limits, maker
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
         self.progress: Progress | None = None
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin another run: texts count from 0 again, and a seed that nobody set is drawn anew."""
-        self.input_queue.num_texts, seed = 0, self.limits.seed
+        seed = limits.seed
         self._seed = int(torch.randint(2**31, ())) if seed is None else seed
-
-    def fits(self, maker: Maker, limits: Limits) -> bool:
-        """Return whether a call with these settings and limits may use this manager again.
-
-        Whoever runs it, or has left results in it, shares it with nobody.
-        """
-        if self.is_running() or not self.output_router.output_queue.empty():
-            return False
-        one, other = (
-            (each.generation_config.to_dict(), each.request, each.room)
-            for each in (maker, self._maker)
-        )
-        return one == other and limits == self.limits
-
-    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Leave the model's attention as it is."""
 
     def warmup(self) -> None:
         """Wait until the functions that draft are there."""
@@ -173,11 +153,19 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             thread.run()
         return super().get_result(request_id, timeout)
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the run as transformers' manager does; an interrupt gives up what waits."""
-        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            kwargs["hard_stop"] = True
-        super().stop(*args, **kwargs)
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Stop the run as transformers' manager does; an interrupt gives up what waits.
+
+        The model never keeps the manager: making another one costs nothing.
+        """
+        hard_stop |= isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        super().stop(block, timeout, hard_stop=hard_stop)
 
     def join(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the thread, which looks up if it is idle."""

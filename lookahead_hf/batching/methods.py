@@ -31,9 +31,6 @@ SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
 MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
 
-KEPT = "_cached_continuous_batching_manager"
-"""Where transformers keeps the manager of a call with persistent_manager=True on the model."""
-
 NAMES = ("generate_batch", "init_continuous_batching")
 """The methods of a model that speculate in continuous batching."""
 
@@ -164,10 +161,9 @@ def _call(
     if asked.speculative not in (None, False):
         _check_ignored(kwargs)
     speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
-    in_call = speculates and not given.get("persistent_manager")
-    if in_call and kwargs.get("progress_bar"):  # transformers' bar would stand still until the end
+    if speculates and kwargs.get("progress_bar"):  # transformers' would stand still until the end
         asked, kwargs["progress_bar"] = replace(asked, progress=True), False
-    with asking(replace(asked, in_call=in_call)):
+    with asking(replace(asked, in_call=speculates)):
         return original(*args, **kwargs)
 
 
@@ -218,15 +214,7 @@ def _manager(
             return _ours(model, config, asked, *given)
         except Unserved as unserved:
             fallback.report(model, unserved, config.on_fallback, "transformers' manager")
-    if _kept(model) is not None:
-        vars(model).pop(KEPT, None)  # transformers would return it, whatever is asked
     return original(*given)
-
-
-def _kept(model: Any) -> SpeculativeBatchingManager | None:
-    """Our manager that an earlier call left with the model, None if there is none."""
-    kept = getattr(model, KEPT, None)
-    return kept if isinstance(kept, SpeculativeBatchingManager) else None
 
 
 def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
@@ -279,11 +267,7 @@ def _ours(
     maker.check()
     in_call = asked.in_call and not batching.max_queue_size  # adding to a full queue waits
     limits = Limits(slots, batching.max_queue_size, batching.seed, in_call, most)
-    manager = _kept(model)
-    if manager is None or not manager.fits(maker, limits):
-        manager = SpeculativeBatchingManager(maker, limits)
-    else:
-        manager.renew()
+    manager = SpeculativeBatchingManager(maker, limits)
     manager.progress = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
     return manager
 
