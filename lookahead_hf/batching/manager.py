@@ -91,6 +91,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
     yields nothing more.
 
     Attributes:
+        maker: Turns requests into calls of `generate`.
         limits: How much is decoded together.
         progress: Shows how the requests get on, None for no bar.
     """
@@ -122,7 +123,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.distributed_helper = DistributedHelper(None, None)
         self.is_tp_driver = True
 
-        self.limits, self._maker = limits, maker
+        self.limits, self.maker = limits, maker
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
         self.progress: Progress | None = None
         seed = limits.seed
@@ -194,7 +195,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.cancel_queue.put(request_id)
         self._wake_up_loop.set()
 
-    # What the session asks of its desk, in the thread of the run.
+    # What the session of a run asks, in the thread of the run.
 
     def take(self) -> Job | None:
         """Return the next text that waits, None if there is none."""
@@ -270,7 +271,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def _run_generation_loop(self) -> None:
         """Decode whatever comes, until the manager is stopped."""
-        self.batch_processor = self._maker  # for `stop`, which asks whether there is anything
+        self.batch_processor = self.maker  # for `stop`, which asks whether there is anything
         device = self.model.device
         try:
             if device.type == "cuda" and device.index is not None:
@@ -291,8 +292,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         while not self.stops():
             self.pauses()
             if self._jobs or not self.input_queue.empty():
-                limits = self.limits
-                run(new_session(self._maker, self, limits.max_slots, limits.max_batch_tokens))
+                run(new_session(self))
             elif status.local_status == status.FLUSH_AND_STOP:
                 return
             else:

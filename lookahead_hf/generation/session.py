@@ -89,7 +89,9 @@ class Session(ABC):
         return self
 
     @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,9 @@ class DecodingSession(Session):
         if self.tracer is not None:
             self.tracer.observe(draft, verdict)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         with ExitStack() as stack:
             stack.callback(self.drafts.end, self.rows)
             stack.callback(self.runner.end)
