@@ -53,7 +53,9 @@ class Ours(Contender):
     def begin(self, tokens: np.ndarray, prompt: Seen) -> None:
         self._sources, self._recycling = self._build()
         self._calibration = self._rates.lease(self._sources, False)
-        self._ensemble = Ensemble(self._sources, self._calibration, max_new_tokens=self._new_tokens)
+        self._ensemble = Ensemble(
+            self._sources, self._calibration, 1, max_new_tokens=self._new_tokens
+        )
         self._rows = Rows(tokens[None, :-1])
         self._rows.emit(0, int(tokens[-1]))
         self._ensemble.begin(self._rows)

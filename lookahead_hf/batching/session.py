@@ -202,8 +202,14 @@ class RefillSession(Session):
         if self.rows.finished[row]:
             with self.stats.phase_of(row, "draft"):
                 self.drafts.end_row(self.rows, row)
-            num_emitted = int(self.rows.num_emitted[row])
-            self._finish(row, job, self.stats.of_row(row, num_emitted, self.runner.execution))
+            record = self.stats.of_row(
+                row,
+                int(self.rows.num_emitted[row]),
+                engine=self.verifier.name,
+                per_source=self.drafts.source_stats(row),
+                execution=self.runner.execution,
+            )
+            self._finish(row, job, record)
         elif state.streaming and new:
             self.manager.deliver(job)
         return len(new)
@@ -268,6 +274,6 @@ def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
         runner=runner,
         verifier=EachRow(num_rows),
         processes=Processes(),
-        stats=RowRecorder(num_rows, tuple(drafts.source_stats)),
+        stats=RowRecorder(num_rows),
         manager=manager,
     )

@@ -188,7 +188,7 @@ def _warm_up() -> None:
 
     for dtype in (torch.bfloat16, torch.float32):
         source = RecyclingDrafter(top_k=2, capacity=4)
-        ensemble = Ensemble([source], Calibration([source]))
+        ensemble = Ensemble([source], Calibration([source]), 1)
         rows = Rows(np.zeros((1, 2), np.int64))
         rows.emit(0, 0)
         ensemble.begin(rows)

@@ -143,7 +143,11 @@ class DraftSession:
         self._sources = sources = in_use.take(self, sources)
         self._calibration = self._memory.rates.lease(sources, do_sample)
         self._ensemble = Ensemble(
-            sources, self._calibration, vocab_size=vocab_size, max_new_tokens=max_new_tokens
+            sources,
+            self._calibration,
+            rows.num_rows,
+            vocab_size=vocab_size,
+            max_new_tokens=max_new_tokens,
         )
         most_nodes = config.max_draft_nodes
         if config.draft_invariant:
@@ -169,10 +173,9 @@ class DraftSession:
         self._begun = False
         self._rest = self._resting = 0
 
-    @property
-    def source_stats(self) -> dict[str, SourceStats]:
-        """What each source contributed so far, by name."""
-        return self._ensemble.source_stats
+    def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
+        """Return what each source contributed so far, to one row or to all, by name."""
+        return self._ensemble.source_stats(row)
 
     def begin(self, rows: Rows) -> None:
         """Show the texts to the sources, as soon as numba's functions are compiled or loaded."""
@@ -187,6 +190,7 @@ class DraftSession:
 
     def begin_row(self, rows: Rows, row: int) -> None:
         """Show the sources another text that has taken a row."""
+        self._ensemble.counts[row] = 0
         if self._begun:
             self._guarded(lambda: self._ensemble.begin_row(rows, row))
 

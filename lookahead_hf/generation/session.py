@@ -169,14 +169,14 @@ class DecodingSession(Session):
     def output(self) -> Any:
         """Hand the cache back, end the stream and return what `generate` returns."""
         call, emitted = self.call, self.rows.num_emitted
-        per_source = self.drafts.source_stats
+        per_source = self.drafts.source_stats()
         record = self.stats.finish(
             self.rows,
-            self.verifier.name,
-            per_source,
-            self.runner.execution,
-            None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
-            self.runner.num_fed,
+            engine=self.verifier.name,
+            per_source=per_source,
+            execution=self.runner.execution,
+            trace=None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
+            num_fed=self.runner.num_fed,
         )
         # Without a pad token only the columns that the shortest row has.
         columns = int(emitted.min() if call.pad is None else emitted.max())

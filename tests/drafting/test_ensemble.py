@@ -51,7 +51,7 @@ class Broken(Chains):
 
 
 def ensemble_of(*sources: Drafter, **options: Any) -> Ensemble:
-    return Ensemble(sources, Calibration(sources), **options)
+    return Ensemble(sources, Calibration(sources), 2, **options)
 
 
 def step(tree: DraftTree, path: list[int], bonus: int) -> Verdict:
@@ -65,7 +65,7 @@ def test_counts_tell_sources_of_one_name_apart_and_what_only_one_of_them_knew() 
     tree = ensemble.propose(rows, 8)
     path = [tree.token_ids.tolist().index(1), tree.token_ids.tolist().index(3)]
     ensemble.observe(rows, tree, step(tree, path, 7), None)  # type: ignore[arg-type]
-    assert ensemble.source_stats == {
+    assert ensemble.source_stats() == {
         "custom": SourceStats(drafted=3, accepted=1, exclusive=0),
         "custom_2": SourceStats(drafted=2, accepted=2, exclusive=1),
     }

@@ -59,7 +59,7 @@ def draft_two_steps() -> None:
     sources = build(None, {}, Resources([np.array([1, 2, 3])] * 2))
     text = [*range(6), *range(6), 0]
     rows = rows_of([text[1:], text])
-    ensemble = Ensemble(sources, Calibration(sources), vocab_size=50, max_new_tokens=9)
+    ensemble = Ensemble(sources, Calibration(sources), 2, vocab_size=50, max_new_tokens=9)
     ensemble.begin(rows)
     for _ in range(2):
         draft = head(ensemble.propose(rows, 8), 4)

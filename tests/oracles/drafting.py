@@ -142,6 +142,7 @@ def learn_rates(
 
 
 def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
+    before = counts[:, 2].sum(0)
     for row in range(len(row_offsets) - 1):
         first = int(row_offsets[row])
         accepted = set(path[path_offsets[row] : path_offsets[row + 1]].tolist())
@@ -149,4 +150,5 @@ def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, 
             sources = set(entry_source[entry_offsets[node] : entry_offsets[node + 1]].tolist())
             hit = node - first in accepted
             for source in sources:
-                counts[:, source] += 1, hit, hit and len(sources) == 1
+                counts[row, :, source] += 1, hit, hit and len(sources) == 1
+    return counts[:, 2].sum(0) - before

@@ -64,7 +64,7 @@ def test_the_requests_own_text_is_believed_more_until_the_pool_has_earned_it() -
     assert (prior < NgramDrafter().prior()).all()
     pool, own = PoolDrafter(pool_of([1, 2, 3])), NgramDrafter()
     calibration = Calibration([own, pool])
-    ensemble = Ensemble([own, pool], calibration)
+    ensemble = Ensemble([own, pool], calibration, 1)
     rows = rows_of([[1, 2, 4, 9, 1, 2]])
     ensemble.begin(rows)
     assert ensemble.propose(rows, 1).token_ids.tolist() == [4]
