@@ -23,7 +23,7 @@ from lookahead_hf.batching.request import OBJECTS, Maker
 from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.generation.options import Request
+from lookahead_hf.generation.call import Request
 
 SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
 """Texts that are decoded together where nobody says how many."""

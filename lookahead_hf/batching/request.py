@@ -15,8 +15,7 @@ from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.generation.call import PreparedCall
-from lookahead_hf.generation.options import Request
+from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.runner import positions, prefix_tuning, support

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf import ngram_pool
@@ -18,7 +17,6 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.prompt_lookup import PromptLookup
-from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.scheduler import Scheduler
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
@@ -45,30 +43,6 @@ CHAIN_OF = 64
 _has_warned = False
 
 
-def sources_of(
-    model: Any, config: SpeculativeConfig, num_rows: int, resources: Resources
-) -> list[Drafter]:
-    """Make the sources that a configuration names; nothing runs yet, and they see nothing.
-
-    Raises:
-        ValueError: An option or a pool is wrong, a drafter lacks what it drafts with, or the
-            predictions are not as many as the rows.
-    """
-    predictions = resources.predictions
-    if predictions is not None and (not predictions or num_rows % len(predictions)):
-        raise ValueError(
-            f"prediction holds {len(predictions)} texts, but the batch has {num_rows} rows: give "
-            "one for every row (an empty list where there is none), or a single one for all"
-        )
-    own_pool = memory_of(model).own_pool
-    try:
-        resources = replace(resources, target=model, own_pool=own_pool)
-        return build(config.drafters, config.options, resources)
-    except ngram_pool.NumbaMissingError as error:
-        _warn_of_numba(error)
-        return []
-
-
 def compile_or_warn() -> None:
     """Compile all numba functions; where that fails, warn, and calls decode plainly."""
     with suppress(Exception):
@@ -81,10 +55,10 @@ def _check_numba() -> None:
     try:
         ngram_pool.check_available()
     except ngram_pool.NumbaMissingError as error:
-        _warn_of_numba(error)
+        warn_of_numba(error)
 
 
-def _warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
+def warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
     """Warn once per process that nothing is drafted."""
     global _has_warned
     if not _has_warned:
@@ -125,7 +99,7 @@ class DraftSession:
             model: The target.
             config: The call's configuration.
             rows: The texts.
-            sources: What `sources_of` returned.
+            sources: What `build_drafters` returned.
             do_sample: Whether tokens are drawn.
             vocab_size: Token ids of the target.
             max_new_tokens: Length of the texts; nothing beyond it is drafted. One number for all

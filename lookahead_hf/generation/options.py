@@ -1,12 +1,11 @@
-"""What the caller of `generate` asked for: transformers' arguments, and our own."""
+"""The arguments of a call of `generate`: transformers' own, and ours."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,39 +27,6 @@ CONFLICTS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "cus
 
 Beside a configuration of the caller's, `use_mtp` names a drafter instead.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a caller asks of speculation.
-
-    Attributes:
-        config: How to speculate.
-        streamer: Gets the prompt and every token, as plain `generate` feeds it.
-        tokenizer: The caller's `tokenizer=`.
-        assistant_model: The caller's `assistant_model=`.
-        assistant_tokenizer: The caller's `assistant_tokenizer=`.
-        use_mtp: The caller's `use_mtp=`: whether the model's own layers draft, too.
-        assistant_settings: What the caller asks of assistants, by generation setting.
-        synced_gpus: As `generate` computes it.
-        prediction: The caller's guess of every row's text, token ids.
-        encoder_inputs: What an encoder was given, [texts, ...].
-    """
-
-    config: SpeculativeConfig
-    streamer: Any = None
-    tokenizer: Any = None
-    assistant_model: Any = None
-    assistant_tokenizer: Any = None
-    use_mtp: bool = False
-    assistant_settings: Mapping[str, Any] = field(default_factory=dict)
-    synced_gpus: bool = False
-    prediction: Sequence[np.ndarray] | None = None
-    encoder_inputs: torch.Tensor | None = None
-
-    def draws(self, do_sample: bool) -> bool:
-        """Return whether drafts, and the verdicts on them, are drawn from distributions."""
-        return do_sample and self.config.verification == "rejection"
 
 
 class GenerateArguments:

@@ -14,9 +14,10 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.pool import PoolDrafter, fingerprint, open_pool
+from lookahead_hf.generation.call import Request
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.drafts import emit, paths, rows_of
@@ -93,8 +94,7 @@ def test_a_pool_of_another_tokenizer_is_refused(tmp_path: Path, is_processor: bo
     pool_of([1, 2, 3], tokenizer_fingerprint=fingerprint(tokenizer)).save(tmp_path / "pool")
 
     def built() -> None:
-        resources = Resources(pool=tmp_path / "pool", tokenizers=(given, None))
-        build(("pool",), {}, resources)
+        build(Request(SpeculativeConfig(("pool",), pool=tmp_path / "pool"), tokenizer=given))
 
     built()
     tokenizer.add_tokens(["<new>"])
