@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration, unique_names
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, warn_of_failure
 from lookahead_hf.drafting.tree import ANY_TOKEN, merge
 from lookahead_hf.stats import SourceStats
 
@@ -61,7 +60,7 @@ class Ensemble(Drafter):
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
         self._working = [True] * len(self._sources)
-        self.asked = self.next_asked = self._working
+        self.asked = self.next_asked = [True] * len(self._sources)
         self._merged: DraftTree | None = None
         self.counts = np.zeros((num_rows, 3, len(self._sources)), np.int64)
         self._exclusive = [0] * len(self._sources)  # of the latest step
@@ -73,11 +72,6 @@ class Ensemble(Drafter):
         columns = zip(self._names, counts.T.tolist(), strict=True)
         return {name: SourceStats(*column) for name, column in columns}
 
-    @property
-    def working(self) -> bool:
-        """Whether any source is left to draft."""
-        return any(self._working)
-
     def settle(self) -> tuple[list[float], list[int]]:
         """Return and reset each source's seconds and accepted nodes that only it proposed."""
         settled = self._seconds, self._exclusive
@@ -85,8 +79,6 @@ class Ensemble(Drafter):
         return settled
 
     def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
-        self._working = [True] * len(self._sources)
-        self.asked = self.next_asked = [True] * len(self._sources)
         for index, source in enumerate(self._sources):
             _show(source, hidden_states)
             self._guarded(index, "begin", rows)
@@ -106,8 +98,6 @@ class Ensemble(Drafter):
             or DraftTree.empty(rows.num_rows)
             for index, asked in enumerate(self.asked)
         ]
-        if not self.working:
-            return DraftTree.empty(rows.num_rows)
         self._merged = merge(
             proposals, self._calibration, max_nodes, self._vocab_size, self._max_depth(rows)
         )
@@ -174,12 +164,7 @@ class Ensemble(Drafter):
         except Exception as error:
             if self._working[index]:
                 self._working[index] = False
-                warnings.warn(
-                    f"the drafter {self._names[index]!r} failed and is left out of this call: "
-                    f"{type(error).__name__}: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                warn_of_failure(self._names[index], error)
         finally:
             self._seconds[index] += perf_counter() - start
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from lookahead_hf.config import DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.draft import Verdict
 from lookahead_hf.drafting.calibration import Calibration
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, warn_of_failure
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.drafting.tree import head
@@ -83,12 +82,7 @@ def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]
     try:
         return [Adapted(drafter, vocab_size, draws)]
     except Exception as error:
-        warnings.warn(
-            f"the drafter {drafter_name(drafter)!r} failed and is left out of this call: "
-            f"{type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        warn_of_failure(drafter_name(drafter), error)
         return []
 
 

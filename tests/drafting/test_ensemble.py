@@ -84,7 +84,6 @@ def test_a_source_that_raises_is_dropped_with_one_warning(method: str) -> None:
     assert len(caught) == 1
     assert tree.token_ids.tolist() == [1, 2]
     assert sound.calls == ["begin", "propose", "observe", "propose", "end"]
-    assert ensemble.working
 
 
 def test_a_dropped_source_is_asked_for_nothing_but_its_end() -> None:
@@ -94,7 +93,6 @@ def test_a_dropped_source_is_asked_for_nothing_but_its_end() -> None:
     with pytest.warns(RuntimeWarning):
         tree = ensemble.propose(rows, 8)
     assert tree.num_nodes == 0
-    assert not ensemble.working
     ensemble.observe(rows, tree, step(tree, [], 7), None)  # type: ignore[arg-type]
     ensemble.end(rows)
     assert broken.calls == ["begin", "end"]

@@ -70,4 +70,3 @@ def draft_two_steps() -> None:
         emit(rows, [[7], [8]])
         logits = torch.zeros(2, 1 + draft.max_nodes + 3, 60)[:, : 1 + draft.max_nodes, :50]
         ensemble.observe(rows, draft, verdict, logits)
-    assert ensemble.working
