@@ -33,13 +33,11 @@ def merge_trees(
         known: dict[tuple[int, int], int] = {}
         for source in range(len(row_offsets)):
             first = int(row_offsets[source, row])
-            num_buckets = int(bucket_starts[source + 1] - bucket_starts[source])
             united = {-1: -1}
             for node in range(first, int(row_offsets[source, row + 1])):
                 token, parent = int(token_ids[node]), int(parents[node])
                 own = buckets[entry_offsets[node] : entry_offsets[node + 1]].tolist()
-                own = [b for b in own if 0 <= b < num_buckets]
-                if parent not in united or not own or not 0 <= token < vocab_size:
+                if parent not in united or not 0 <= token < vocab_size:
                     continue
                 at = united[parent]
                 depth = 1 if at < 0 else nodes[at].depth + 1
