@@ -24,6 +24,7 @@ from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.call import Request
+from lookahead_hf.generation.options import wanted
 
 SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
 """Texts that are decoded together where nobody says how many."""
@@ -218,14 +219,8 @@ def _manager(
 
 
 def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
-    """How to speculate: as the call says, else a generation config, else the default."""
-    if asked.speculative is not None:
-        return SpeculativeConfig.resolve(asked.speculative)
-    for config in (generation, model.generation_config):
-        value = getattr(config, "speculative", None)
-        if value is not None:
-            return SpeculativeConfig.resolve_stored(value)
-    return SpeculativeConfig.resolve(default)
+    """How to speculate, None for not at all."""
+    return wanted(asked.speculative, (generation, model.generation_config), default)[1]
 
 
 def _ours(

@@ -49,18 +49,8 @@ class GenerateArguments:
         self.tokenizer = tokenizer if given is None else given
 
     def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
-        """Return the value that decides about speculation, and the configuration it stands for.
-
-        The call's own argument comes first, then the generation config that was passed, then the
-        model's; None asks the next. (None, None) means that nothing decides.
-        """
-        if self._asked is not None:
-            return self._asked, SpeculativeConfig.resolve(self._asked)
-        for config in self._generation_configs():
-            value = getattr(config, "speculative", None)
-            if value is not None:
-                return value, SpeculativeConfig.resolve_stored(value)
-        return default, SpeculativeConfig.resolve(default)
+        """Return what decides about speculation in the call; see the function of this name."""
+        return wanted(self._asked, self._generation_configs(), default)
 
     def setting(self, name: str) -> Any:
         """Return a generation setting as `generate` will see it."""
@@ -161,6 +151,23 @@ class GenerateArguments:
             config.stop_strings = None
         if getattr(of_model, "stop_strings", None) is not None:
             passed["stop_strings"] = None
+
+
+def wanted(
+    asked: Any, generation_configs: Sequence[Any], default: Any
+) -> tuple[Any, SpeculativeConfig | None]:
+    """Return the value that decides about speculation, and the configuration it stands for.
+
+    The argument of a call comes first, then the generation config that was passed, then the
+    model's, then the default; None asks the next. (None, None) means that nothing decides.
+    """
+    if asked is not None:
+        return asked, SpeculativeConfig.resolve(asked)
+    for config in generation_configs:
+        value = getattr(config, "speculative", None)
+        if value is not None:
+            return value, SpeculativeConfig.resolve_stored(value)
+    return default, SpeculativeConfig.resolve(default)
 
 
 def _by_name(
