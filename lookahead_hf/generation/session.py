@@ -113,23 +113,6 @@ class DecodingSession(Session):
     by_kernel: bool
 
     def start(self, stack: ExitStack) -> None:
-        logits = self.prefill(stack)
-        with self.stats.phase("verify"):
-            self.verifier.first(self.rows, logits)
-        with self.stats.phase("draft"):
-            self.drafts.begin(self.rows)
-        if self.tracer is not None:
-            self.tracer.observe_prefill(self.rows)
-
-    def prefill(self, stack: ExitStack) -> torch.Tensor:
-        """Stream and run the prompt, and set the model up for the steps.
-
-        Args:
-            stack: Ends with the call; undoes what was set up.
-
-        Returns:
-            Logits after the prompt, [rows, 1, vocab].
-        """
         call, model = self.call, self.call.model
         shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
         stack.enter_context(attention.left_to_kernel(self.by_kernel))
@@ -145,8 +128,12 @@ class DecodingSession(Session):
         if shown:
             self.drafts.prompt = compat.last_hidden_states(outputs)
         self.processes.step()
-        logits: torch.Tensor = outputs.logits[:, -1:]
-        return logits
+        with self.stats.phase("verify"):
+            self.verifier.first(self.rows, outputs.logits[:, -1:])
+        with self.stats.phase("draft"):
+            self.drafts.begin(self.rows)
+        if self.tracer is not None:
+            self.tracer.observe_prefill(self.rows)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
         """Learn from a committed step: requested outputs, statistics, drafting and the trace."""
