@@ -241,11 +241,6 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             self.cancel_queue.put(name)
             warnings.warn(f"nobody takes the text of {name!r}: {error}", stacklevel=2)
 
-    def stepped(self, num_live: int, num_new: int) -> None:
-        """Note a step of the rows that decode, and the tokens that it brought."""
-        if self.progress is not None:
-            self.progress.step(num_live, num_new)
-
     def _split(self, request: Waiting) -> list[Job]:
         """The texts of a request, the one with its own id last; none if they cannot be told apart.
 

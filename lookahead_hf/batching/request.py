@@ -153,13 +153,14 @@ class Maker:
             detail = f"positions up to {last}, where those of the model change or end at {limit}"
             raise Unserved(FallbackReason.MODEL, detail)
 
-    def verifier(self, call: PreparedCall, stream: ColumnStream, seed: int) -> Verifier:
+    def verifier(self, call: PreparedCall, seed: int) -> Verifier:
         """Return what verifies the text of a call in a row of its own.
 
         Raises:
             Unserved: Its processors or criteria need more than the row's own scores and tokens.
         """
         outputs = RequestedOutputs(call.generation_config, 1)
+        stream = ColumnStream(None, 1, call.pad)
         chosen = choose_verifier(call, outputs, stream, Processes(), seed)
         if not isinstance(chosen, Walk) or chosen.rules.in_order:
             detail = "a logits processor, a criterion or a verification that cannot be kept in rows"
@@ -200,7 +201,7 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        self.verifier(self.trial(), ColumnStream(None, 1, None), 0)
+        self.verifier(self.trial(), 0)
         support.check_trial(model)
 
     def takes_flat(self) -> bool:

@@ -24,7 +24,6 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.session import Session
-from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
 from lookahead_hf.stats import SpeculativeStats
@@ -68,13 +67,14 @@ class RefillSession(Session):
         if self.manager.pauses():
             self.runner.renew(packing(self.manager.maker))
         self._free_cancelled()
-        stops, num_new = self.manager.stops(), 0
+        stops = self.manager.stops()
         for row, job in list(self.jobs.items()):
             if self.jobs.get(row) is job:  # not cancelled while another one was written alone
-                num_new += self._pass_on(row, job)
+                self._pass_on(row, job)
         if not stops:
-            num_new += self._fill()
-        self.manager.stepped(int(self.rows.live.sum()), num_new)
+            self._fill()
+        if self.manager.progress is not None:
+            self.manager.progress.show(int(self.rows.live.sum()))
         if stops or not self.jobs:
             return False
         with self.stats.phase("draft"):
@@ -88,9 +88,9 @@ class RefillSession(Session):
             if job.names & cancelled:
                 self._free(row)
 
-    def _fill(self) -> int:
-        """Give free rows to the requests that wait; return the tokens that these have at once."""
-        num_new, free = 0, [row for row in range(self.rows.num_rows) if row not in self.jobs]
+    def _fill(self) -> None:
+        """Give free rows to the requests that wait."""
+        free = [row for row in range(self.rows.num_rows) if row not in self.jobs]
         free.sort(key=self.runner.holds_prompt)
         while free and not self.manager.stops() and (job := self.manager.take()) is not None:
             holder = self.runner.holder(job.state.initial_tokens)
@@ -98,18 +98,13 @@ class RefillSession(Session):
             free.remove(row)
             job.state.status = RequestStatus.PREFILLING
             self.jobs[row] = job
-            num_new += self._advance(row, job)
+            self._advance(row, job)
             if row not in self.jobs:  # its text has ended at once
                 free.append(row)
         self.runner.forget(free)
-        return num_new
 
-    def _advance(self, row: int, job: Job) -> int:
-        """Go on with the prompt of a request; if that fails, the request alone fails.
-
-        Returns:
-            How many tokens it has, none before the end of its prompt.
-        """
+    def _advance(self, row: int, job: Job) -> None:
+        """Go on with the prompt of a request; if that fails, the request alone fails."""
         try:
             with self.stats.phase_of(row, "prefill"):
                 self._prefill(row, job)
@@ -121,15 +116,13 @@ class RefillSession(Session):
             if job.state.status is RequestStatus.DECODING:
                 with self.stats.phase_of(row, "draft"):
                     self.drafts.begin_row(self.rows, row)
-                return self._pass_on(row, job)
-        return 0
+                self._pass_on(row, job)
 
     def _prefill(self, row: int, job: Job) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
             job.call = self.manager.maker.call(job)
-            stream = ColumnStream(None, 1, job.call.pad)
-            job.verifier = self.manager.maker.verifier(job.call, stream, job.seed)
+            job.verifier = self.manager.maker.verifier(job.call, job.seed)
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
@@ -181,22 +174,22 @@ class RefillSession(Session):
         job.state.generated_tokens = tokens
         self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
-    def _pass_on(self, row: int, job: Job) -> int:
+    def _pass_on(self, row: int, job: Job) -> None:
         """Pass on the tokens of the latest step, and free the row if its text has ended.
 
         A request whose prompt is still read goes on with it.
-
-        Returns:
-            How many tokens there are.
         """
         state, known = job.state, len(job.state.generated_tokens)
         if state.status is RequestStatus.PREFILLING:
-            return self._advance(row, job)
+            self._advance(row, job)
+            return
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
-            return 0
+            return
         new = self.rows.emitted(row)[known:].tolist()
         state.generated_tokens += new
+        if self.manager.progress is not None:
+            self.manager.progress.emitted(len(new))
         if state.record_timestamps:
             state._timestamps += [time.perf_counter()] * len(new)
         if self.rows.finished[row]:
@@ -212,7 +205,6 @@ class RefillSession(Session):
             self._finish(row, job, record)
         elif state.streaming and new:
             self.manager.deliver(job)
-        return len(new)
 
     def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
         self._free(row)
