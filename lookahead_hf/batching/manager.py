@@ -34,26 +34,6 @@ IDLE_SECONDS = 0.1
 """Longest time for which an idle run does not look for requests."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much a run decodes together.
-
-    Attributes:
-        max_slots: Most texts that are decoded together.
-        max_queue_size: Most requests that wait; adding another one waits; 0: any number.
-        seed: The seed of the run's samples, None to draw one from torch's default generator.
-        in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody adds
-            requests later.
-        max_batch_tokens: Most tokens of a step, None for any number.
-    """
-
-    max_slots: int
-    max_queue_size: int
-    seed: int | None
-    in_call: bool = False
-    max_batch_tokens: int | None = None
-
-
 @dataclass(eq=False)
 class Waiting:
     """A request that waits.
@@ -92,19 +72,35 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     Attributes:
         maker: Turns requests into calls of `generate`.
-        limits: How much is decoded together.
-        progress: Shows how the requests get on, None for no bar.
+        max_slots: Most texts that are decoded together.
+        max_batch_tokens: Most tokens of a step, None for any number.
     """
 
-    def __init__(self, maker: Maker, limits: Limits) -> None:
+    def __init__(
+        self,
+        maker: Maker,
+        max_slots: int,
+        *,
+        max_batch_tokens: int | None,
+        max_queue_size: int,
+        seed: int | None,
+        in_call: bool,
+        progress: Progress | None,
+    ) -> None:
         """Prepare a run, without a thread.
 
         Args:
             maker: Turns requests into calls of `generate`; it has checked the model.
-            limits: How much is decoded together.
+            max_slots: Most texts that are decoded together.
+            max_batch_tokens: Most tokens of a step, None for any number.
+            max_queue_size: Most requests that wait; adding another one waits; 0: any number.
+            seed: The seed of the samples, None to draw one from torch's default generator.
+            in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody
+                adds requests later.
+            progress: Shows how the requests get on, None for no bar.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
-        self.input_queue = RequestQueue(limits.max_queue_size)
+        self.input_queue = RequestQueue(max_queue_size)
         self.cancel_queue: queue.Queue[str] = queue.Queue()
         self._request_counter = 0
         self._request_lock = threading.Lock()
@@ -123,10 +119,9 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.distributed_helper = DistributedHelper(None, None)
         self.is_tp_driver = True
 
-        self.limits, self.maker = limits, maker
+        self.maker, self.max_slots, self.max_batch_tokens = maker, max_slots, max_batch_tokens
+        self._in_call, self.progress = in_call, progress
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
-        self.progress: Progress | None = None
-        seed = limits.seed
         self._seed = int(torch.randint(2**31, ())) if seed is None else seed
 
     def warmup(self) -> None:
@@ -136,7 +131,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         """Begin the run: in a thread of its own, or as soon as the caller asks for a result."""
-        if not self.limits.in_call:
+        if not self._in_call:
             end_team()
             super().start()
             return

@@ -17,7 +17,7 @@ import transformers
 from transformers import ContinuousBatchingConfig
 
 from lookahead_hf import fallback
-from lookahead_hf.batching.manager import Limits, SpeculativeBatchingManager
+from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import OBJECTS, Maker
 from lookahead_hf.compat.batching import IS_KNOWN
@@ -159,20 +159,14 @@ def _call(
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if original.__name__ == NAMES[1]:
         return _manager(model, original, asked, default, *args, **kwargs)
-    if asked.speculative not in (None, False):
-        _check_ignored(kwargs)
+    for name, fix in INSTEAD.items() if asked.speculative not in (None, False) else ():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
     speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
     if speculates and kwargs.get("progress_bar"):  # transformers' would stand still until the end
         asked, kwargs["progress_bar"] = replace(asked, progress=True), False
     with asking(replace(asked, in_call=speculates)):
         return original(*args, **kwargs)
-
-
-def _check_ignored(given: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of `generate` that a batch would ignore."""
-    for name, fix in INSTEAD.items():
-        if given.get(name) is not None:
-            raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
 
 
 def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str]) -> None:
@@ -260,11 +254,15 @@ def _ours(
     room = None if tokens is None else tokens // slots
     maker = Maker(model.eval(), generation, Request(config), room)
     maker.check()
-    in_call = asked.in_call and not batching.max_queue_size  # adding to a full queue waits
-    limits = Limits(slots, batching.max_queue_size, batching.seed, in_call, most)
-    manager = SpeculativeBatchingManager(maker, limits)
-    manager.progress = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
-    return manager
+    return SpeculativeBatchingManager(
+        maker,
+        slots,
+        max_batch_tokens=most,
+        max_queue_size=batching.max_queue_size,
+        seed=batching.seed,
+        in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
+        progress=Progress(getattr(hints, "num_requests", None)) if asked.progress else None,
+    )
 
 
 def _unserved(what: str) -> Unserved:

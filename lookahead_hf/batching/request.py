@@ -116,7 +116,17 @@ class Maker:
             Exception: Whatever `generate` raises about its arguments.
         """
         call = self._prepared(job)
-        self._check(call)
+        longest = int(call.generation_config.max_length)
+        if self.room is not None and longest > self.room:
+            raise ValueError(
+                f"a prompt of {call.input_ids.shape[1]} tokens and up to {call.num_new} new ones "
+                f"need more than the {self.room} tokens that a request may have: lower "
+                "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
+            )
+        limit, last = positions.room(self.model), longest - 1
+        if limit is not None and last > limit:
+            detail = f"positions up to {last}, where those of the model change or end at {limit}"
+            raise Unserved(FallbackReason.MODEL, detail)
         return call
 
     def _prepared(self, job: Job) -> PreparedCall:
@@ -138,20 +148,6 @@ class Maker:
         (call,) = calls
         support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
-
-    def _check(self, call: PreparedCall) -> None:
-        """Raise Unserved where a call must be decoded alone, ValueError where it is too long."""
-        longest = int(call.generation_config.max_length)
-        if self.room is not None and longest > self.room:
-            raise ValueError(
-                f"a prompt of {call.input_ids.shape[1]} tokens and up to {call.num_new} new ones "
-                f"need more than the {self.room} tokens that a request may have: lower "
-                "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
-            )
-        limit, last = positions.room(self.model), longest - 1
-        if limit is not None and last > limit:
-            detail = f"positions up to {last}, where those of the model change or end at {limit}"
-            raise Unserved(FallbackReason.MODEL, detail)
 
     def verifier(self, call: PreparedCall, seed: int) -> Verifier:
         """Return what verifies the text of a call in a row of its own.

@@ -245,11 +245,11 @@ def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
     Raises:
         ValueError: An option or a pool is wrong.
     """
-    maker, limits = manager.maker, manager.limits
-    model, request, num_rows = maker.model, maker.request, limits.max_slots
+    maker, num_rows = manager.maker, manager.max_slots
+    model, request = maker.model, maker.request
     do_sample = bool(maker.generation_config.do_sample)
     rows, packed = RefilledRows(num_rows), packing(maker)
-    runner = RefilledRunner(model, num_rows, packed, maker.takes_flat(), limits.max_batch_tokens)
+    runner = RefilledRunner(model, num_rows, packed, maker.takes_flat(), manager.max_batch_tokens)
     drafts = DraftSession(
         model,
         request.config,
