@@ -158,7 +158,7 @@ class DraftSession:
         prompt, self.prompt = self.prompt, None
         if ngram_pool.ready():
             self._begun = True
-            self._guarded(lambda: self._ensemble.begin(rows, prompt))
+            self._guarded(self._ensemble.begin, rows, prompt)
         else:
             _check_numba()
 
@@ -166,12 +166,12 @@ class DraftSession:
         """Show the sources another text that has taken a row."""
         self._ensemble.counts[row] = 0
         if self._begun:
-            self._guarded(lambda: self._ensemble.begin_row(rows, row))
+            self._guarded(self._ensemble.begin_row, rows, row)
 
     def end_row(self, rows: Rows, row: int) -> None:
         """Tell the sources that the text of a row has ended."""
         if self._begun:
-            self._guarded(lambda: self._ensemble.end_row(rows, row))
+            self._guarded(self._ensemble.end_row, rows, row)
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, an empty one if none is."""
@@ -180,10 +180,10 @@ class DraftSession:
 
     def _propose(self, rows: Rows) -> DraftTree:
         self.begin(rows)
-        draft = self._guarded(lambda: self._sized(rows))
+        draft = self._guarded(self._draft, rows)
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
-    def _sized(self, rows: Rows) -> DraftTree | None:
+    def _draft(self, rows: Rows) -> DraftTree | None:
         most = self._budget.most_nodes
         self._resting = max(0, self._resting - 1)
         if not most or self._resting:
@@ -197,13 +197,11 @@ class DraftSession:
         self._scheduler.begin_step()
         self._ensemble.asked = self._scheduler.asked
         self._ensemble.next_asked = self._scheduler.next_asked
-        return self._drafted(rows, most) if any(self._scheduler.asked) else None
-
-    def _drafted(self, rows: Rows, wanted: int) -> DraftTree:
+        if not any(self._scheduler.asked):
+            return None
+        tree = self._ensemble.propose(rows, CHAIN_OF if self._chain else most)
         if self._chain:
-            tree = likeliest_chain(self._ensemble.propose(rows, CHAIN_OF), wanted)
-        else:
-            tree = self._ensemble.propose(rows, wanted)
+            tree = likeliest_chain(tree, most)
         return head(tree, self._budget.choose(tree))
 
     def prepare(self, outputs: Any) -> None:
@@ -211,7 +209,7 @@ class DraftSession:
         if self._begun:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)
-            self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy, states))
+            self._guarded(self._ensemble.prepare, outputs.logits, copy, states)
 
     def spoiled(self, outputs: Any) -> None:
         """Rest for some steps, each time for more, since a draft made NaN of its step's logits."""
@@ -238,8 +236,8 @@ class DraftSession:
                 cost of such steps, because the step did other work as well.
         """
         if self._begun:
-            self._guarded(lambda: self._ensemble.observe(rows, draft, verdict, logits))
-            self._guarded(lambda: self._account(draft, verdict, step_seconds))
+            self._guarded(self._ensemble.observe, rows, draft, verdict, logits)
+            self._guarded(self._account, draft, verdict, step_seconds)
         elif self._lookup.source is not None and self._processes.decides:
             # What the step cost tells nothing: it ran beside the compilation.
             self._ensemble.count_alone(self._lookup.source, draft, verdict)
@@ -261,12 +259,12 @@ class DraftSession:
         finally:
             in_use.release(self._sources)
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part of drafting; if it raises, the call goes on without drafts."""
         if self._failed:
             return None
         try:
-            return call()
+            return call(*arguments)
         except Exception as error:
             self._failed = True
             warnings.warn(
