@@ -123,10 +123,7 @@ class BatchMethod:
 def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
     """Return a function that stands for one of `NAMES` on a class, until the class has its own.
 
-    Args:
-        cls: The class.
-        name: The method.
-        default: Returns what calls do where nothing else decides.
+    `default()` is what calls do where nothing else decides.
     """
     original = getattr(cls, name)
 

@@ -72,8 +72,7 @@ class RowRecorder(StatsRecorder):
     def settle(self, step_tokens: np.ndarray) -> None:
         """Share the time since the last call among the rows of the latest step.
 
-        Args:
-            step_tokens: Tokens that steps have fed for each row so far, [rows].
+        `step_tokens`, [rows], counts the tokens that all steps so far have fed for each row.
         """
         fed, self._fed_in_steps = step_tokens - self._fed_in_steps, step_tokens.copy()
         if not fed.any():

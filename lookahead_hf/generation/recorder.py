@@ -62,13 +62,7 @@ class StatsRecorder:
         self.milliseconds["verify"] -= seconds * 1e3
 
     def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
-        """Count a step.
-
-        Args:
-            draft: What was verified.
-            verdict: What was accepted.
-            num_moved: Accepted tokens that the commit moved in the cache.
-        """
+        """Count a step, whose commit moved `num_moved` accepted tokens in the cache."""
         drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
         self._steps += 1
         total = sum(self.milliseconds[name] for name in ("forward", "verify", "commit"))

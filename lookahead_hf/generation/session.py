@@ -49,11 +49,7 @@ class Session(ABC):
 
     @abstractmethod
     def start(self, stack: ExitStack) -> None:
-        """Run the prompts that are there, and set the model up for the steps.
-
-        Args:
-            stack: Ends with the session; undoes what was set up.
-        """
+        """Run the prompts that are there, and set the model up until the stack ends."""
 
     def goes_on(self) -> bool:
         """Return whether another step follows; it may give rows to other texts before that."""
