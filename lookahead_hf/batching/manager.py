@@ -125,7 +125,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self._seed = int(torch.randint(2**31, ())) if seed is None else seed
 
     def warmup(self) -> None:
-        """Wait until the functions that draft are there."""
+        """Wait until the compiled functions of drafting are loaded."""
         ngram_pool.wait_until_loaded(IDLE_SECONDS)
         self.warmed_up = True
 
@@ -164,7 +164,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         super().stop(block, timeout, hard_stop=hard_stop)
 
     def join(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the thread, which looks up if it is idle."""
+        """Wake the thread if it is idle, and wait for it."""
         self._wake_up_loop.set()
         super().join(*args, **kwargs)
 
@@ -237,9 +237,10 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             warnings.warn(f"nobody takes the text of {name!r}: {error}", stacklevel=2)
 
     def _split(self, request: Waiting) -> list[Job]:
-        """The texts of a request, the one with its own id last; none if they cannot be told apart.
+        """The texts of a request, the one with its own id last.
 
-        Each has copies of the processors and criteria that the request brought.
+        Each has copies of the processors and criteria that the request brought. If these cannot be
+        copied, all texts of the request fail.
         """
         state, name = request.state, request.state.request_id
         ids = [*(f"{name}__child#{child}" for child in range(state.num_children)), name]

@@ -45,7 +45,7 @@ class Asked:
         max_slots: Most texts that are decoded together.
         max_tokens: Most tokens of all of them, prompts included. Each may have an equal share.
         progress: Whether a bar shows how the requests get on.
-        in_call: Whether a call asks that ends with its requests.
+        in_call: Whether the run ends with the call that asks, which brings all of its requests.
     """
 
     speculative: Any = None

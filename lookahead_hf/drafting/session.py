@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 INVARIANT_WIDTH = 16
 """Tokens per row of every block with `draft_invariant`, the same for all drafters and budgets.
-Of a longer chain than 15 seldom more is accepted."""
+A chain of more than 15 tokens seldom gets more of them accepted."""
 
 MOST_RESTS = 15
 """Most steps without a draft after a draft whose K or V were not finite."""
 
 CHAIN_OF = 64
-"""Nodes of the tree that such a chain is taken from."""
+"""Nodes of the tree that a draft is taken from where it must be a chain."""
 
 
 _has_warned = False
