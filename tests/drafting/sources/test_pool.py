@@ -22,14 +22,8 @@ from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.drafts import emit, paths, rows_of
 from tests.helpers.models import prompt, tiny
+from tests.helpers.ngrams import pool_of
 from tests.helpers.tiny_chat import byte_tokenizer
-
-
-def pool_of(*texts: Any, **options: Any) -> NgramPool:
-    pool = NgramPool(**options)
-    for text in texts:
-        pool.add(text)
-    return pool
 
 
 def test_each_row_drafts_what_followed_its_tokens_elsewhere() -> None:
