@@ -158,21 +158,18 @@ class RefillSession(Session):
             return self.jobs.get(row) is not job or self.manager.stops()
 
         self.setup.close()
-        error: Exception | None = None
         try:
             settings = self.manager.maker.settings(job)
             tokens = alone.write(self.manager.model, settings, job.seed, is_given_up)
-        except Exception as raised:
-            error = raised
-        if self.jobs.get(row) is not job:  # cancelled
+            if self.manager.stops():
+                raise RuntimeError(STOPPED)
+        except Exception as error:
+            if self.jobs.get(row) is job:  # not cancelled
+                self._fail(row, job, error)
             return
-        if error is None and self.manager.stops():
-            error = RuntimeError(STOPPED)
-        if error is not None:
-            self._fail(row, job, error)
-            return
-        job.state.generated_tokens = tokens
-        self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
+        if self.jobs.get(row) is job:
+            job.state.generated_tokens = tokens
+            self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
     def _pass_on(self, row: int, job: Job) -> None:
         """Pass on the tokens of the latest step, and free the row if its text has ended.
