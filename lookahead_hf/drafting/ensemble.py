@@ -42,7 +42,7 @@ class Ensemble(Drafter):
         num_rows: int,
         *,
         vocab_size: int = ANY_TOKEN,
-        max_new_tokens: int | np.ndarray | None = None,
+        max_new_tokens: int | np.ndarray = 2**31,
     ) -> None:
         """Draft with `sources`, in the order of `calibration`.
 
@@ -171,10 +171,7 @@ class Ensemble(Drafter):
 
     def _max_depth(self, rows: Rows) -> np.ndarray:
         """Greatest useful depth per row: a bonus token follows it, and finished rows need none."""
-        if self._max_new_tokens is None:
-            depth = np.full(rows.num_rows, np.iinfo(np.int32).max, np.int64)
-        else:
-            depth = self._max_new_tokens - 1 - rows.num_emitted
+        depth: np.ndarray = self._max_new_tokens - 1 - rows.num_emitted
         depth[rows.finished] = 0
         return depth
 
