@@ -106,15 +106,9 @@ def build_drafters(
     encoder_inputs: EncoderInputs | None = None,
     processors: Sequence[Any] = (),
 ) -> list[Drafter]:
-    """Build what drafts in a call; this costs little and runs nothing.
+    """Build what drafts in a call of so many rows, None where the number is not known.
 
-    Args:
-        model: The target.
-        request: What the caller asked for.
-        num_rows: Rows of the call, None where that is not known.
-        do_sample: Whether tokens are sampled.
-        encoder_inputs: What the target's encoder was given.
-        processors: The call's logits processors.
+    This costs little and runs nothing.
 
     Raises:
         ValueError: An option, a pool or a prediction is wrong.
