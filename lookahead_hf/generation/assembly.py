@@ -116,8 +116,8 @@ def build_drafters(
     predictions = request.prediction
     if predictions is not None and (not predictions or (num_rows or 0) % len(predictions)):
         raise ValueError(
-            f"prediction holds {len(predictions)} texts, but the batch has {num_rows} rows: give "
-            "one for every row (an empty list where there is none), or a single one for all"
+            f"prediction holds {len(predictions)} texts, but the batch has {num_rows or 0} rows: "
+            "give one for every row (an empty list where there is none), or a single one for all"
         )
     try:
         return build(
