@@ -62,8 +62,8 @@ def learn_rates(
 def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
     """Add up what each source drafted, what was accepted, and what of that only it proposed.
 
-    `counts`, [rows, 3, sources] int64, changes in place. Returns the sums of the last of the three
-    for this step, [sources] int64.
+    `counts`, [rows, 3, sources] int64, changes in place. Returns the last of the three for this
+    step and all rows, [sources] int64.
     """
     num_sources = counts.shape[2]
     proposed = np.empty(num_sources, np.bool_)

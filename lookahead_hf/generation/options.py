@@ -49,7 +49,7 @@ class GenerateArguments:
         self.tokenizer = tokenizer if given is None else given
 
     def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
-        """Return what decides about speculation in the call; see the function of this name."""
+        """Return what decides about speculation in the call; see the function `wanted`."""
         return wanted(self._asked, self._generation_configs(), default)
 
     def setting(self, name: str) -> Any:
