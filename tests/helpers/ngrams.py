@@ -16,6 +16,14 @@ TEXT = np.random.default_rng(0).zipf(1.3, 4_000) % 500
 _FIELDS = ("token_ids", "parents", "depth", "bucket", "score")
 
 
+def pool_of(*texts: Any, **options: Any) -> NgramPool:
+    """A pool of these texts."""
+    pool = NgramPool(**options)
+    for text in texts:
+        pool.add(text)
+    return pool
+
+
 def paths(tree: Continuations) -> list[list[int]]:
     """Path of every node, in the tree's order."""
     found: list[list[int]] = []

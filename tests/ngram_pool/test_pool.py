@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
 from lookahead_hf.ngram_pool.store import MOST_TOKENS
-from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths
+from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths, pool_of
 from tests.oracles import pool as oracle
-
-
-def pool_of(*texts: Any, **options: Any) -> NgramPool:
-    pool = NgramPool(**options)
-    for text in texts:
-        pool.add(text)
-    return pool
 
 
 def assert_same_content(got: NgramPool, want: NgramPool) -> None:

@@ -175,4 +175,4 @@ def replay(
         budgets[draft.max_nodes] += 1
         length += len(new)
     drafts.end(rows)
-    return Replayed(len(tokens) - len(text.prompt) - 1, budgets, drafts.source_stats)
+    return Replayed(len(tokens) - len(text.prompt) - 1, budgets, drafts.source_stats())
