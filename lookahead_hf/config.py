@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lookahead_hf import vllm_config
+from lookahead_hf.warn import warn_caller
 
 BUILT_IN_DRAFTERS = (
     "ngram",
@@ -45,6 +46,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "verification": ("exact", "rejection"),
         "draft_invariant": (True, False),
         "cuda_graphs": ("auto", True, False),
+        "recorded_steps": ("auto", True, False),
         "packed_weights": ("auto", True, False),
         "learn": (True, False),
         "trace": (True, False),
@@ -73,6 +75,7 @@ class SpeculativeConfig:
             if the text may become long enough for that to pay off, True always, False never.
             Captured graphs stay with the model, and so do their K and V. If steps cannot be
             captured, the statistics give the reason.
+        recorded_steps: No longer has an effect; True and False warn.
         packed_weights: Whether linear layers on a CPU multiply by copies of their weights that are
             laid out for blocks of tokens: "auto" once a model has run a while, where the copies
             take less than a quarter of the free memory; True or False at once or never. Only where
@@ -101,6 +104,7 @@ class SpeculativeConfig:
     verification: str = "exact"
     draft_invariant: bool = False
     cuda_graphs: str | bool = "auto"
+    recorded_steps: str | bool = "auto"
     packed_weights: str | bool = "auto"
     pool: Any = None
     learn: bool = False
@@ -126,6 +130,10 @@ class SpeculativeConfig:
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
                 "decide which sample is drawn"
             )
+        if self.recorded_steps != "auto":  # which stored configurations of earlier versions hold
+            object.__setattr__(self, "recorded_steps", "auto")  # copies do not warn again
+            message = "steps are no longer recorded: recorded_steps has no effect, leave it out"
+            warn_caller(message, DeprecationWarning)
         _check_pool(self.pool)
         named = self._names()
         if self.learn and "pool" not in named:

@@ -88,6 +88,18 @@ def test_through_json_and_back(config: SpeculativeConfig) -> None:
     assert SpeculativeConfig.resolve(stored) == SpeculativeConfig.resolve_stored(stored) == back
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_recorded_steps_warns_and_has_no_effect(value: bool) -> None:
+    stored = SpeculativeConfig().to_dict()
+    assert "recorded_steps" in stored
+    SpeculativeConfig.from_dict(stored)
+    with pytest.warns(DeprecationWarning, match="no longer recorded") as caught:
+        config = SpeculativeConfig.from_dict({**stored, "recorded_steps": value})
+        SpeculativeConfig(recorded_steps=value)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    assert config == dataclasses.replace(config) == SpeculativeConfig()
+
+
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
