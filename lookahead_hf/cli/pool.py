@@ -46,7 +46,9 @@ _FILES = click.argument("files", nargs=-1, required=True, type=_FILE)
 @command("build", _EXAMPLES)
 @_FILES
 @click.option("--tokenizer", required=True, help="a folder or a hub name")
-@click.option("--output", type=_FILE, default="pool.safetensors", show_default=True)
+@click.option(
+    "--output", type=_FILE, default="pool.safetensors", show_default=True, help="the new pool"
+)
 @click.option(
     "--field", default="text", show_default=True, help="of each JSON record; dots lead inside"
 )

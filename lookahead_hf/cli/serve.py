@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,11 @@ whose --help explains them.
 def COMMAND(
     context: click.Context, config: SpeculativeConfig, pool: Path | None, words: tuple[str, ...]
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API below /v1 and counters at /metrics.
+    """Serve a model over HTTP.
 
-    This is the server of transformers; it generates speculatively. MODEL is a folder or a name of
-    the Hugging Face hub; without it, requests choose.
+    This is the server of transformers; it generates speculatively. OpenAI's API is below /v1, and
+    counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub; without it,
+    requests choose.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -54,6 +56,20 @@ def COMMAND(
         )
     is_plain = context.find_root().params.get("no_colour", False)
     _serve(list(words), with_pool(config, pool), Screen(is_plain))
+
+
+def _check_address(host: str | None, port: int | None) -> None:
+    """Raise CommandError if nothing can listen there, before a model is loaded in vain."""
+    if host is None or port is None:
+        return
+    try:
+        family = socket.getaddrinfo(host, port)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(
+            f"The server cannot listen on {host}:{port} ({reason}): --host and --port take others."
+        ) from error
 
 
 def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
@@ -74,6 +90,7 @@ def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
     parsed = command.make_context("serve", [*words], resilient_parsing=True)
     if name := parsed.params.get("force_model"):
         check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
+    _check_address(parsed.params.get("host"), parsed.params.get("port"))
     try:
         with speculating(config, warm_up):
             command(words, prog_name="lookahead-hf serve")
