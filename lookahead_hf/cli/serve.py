@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -58,18 +60,21 @@ def COMMAND(
     _serve(list(words), with_pool(config, pool), Screen(is_plain))
 
 
-def _check_address(host: str | None, port: int | None) -> None:
-    """Raise CommandError if nothing can listen there, before a model is loaded in vain."""
-    if host is None or port is None:
+def _check_port(host: str | None, port: int | None) -> None:
+    """Raise CommandError if a port is taken or forbidden, before a model is loaded in vain."""
+    if port is None:  # which transformers refuses
         return
-    try:
-        family = socket.getaddrinfo(host, port)[0][0]
-        socket.create_server((host, port), family=family).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CommandError(
-            f"The server cannot listen on {host}:{port} ({reason}): --host and --port take others."
-        ) from error
+    if not 0 <= port < 2**16:
+        raise CommandError(f"--port takes a number from 0 to 65535, not {port}.")
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            socket.create_server((address[0], port), family=family).close()
+        except OSError as error:  # of addresses that this machine lacks, the server knows more
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                why = os.strerror(error.errno)
+                raise CommandError(
+                    f"The server cannot listen on {host}:{port} ({why}): --port takes another port."
+                ) from error
 
 
 def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
@@ -90,8 +95,8 @@ def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
     parsed = command.make_context("serve", [*words], resilient_parsing=True)
     if name := parsed.params.get("force_model"):
         check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
-    _check_address(parsed.params.get("host"), parsed.params.get("port"))
     try:
+        _check_port(parsed.params.get("host"), parsed.params.get("port"))
         with speculating(config, warm_up):
             command(words, prog_name="lookahead-hf serve")
     except SystemExit as end:

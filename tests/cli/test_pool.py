@@ -127,6 +127,8 @@ def test_what_cannot_be_done_is_one_message(
     failing = {
         "nothing.txt: No such file": [*build, "nothing.txt"],
         "could not be loaded": ["build", "--tokenizer", ".", "text.txt"],
+        "no folder nowhere": [*build, "nothing.txt", "--output", "nowhere/c"],
+        "no folder beyond": ["merge", "beyond/c", "a", "nothing"],
         "bytes.txt is not a text in UTF-8": [*build, "bytes.txt"],
         "broken.jsonl, line 2: this is not JSON": [*build, "broken.jsonl"],
         "no field 'text', only content": [*build, "other.jsonl"],

@@ -68,13 +68,14 @@ def test_the_command_serves_a_model_with_its_options(
         (["--dtype", "float99"], 1, "float99"),
         (["--no-such-option"], 2, "no-such-option"),
         (["/no/such/model"], 1, "did not start"),
+        (["--port", "99999"], 1, "takes a number from 0 to 65535, not 99999"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_server_starts(
     words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _server_packages()
-    assert main(["serve", *words]) == code
+    assert main(["serve", "--port", "0", *words]) == code
     assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
 
 
