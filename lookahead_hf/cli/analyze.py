@@ -23,7 +23,14 @@ from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat, load_tokenizer, open_model
 from lookahead_hf.cli.measuring import Call
-from lookahead_hf.cli.parsing import DTYPE, POSITIVE, Arguments, command, model_options
+from lookahead_hf.cli.parsing import (
+    DTYPE,
+    NEW_FILE,
+    POSITIVE,
+    Arguments,
+    command,
+    model_options,
+)
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
 
@@ -54,7 +61,7 @@ A record: {"prompt": "...", "group": "tickets", "output": "..."}, or "messages" 
     "the tokenizer is loaded",
 )
 @click.option("--sample", type=POSITIVE, default=8, show_default=True, help="prompts per group")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="also a web page")
+@click.option("--html", type=NEW_FILE, help="also write a web page")
 @model_options(new_tokens=128)
 @DTYPE
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
@@ -74,10 +81,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     show(found, about, screen)
     if page is not None:
         show(found, about, page)
-        try:
-            page.save(arguments.html)
-        except OSError as error:
-            raise CommandError(f"{arguments.html} cannot be written: {error}") from error
+        arguments.html.write(page.to_html())
 
 
 def _read(arguments: Arguments) -> list[Sample]:

@@ -39,7 +39,7 @@ examples:
 )
 @click.option("--field", default="prompt", show_default=True, help="of each JSON record")
 @click.option("--limit", type=POSITIVE, metavar="N", help="the first N prompts only")
-@click.option("--rounds", type=POSITIVE, default=3, show_default=True)
+@click.option("--rounds", type=POSITIVE, default=3, show_default=True, help="calls of each kind")
 @generation_options(new_tokens=128)
 @BATCH_SIZE
 def COMMAND(arguments: Arguments, screen: Screen) -> None:

@@ -36,9 +36,10 @@ examples:
 @click.option("--plain", is_flag=True, help="without speculation")
 @click.option("--stats", is_flag=True, help="print the statistics afterwards")
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
-    """Generate a text from each prompt and show which tokens were drafted.
+    """Generate a text from each prompt.
 
-    The text is generated speculatively and shown live. Without PROMPT, stdin is the prompt.
+    Each text is generated speculatively and shown live; on a terminal, tokens that were drafted are
+    coloured. Without PROMPT, stdin is the prompt.
     """
     prompts = [read_prompt(prompt) for prompt in arguments.prompts or (None,)]
     stage = open_stage(arguments, screen)

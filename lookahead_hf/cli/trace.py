@@ -11,7 +11,7 @@ import click
 from lookahead_hf.cli.generate import open_stage, read_prompt
 from lookahead_hf.cli.loading import encode_chat, user
 from lookahead_hf.cli.measuring import timed_call
-from lookahead_hf.cli.parsing import Arguments, command, generation_options
+from lookahead_hf.cli.parsing import NEW_FILE, Arguments, command, generation_options
 from lookahead_hf.cli.screen import Screen
 from lookahead_hf.trace import MODEL, Trace
 from lookahead_hf.trace.page import colours, runs
@@ -23,15 +23,12 @@ examples:
   lookahead-hf trace --json "What is 12 times 12?" > trace.json
 """
 
-_FILE = click.File("w", encoding="utf-8", lazy=False)
-"""Opened at once, so that a wrong path is reported before the text is generated."""
-
 
 @command("trace", _EXAMPLES, indent=None)
 @click.argument("prompt", required=False)
 @generation_options()
-@click.option("--html", type=_FILE, help="write a page that shows every step")
-@click.option("--perfetto", type=_FILE, help="write a time line for https://ui.perfetto.dev")
+@click.option("--html", type=NEW_FILE, help="write a page that shows every step")
+@click.option("--perfetto", type=NEW_FILE, help="write a time line for https://ui.perfetto.dev")
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """Generate one text and show which source foresaw each token.
 

@@ -76,7 +76,7 @@ class NgramPool:
         vocab_size: int | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> None:
-        """Start an empty pool, which takes memory as it fills: 32 bytes a token when it is full.
+        """Start an empty pool, which takes memory as it fills: 29 to 38 bytes a token in the end.
 
         Args:
             max_tokens: Most tokens to hold; the end of each text counts as one.

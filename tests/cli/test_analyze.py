@@ -87,6 +87,14 @@ def test_costs_are_measured_on_the_model(
     assert "src=" not in html and "href=" not in html
 
 
+def test_a_page_that_cannot_be_written_is_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = written(tmp_path / "log.jsonl", COPY), tmp_path / "nowhere" / "report.html"
+    assert main(["analyze", file, "--model", "./nothing", "--html", str(page)]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
 def test_a_report_for_people(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
