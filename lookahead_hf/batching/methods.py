@@ -156,9 +156,10 @@ def _call(
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if original.__name__ == NAMES[1]:
         return _manager(model, original, asked, default, *args, **kwargs)
-    for name, fix in INSTEAD.items() if asked.speculative not in (None, False) else ():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
+    if asked.speculative not in (None, False):
+        for name, fix in INSTEAD.items():
+            if kwargs.get(name) is not None:
+                raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
     speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
     if speculates and kwargs.get("progress_bar"):  # transformers' would stand still until the end
         asked, kwargs["progress_bar"] = replace(asked, progress=True), False

@@ -59,7 +59,7 @@ class RefilledRunner(Runner):
         num_rows: int,
         packed: PackedSteps,
         flat: bool,
-        most_tokens: int | None = None,
+        most_tokens: int | None,
     ) -> None:
         """Prepare for the requests of one run.
 

@@ -86,11 +86,8 @@ def _decode(keys, patterns):
 def _select(row, maxima, tokens, best):
     """Fill `tokens` and `best` with the largest elements and their keys; returns how many."""
     lanes, k, lowest = len(maxima), len(tokens), np.iinfo(row.dtype).min
+    threshold = _nth_largest(maxima, best)
     count = 0
-    for lane in range(lanes):
-        if count < k or maxima[lane] > best[k - 1]:
-            count = _insert(maxima[lane], lane, tokens, best, count)
-    threshold, count = best[count - 1], 0
     for lane in range(lanes):
         if maxima[lane] >= threshold:
             for token in range(lane, len(row), lanes):
@@ -98,6 +95,24 @@ def _select(row, maxima, tokens, best):
                 if key >= threshold and (count < k or key >= best[k - 1]):
                     count = _insert(key, token, tokens, best, count)
     return count
+
+
+@jit
+def _nth_largest(values, best):
+    """The value that ends the descending list of the `len(best)` largest ones, kept in `best`."""
+    count = 0
+    for value in values:
+        if count == len(best):
+            if value <= best[count - 1]:
+                continue
+            count -= 1
+        place = count
+        count += 1
+        while place > 0 and best[place - 1] < value:
+            best[place] = best[place - 1]
+            place -= 1
+        best[place] = value
+    return best[count - 1]
 
 
 @jit
