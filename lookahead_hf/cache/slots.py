@@ -132,7 +132,7 @@ class SlotGroup:
         first = np.arange(len(counts)) * self.capacity + lengths
         flat = np.repeat(first, counts) + place_in_row(np.concatenate([[0], counts.cumsum()]))
         self._slots_by_device.clear()
-        self.block = Block(None, torch.from_numpy(flat), width, visible)
+        self.block = Block(None, torch.from_numpy(flat), width, visible, is_flat=True)
 
     def place_at(self, flat_slots: torch.Tensor, width: int, visible: int) -> None:
         """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""

@@ -50,7 +50,7 @@ class _Step:
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
         """What is known of this very mask; a copy that the model made may say something else."""
         known = self._trees.get(id(mask))
-        if known is None and mask is not None:
+        if known is None and self._trees and mask is not None:
             trees = self._trees.values()
             known = next((t for t in trees if unread_mask.made(t.mask) is mask), None)
         return known

@@ -114,13 +114,13 @@ class FlatBlock:
         for of_run in masks:
             run, visible, padding = of_run.run, of_run.visible, of_run.run.padding
             num_rows = len(run.counts)
-            q, k, v = query[0], key, value
+            q, k, v = query.transpose(1, 2), key, value  # [1, tokens, heads, dim], and by row
             if (num_rows, visible) != (key.shape[0], key.shape[2]):  # else the run has all rows
                 q = q[:, run.tokens]
                 k, v = key[run.rows, :, :visible], value[run.rows, :, :visible]
             if padding is not None:
                 q = q.index_select(1, padding.places)
-            rows = q.view(len(q), num_rows, run.width, -1).transpose(0, 1)
+            rows = q.view(num_rows, run.width, *q.shape[2:]).transpose(1, 2)
             out = attend(rows, k, v, of_run.mask)[0]
             out = out.reshape(1, -1, *out.shape[2:])
             outs.append(out if padding is None else out.index_select(1, padding.queries))
