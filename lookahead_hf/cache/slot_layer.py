@@ -109,7 +109,7 @@ def _written_flat(
 ) -> torch.Tensor:  # [rows, heads, visible, dim]
     """Write the states of a flat block; return the visible slots.
 
-    Two views do the work of five, since a layer spends as long on a view as on the numbers.
+    Two views do the work of five: to make a view takes a layer as long as to copy the numbers.
     """
     assert store.is_contiguous()
     rows, capacity, heads, dim = store.shape

@@ -251,7 +251,7 @@ def _ours(name: str) -> Callable[..., Any]:
                 mask, groups = attention_mask, query.shape[1] // key.shape[1]
                 mask = None if mask is None else step.folded(mask, groups)
                 out = fold(query, key, value, mask, groups, scaling)
-                # A flat block brings it into another order, so that a copy would be one too many.
+                # A flat block copies it into another order, so that a copy here would be wasted.
                 return (out if step.flat else out.contiguous()), None
         original = registered or compat.eager_attention(module)
         is_replaced = step is not None and registered is not None and not is_stock
