@@ -112,17 +112,18 @@ class SlotGroup:
         """Put the next tokens of every row behind its length.
 
         Args:
-            counts: How many they are: one number for all rows, or [rows].
+            counts: How many they are: one number for all rows of a padded block, or [rows] for the
+                rows of a flat one.
         """
+        is_padded = isinstance(counts, int)
         counts = np.broadcast_to(counts, len(self.dropped))
         self._drop_unseen(int((self.lengths + counts).max()))
         lengths, width = self.lengths, int(counts.max())
         used = int((lengths + counts).max())
         self.reserve(used, width)
         visible = max(used, self.extent.shown or 0)
-        are_alike = bool((lengths == lengths[0]).all() and (counts == width).all())
         # Where shapes are fixed, compiled code has no number of the host's in it either.
-        if are_alike and self.extent.shown is None:
+        if is_padded and self.extent.shown is None and bool((lengths == lengths[0]).all()):
             self.block = Block(slice(used - width, used), None, visible)
             return
         first = np.arange(len(counts)) * self.capacity + lengths

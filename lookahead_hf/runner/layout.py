@@ -199,7 +199,7 @@ class BlockLayout:
             seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
         both = None
         if kind.is_limited:
-            padded = columns if run.padding is None else columns[run.padding.places.numpy()]
+            padded = columns if run.padded is None else columns[run.padded]
             query = padded.reshape(-1, width)
             key = self._cache.token_columns(group, visible)[run.rows]
             for row, length in enumerate(lengths.tolist()):
