@@ -20,7 +20,15 @@ from lookahead_hf.runner import linear_calls, packed_linear, packed_steps, packe
 from lookahead_hf.runner.packed_steps import PackedSteps
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
-from tests.helpers.packing import Lora, in_threads, num_products, pack_all, run, run_packed
+from tests.helpers.packing import (
+    Lora,
+    in_a_forward,
+    in_threads,
+    num_products,
+    pack_all,
+    run,
+    run_packed,
+)
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 
@@ -204,6 +212,13 @@ CHANGES = (
 def test_a_change_to_the_model_counts_at_once(change: Any, in_mid_call: bool) -> None:
     before = run_packed(adapted())
     assert changed_alike(adapted, change, in_mid_call).logits != before.logits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_within_a_forward_counts_at_once(change: Any) -> None:
+    before = run(adapted(), packed=False)
+    changed = changed_alike(adapted, in_a_forward(change), in_mid_call=True)
+    assert changed.logits != before.logits
 
 
 def test_writes_through_data_count_from_the_next_call_on() -> None:
