@@ -30,7 +30,14 @@ from tests.helpers.changes import (
 )
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
-from tests.helpers.packing import in_threads, num_products, pack_all, run, run_packed
+from tests.helpers.packing import (
+    in_a_forward,
+    in_threads,
+    num_products,
+    pack_all,
+    run,
+    run_packed,
+)
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 
@@ -180,6 +187,13 @@ CHANGES = (
 def test_a_change_to_the_model_counts_at_once(change: Any, in_mid_call: bool) -> None:
     before = run_packed(adapted(half))
     assert changed_alike(partial(adapted, half), change, in_mid_call).logits != before.logits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_within_a_forward_counts_at_once(change: Any) -> None:
+    before = run(adapted(half), packed=False)
+    changed = changed_alike(partial(adapted, half), in_a_forward(change), in_mid_call=True)
+    assert changed.logits != before.logits
 
 
 def test_writes_through_data_count_from_the_next_call_on() -> None:
