@@ -206,4 +206,4 @@ def _warm_up() -> None:
     index.grow_row(0, rates, 1, 0.0)
 
 
-register(_warm_up, "lookahead_hf.ngram_pool._numba", "lookahead_hf.ngram_pool._rows_numba")
+register(_warm_up)
