@@ -160,13 +160,13 @@ _IN_CHILD = "LOOKAHEAD_HF_COMPILING"
 """Set in the environment of the process that compiles, which starts no other."""
 
 _CHILD = """\
-import contextlib, os, sys
+import sys
 sys.path[:] = {path!r}
+import contextlib, os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
 with contextlib.suppress(OSError, AttributeError):
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as weight:
-    weight.write("19")  # a new session is scheduled as a group, beside that of the call
-import lookahead_hf.drafting.registry
+import lookahead_hf.drafting.session
 from lookahead_hf import ngram_pool
 ngram_pool.compile_now()
 """
@@ -176,8 +176,9 @@ def _compile_elsewhere() -> bool:
     """Let another process compile and keep the functions on disk, where this one loads them later.
 
     A thread of this process would hold the interpreter's lock for most of its time: a call beside
-    it takes ten times as long. The other process runs where cores are idle. If this process ends
-    first, the other goes on and fills the disk for the next.
+    it takes ten times as long. The other process runs where cores are idle. It stays in the session
+    of this one: Linux schedules a session of its own as a group, which steps wait for. If this
+    process ends first, the other goes on and fills the disk for the next.
 
     Returns:
         Whether it was started. It is started once: if it cannot compile or write, this one must.
@@ -194,7 +195,6 @@ def _compile_elsewhere() -> bool:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at a prompt is not for it
         )
     except Exception as error:  # whatever forbids processes here
         logger.info("no process compiles numba's functions: %r", error)
