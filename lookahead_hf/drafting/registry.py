@@ -155,9 +155,4 @@ def _warm_up() -> None:
         ensemble.end(rows)
 
 
-register(
-    _warm_up,
-    "lookahead_hf.drafting._numba",
-    "lookahead_hf.drafting._learning_numba",
-    "lookahead_hf.drafting.sources._recycling_numba",
-)
+register(_warm_up)

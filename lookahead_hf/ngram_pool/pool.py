@@ -318,4 +318,4 @@ def _warm_up() -> None:
     pool.grow([1, 2], np.full(NUM_BUCKETS, 0.5), 1)
 
 
-register(_warm_up, "lookahead_hf.ngram_pool._pool_numba")
+register(_warm_up)

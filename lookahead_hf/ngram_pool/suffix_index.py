@@ -129,4 +129,4 @@ def _warm_up() -> None:
     index.grow(np.full(NUM_BUCKETS, 0.5), 1, np.ones(1, bool))
 
 
-register(_warm_up, "lookahead_hf.ngram_pool._numba", "lookahead_hf.ngram_pool._rows_numba")
+register(_warm_up)
