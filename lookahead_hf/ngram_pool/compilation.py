@@ -139,7 +139,9 @@ def _load_or_compile() -> None:
             compile_now()
         except jit.NotSaved:
             jit.on_thread.only_loads = False
-            if not _compile_elsewhere():
+            with _compiling:  # of calls at the same time, one starts a process
+                compiles_elsewhere = _compile_elsewhere()
+            if not compiles_elsewhere:
                 compile_now()
     except Exception as error:  # calls continue without indexes, and report that
         _failure = error
@@ -162,12 +164,13 @@ _IN_CHILD = "LOOKAHEAD_HF_COMPILING"
 _CHILD = """\
 import sys
 sys.path[:] = {path!r}
-import contextlib, os, signal
+import contextlib, importlib, os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
 with contextlib.suppress(OSError, AttributeError):
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-import lookahead_hf.drafting.session
 from lookahead_hf import ngram_pool
+for name in {modules!r}:
+    importlib.import_module(name)
 ngram_pool.compile_now()
 """
 
@@ -181,16 +184,20 @@ def _compile_elsewhere() -> bool:
     process ends first, the other goes on and fills the disk for the next.
 
     Returns:
-        Whether it was started. It is started once: if it cannot compile or write, this one must.
+        Whether it compiles. It is started once: if it cannot compile or write, this one must.
     """
     global _child
+    if _child is not None:  # another call has just started it, or it has ended in vain
+        return _child.poll() is None
     # The executable of a packaged program is the program.
     is_program = getattr(sys, "frozen", False) or not sys.executable
-    if _child is not None or _IN_CHILD in os.environ or is_program:
+    if _IN_CHILD in os.environ or is_program:
         return False
+    # Objects other than strings, such as paths, are ignored by imports.
+    path, modules = [*map(str, sys.path)], [each.__module__ for each in _pending]
     try:
         _child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD.format(path=sys.path)],
+            [sys.executable, "-c", _CHILD.format(path=path, modules=modules)],
             env=os.environ | {_IN_CHILD: "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -181,6 +181,8 @@ def test_another_process_compiles_what_is_not_saved(
             if other == "is forbidden":
                 raise OSError("no more processes")
             compile(command[-1], "child", "exec")
+            assert repr(__name__) in command[-1]  # it imports the modules of what is pending
+            assert compilation._compiling.locked()  # against a second process
             done.append("child")
 
         def poll(self) -> int:
