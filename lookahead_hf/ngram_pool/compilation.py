@@ -163,8 +163,9 @@ _IN_CHILD = "LOOKAHEAD_HF_COMPILING"
 
 _CHILD = """\
 import sys
-sys.path[:] = {path!r}
+sys.path[:] = filter(None, sys.path)  # a file here may be called signal.py
 import contextlib, importlib, os, signal
+sys.path[:] = {path!r}
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
 with contextlib.suppress(OSError, AttributeError):
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
