@@ -101,9 +101,10 @@ def compile_now() -> None:
 
 
 def wait_until_loaded(timeout: float) -> None:
-    """Begin to load the functions, and wait at most so many seconds, as long as they load."""
+    """Begin to load the functions, unless that goes on, and wait for it at most so many seconds."""
+    before = _background
     compile_in_background()
-    if _background is not None:
+    if _background is not None and _background is not before:
         _background.join(timeout)
 
 

@@ -52,6 +52,19 @@ def test_a_call_waits_only_while_compiling(work: list[Callable[[], None]]) -> No
     assert compilation.ready() and compilation.compiled()
 
 
+def test_only_the_call_that_begins_to_load_waits(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, waited = threading.Event(), list[float | None]()
+    compilation.register(lambda: bool(go.wait(60)))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", lambda _, timeout: waited.append(timeout))
+        for _ in range(2):
+            compilation.wait_until_loaded(2.0)
+    go.set()
+    assert waited == [2.0]
+
+
 def test_what_failed_is_compiled_again_on_request(work: list[Callable[[], None]]) -> None:
     seen: list[bool] = []
 
