@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 def refusal(model: Any) -> tuple[str, str]:
     """Return why blocks of draft trees over ragged rows give other logits than plain forwards.
 
-    The types in `TRIED` are trusted. Any other model is tested once, with ten forwards over a dozen
-    tokens.
+    The types in `TRIED` are trusted, with transformers' own forwards. Any other model is tested
+    once, with ten forwards over a dozen tokens.
 
     Returns:
         What was found, empty for no fault; and what to do about it, empty where nothing helps.
     """
-    if compat.text_config(model).model_type in TRIED:
+    if _is_tried(model):
         return "", ""
     state = state_of(model)
     if state.trial is None:
@@ -55,9 +55,9 @@ def refusal(model: Any) -> tuple[str, str]:
 def admits_flat(model: Any) -> bool:
     """Return whether flat blocks give plain's logits; see `runner.flat`.
 
-    Tested once, like whole blocks in `refusal`, for types that are not in `TRIED`.
+    Tested once, like whole blocks in `refusal`, for models that are not trusted.
     """
-    if compat.text_config(model).model_type in TRIED:
+    if _is_tried(model):
         return True
     state = state_of(model)
     if state.flat_trial is None:
@@ -66,6 +66,11 @@ def admits_flat(model: Any) -> bool:
         except (RuntimeError, MemoryError):
             return False
     return not state.flat_trial
+
+
+def _is_tried(model: Any) -> bool:
+    """Whether the model is of a tried type and no subclass has a forward of its own."""
+    return compat.text_config(model).model_type in TRIED and compat.has_stock_forward(model)
 
 
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
