@@ -92,7 +92,7 @@ class Maker:
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
-        if len(prompt) == 0 or isinstance(prompt[0], str):
+        if len(prompt) == 0 or isinstance(prompt[0], (str, list)):
             raise ValueError(f"a prompt is a list of one token id or more, not {prompt!r}")
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
         own = dict(state.logit_processor_kwargs)

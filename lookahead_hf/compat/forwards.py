@@ -80,6 +80,12 @@ def has_hooks(model: nn.Module) -> bool:
     )
 
 
+def has_stock_forward(model: Any) -> bool:
+    """Return whether the forwards of the model and of its decoder are transformers' own."""
+    kinds: tuple[Any, Any] = type(model), type(model.get_decoder())
+    return all(kind.forward.__module__.startswith("transformers.") for kind in kinds)
+
+
 def text_config(model: Any) -> Any:
     """Return the configuration of the part that decodes text."""
     return model.config.get_text_config(decoder=True)

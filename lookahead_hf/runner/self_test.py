@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     """Return why blocks of draft trees over ragged rows give other logits than plain forwards.
 
-    The types in `TRIED` are trusted. Any other model is tested once, with ten forwards over a dozen
-    tokens.
+    The types in `TRIED` are trusted, with transformers' own forwards. Any other model is tested
+    once, with ten forwards over a dozen tokens.
 
     Args:
         model: The target.
@@ -45,7 +45,7 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     Returns:
         What was found, empty for no fault; and what to do about it, empty where nothing helps.
     """
-    if compat.text_config(model).model_type in TRIED:
+    if _is_tried(model):
         return "", ""
     trials = state_of(model).trials
     if is_flat not in trials:
@@ -54,6 +54,11 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
         except (RuntimeError, MemoryError):  # not the model's fault, and it may be over soon
             return "there was no memory for the self test", "free some and call again"
     return trials[is_flat], ""
+
+
+def _is_tried(model: Any) -> bool:
+    """Whether the model is of a tried type and no subclass has a forward of its own."""
+    return compat.text_config(model).model_type in TRIED and compat.has_stock_forward(model)
 
 
 def keeps_bits_in_trees(model: Any, width: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import lookahead_hf
 from lookahead_hf.runner import self_test
@@ -48,6 +49,34 @@ def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
 
     unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
     assert "gives other logits for blocks" in self_test.refusal(unknown)[0]
+
+
+class Leaning(LlamaForCausalLM):
+    """Treats the last token of every forward in its own way."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = input_ids, attention_mask, position_ids, past_key_values
+        outputs = super().forward(*given, **kwargs)
+        assert outputs.logits is not None
+        outputs.logits[:, -1] += torch.arange(outputs.logits.shape[-1]) % 7
+        return outputs
+
+
+def test_a_subclass_of_a_trusted_type_is_tested() -> None:
+    model = Leaning(tiny("llama").config).eval()
+    call = {"inputs": prompt(2), "max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**call)
+    lookahead_hf.enable(model)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="other logits for blocks"):
+        ours = model.generate(**call, speculative={"budget": 8})
+    assert torch.equal(ours, plain)
 
 
 @pytest.mark.parametrize(
