@@ -20,7 +20,8 @@ KEPT_SAMPLES = 9
 """Latest durations kept per size."""
 
 DUE_AFTER = 32
-"""Steps until a size that was measured is due again."""
+"""Steps until a size measured once is due again; measured twice it waits twice as long, and so on
+up to `KEPT_SAMPLES` times."""
 
 TRY_EVERY = 16
 """Steps between those in which a size that is due may be tried."""
@@ -80,7 +81,7 @@ class CostCurve:
             samples = self._samples.setdefault(size, deque(maxlen=KEPT_SAMPLES))
             samples.append(seconds)
             self._clock += 1
-            self._due[size] = self._clock + DUE_AFTER
+            self._due[size] = self._clock + DUE_AFTER * len(samples)
             factor = _low_quantile(samples) / float(self._assumed[self.sizes.index(size)])
             # Readers take no lock: what they iterate over must not change.
             self._factors = dict(sorted({**self._factors, size: factor}.items()))

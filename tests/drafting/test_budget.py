@@ -238,7 +238,7 @@ def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None
         assert refilled == [3, 3] and static == [1, 1]
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(1, 8), (4, 32)])
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 7), (4, 28)])
 def test_the_first_flat_block_has_room_for_all_rows(num_rows: int, most: int) -> None:
     budget = Budget("auto", 64, CostModel(), rows_of(num_rows), is_flat=True)
     assert budget.choose(tree_of(np.full(64, 0.99), num_rows)).sum() == most
@@ -273,7 +273,7 @@ def test_worthless_drafts_cost_next_to_nothing(curve: str, promise: float) -> No
         losses.append([*(run.seconds / len(run.sizes) for run in runs), end])
     first, later, end = np.mean(losses, 0) / cost(0)
     # The first call of a model also finds out what sizes cost; a step's cost per node is the worst.
-    assert first < (1.06 if curve != "steep" else 1.17)
+    assert first < (1.08 if curve != "steep" else 1.17)
     assert later < 1.07
     assert end < 1.03
 
@@ -312,7 +312,7 @@ def test_drafting_that_failed_starts_again_when_the_text_allows_it() -> None:
         [simulate(cost, accepts=accepts, steps=700, noise=unsteady, seed=s).sizes for s in SEEDS]
     )
     assert (sizes[:, 50:100] > 0).mean() > 0.8
-    assert np.mean([cost(n) for n in sizes[:, 200:250].ravel().tolist()]) < 1.15 * cost(0)
+    assert np.mean([cost(n) for n in sizes[:, 200:250].ravel().tolist()]) < 1.2 * cost(0)
     assert (sizes[:, -200:] > 0).mean() > 0.8
 
 
