@@ -64,6 +64,7 @@ class CostCurve:
         self.sizes = sizes or (FLAT_SIZES if is_flat else SIZES)
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
+        self._counts: dict[int, int] = {}
         self._due: dict[int, int] = {}
         self._clock = 0
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
@@ -79,9 +80,14 @@ class CostCurve:
             seconds *= most / least
         with self._lock:
             samples = self._samples.setdefault(size, deque(maxlen=KEPT_SAMPLES))
+            if samples and self.is_due(size):  # the machine may have changed since then
+                known = _low_quantile(samples)
+                samples.clear()
+                samples.append(known)
             samples.append(seconds)
             self._clock += 1
-            self._due[size] = self._clock + DUE_AFTER * len(samples)
+            self._counts[size] = count = min(self._counts.get(size, 0) + 1, KEPT_SAMPLES)
+            self._due[size] = self._clock + DUE_AFTER * count
             factor = _low_quantile(samples) / float(self._assumed[self.sizes.index(size)])
             # Readers take no lock: what they iterate over must not change.
             self._factors = dict(sorted({**self._factors, size: factor}.items()))
@@ -89,7 +95,7 @@ class CostCurve:
 
     def num_samples(self, size: int) -> int:
         """How often a size was measured, at most `KEPT_SAMPLES`."""
-        return len(self._samples.get(self.size_for(size), ()))
+        return self._counts.get(self.size_for(size), 0)
 
     def is_due(self, size: int) -> bool:
         """Whether a size was never measured, or too long ago."""
