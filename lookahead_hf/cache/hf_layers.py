@@ -34,6 +34,8 @@ def unserved_layer(cache: Cache) -> str | None:
     """Return the first layer type that cannot be taken over, None if all can."""
     if cache.offloading:
         return "offloaded cache"
+    if any(_slides(layer) and layer.record_past for layer in cache.layers):
+        return "a window whose past is recorded"  # all of which the caller may crop
     kinds = [type(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is not None:
         kinds.append(cache.layer_class_to_replicate)
