@@ -1,4 +1,4 @@
-# make demo       build .venv, fetch a small model, show plain and speculative generation side by side
+# make demo       build .venv, fetch a small model, compare plain and speculative generation
 # make test       build .venv, lint, type check, run the tests (downloads the same model once)
 # make test-all   the same with the slow tests
 # make test-oldest  the tests with the oldest supported transformers, in a separate venv

@@ -37,6 +37,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.drafting.topk import BestTokens
+from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 
 SYSTEMS = ("cpu", "device")
@@ -131,8 +132,9 @@ def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> 
     """Draft the texts as one call."""
     batch = Batch(texts, vocab_size)
     runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
+    config = SpeculativeConfig()
     drafts = DraftSession(
-        MemoryHolder(), SpeculativeConfig(), batch.rows, list(build(None, {})), do_sample=False,
+        MemoryHolder(), config, batch.rows, build(Request(config)), do_sample=False,
         vocab_size=vocab_size, max_new_tokens=2**31, runner=runner,
     )  # fmt: skip
     drafts._budget.choose = lambda tree: np.minimum(np.diff(tree.row_offsets), nodes)  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ import common
 
 import lookahead_hf
 from lookahead_hf.cli.env import cpu_name
-from lookahead_hf.cli.measuring import end_tokens, timed_call
+from lookahead_hf.cli.measuring import timed_call
 
 NUM_CALLS = 4
 
@@ -76,7 +76,7 @@ def child(arguments: argparse.Namespace) -> None:
     }
     calls = []
     for batch in batches:
-        call = timed_call(model, batch, shared | ARGUMENTS[system], 0, end_tokens(model))
+        call = timed_call(model, batch.inputs | shared | ARGUMENTS[system], 0)
         calls.append(
             {"seconds": call.seconds, "tokens": call.num_tokens, "steps": call.forwards - 1}
         )

@@ -8,6 +8,7 @@ import numpy as np
 from replay import Contender, Seen
 
 from lookahead_hf.cli.analysis.replay import UNUSED, RecordedRecycling
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.drafter import Drafter
@@ -15,6 +16,7 @@ from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head
+from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 
 
@@ -53,7 +55,9 @@ class Ours(Contender):
     def begin(self, tokens: np.ndarray, prompt: Seen) -> None:
         self._sources, self._recycling = self._build()
         self._calibration = self._rates.lease(self._sources, False)
-        self._ensemble = Ensemble(self._sources, self._calibration, max_new_tokens=self._new_tokens)
+        self._ensemble = Ensemble(
+            self._sources, self._calibration, 1, max_new_tokens=self._new_tokens
+        )
         self._rows = Rows(tokens[None, :-1])
         self._rows.emit(0, int(tokens[-1]))
         self._ensemble.begin(self._rows)
@@ -76,7 +80,7 @@ class Ours(Contender):
         self.tested = gained if self.tested is None else self.tested + gained
 
     def _build(self) -> tuple[list[Drafter], RecordedRecycling | None]:
-        sources = build(self._drafters, {})
+        sources = build(Request(SpeculativeConfig(self._drafters)))
         for place, source in enumerate(sources):
             if isinstance(source, RecyclingDrafter):
                 sources[place] = recycling = self._kept or RecordedRecycling()

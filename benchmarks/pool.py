@@ -29,7 +29,7 @@ from pool_text import read_text
 from lookahead_hf import ngram_pool
 from lookahead_hf.cli import env
 from lookahead_hf.drafting.sources.pool import PoolDrafter
-from lookahead_hf.ngram_pool import NgramPool, SuffixIndex
+from lookahead_hf.ngram_pool import NgramPool, SuffixIndexes
 
 CONTEXTS = (500, 5_000, 100_000)
 INSERTIONS = (5_000, 100_000)
@@ -40,7 +40,7 @@ def insertions(text: np.ndarray, rounds: int = 7) -> Iterator[Line]:
     for size in INSERTIONS:
         new = text[:size]
         for what, insert in (
-            ("suffix index", lambda new=new: SuffixIndex().extend(new)),
+            ("suffix index", lambda new=new: SuffixIndexes(1).extend(np.array([0, len(new)]), new)),
             ("pool", lambda new=new: NgramPool().add(new)),
         ):
             speeds = [size / timed(insert) / 1e6 for _ in range(rounds)]

@@ -136,7 +136,7 @@ class Step:
     def __init__(self, text: np.ndarray, size: int, sources: list[Any]) -> None:
         self._ids = text.astype(np.int64)
         self.rows = Rows(self._ids[None, : size - 1])
-        self.ensemble = Ensemble(sources, Calibration(sources), vocab_size=VOCABULARY)
+        self.ensemble = Ensemble(sources, Calibration(sources), 1, vocab_size=VOCABULARY)
         self._sources = sources
         self._draft, self._verdict = DraftTree.empty(1), self._emit()
         self._logits = torch.randn(1, 1 + VERIFIED, VOCABULARY).bfloat16()

@@ -28,7 +28,7 @@ from results import print_lines
 
 import lookahead_hf
 from lookahead_hf.cli.env import machine
-from lookahead_hf.cli.measuring import OURS, PLAIN, Batch, Call, Run, end_tokens, timed_call
+from lookahead_hf.cli.measuring import OURS, PLAIN, Batch, Call, Run, timed_call
 from lookahead_hf.cli.summary import summarize
 
 PREDICTED = "with prediction"
@@ -112,7 +112,7 @@ def make_edit(model: Any, tokenizer: Any, at: int, request: str, shared: dict[st
     """Let the model write the new file, and undo one edit in it."""
     kind = list(KINDS)[at % len(KINDS)]
     batch = Batch(kind, (at,), common.encode(tokenizer, [request]))
-    plain = timed_call(model, batch, shared, 0, end_tokens(model))
+    plain = timed_call(model, batch.inputs | shared, 0)
     new = tokenizer.decode(plain.rows[0], skip_special_tokens=True)
     old = KINDS[kind](new, random.Random(at))
     gone = Counter(old.splitlines()) - Counter(new.splitlines())
@@ -133,12 +133,10 @@ def measure(
         for run, extra in zip(runs, ways.values(), strict=True):
             call = edit.plain
             if extra or number:
-                call = timed_call(model, edit.batch, shared | extra, 0, end_tokens(model))
+                call = timed_call(model, edit.batch.inputs | shared | extra, 0)
             run.calls.append(call)
             if extra:
-                stats = lookahead_hf.last_stats(model)
-                assert stats is not None and stats.fallback_reason is None
-                run.stats.append(stats.to_dict())
+                assert call.stats is not None and call.stats.fallback_reason is None
     return runs
 
 

@@ -32,7 +32,7 @@ def check_texts(
     for seed, batch in enumerate(batches[: len(runs) // max(1, num_systems)]):
         chosen = runs[seed * num_systems : (seed + 1) * num_systems]
         (plain,) = (run.call.rows for run in chosen if run.system == PLAIN)
-        ours = [(run.system, call.rows) for run in chosen if run.stats for call in run.calls]
+        ours = [(run.system, call.rows) for run in chosen for call in run.calls if call.stats]
         inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
         texts = [rows for _, rows in ours]
         partings = find_partings(model, {**inputs, **shared}, plain, texts, seed)
@@ -97,7 +97,7 @@ def store(path: Path, about: dict[str, Any], runs: list[Run]) -> None:
             "system": run.system,
             "seconds": [call.seconds for call in run.calls],
             "tokens": [call.num_tokens for call in run.calls],
-            "stats": run.stats[run.middle] if run.stats else None,
+            "stats": run.call.stats and run.call.stats.to_dict(),
         }
         for run in runs
     ]

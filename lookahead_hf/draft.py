@@ -61,13 +61,9 @@ class DraftTree:
     def of_row(self, row: int) -> DraftTree:
         """The draft of one row alone, without evidence."""
         nodes = self.row(row)
-        return DraftTree(
-            np.array([0, nodes.stop - nodes.start]),
-            self.token_ids[nodes],
-            self.parents[nodes],
-            self.depth[nodes],
-            self.score[nodes],
-        )
+        fields = self.token_ids, self.parents, self.depth, self.score
+        ids, parents, depth, score = (each[nodes] for each in fields)
+        return DraftTree(np.array([0, nodes.stop - nodes.start]), ids, parents, depth, score)
 
     @property
     def max_nodes(self) -> int:

@@ -36,8 +36,7 @@ class ModelState:
         stats_listeners: Callbacks that hear the statistics of every call.
         warned: What was warned of: reasons for a fallback, and quantised activations.
         run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
-        trial: What the model's self test found, empty for no fault; None before the test.
-        flat_trial: The same for flat blocks.
+        trials: What self tests of padded (False) and of flat blocks found, empty for no fault.
         needs_copies: Whether the self test showed that the model needs contiguous K and V.
         kernel_trial: Attention implementations, and whether our kernel does all attention there.
         mask_sources: Sources of the forwards that handle masks.
@@ -62,8 +61,7 @@ class ModelState:
     stats_listeners: dict[object, Callable[[SpeculativeStats], None]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)
-    trial: str | None = None
-    flat_trial: str | None = None
+    trials: dict[bool, str] = field(default_factory=dict)
     needs_copies: bool = False
     kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
     mask_sources: list[str] | None = None

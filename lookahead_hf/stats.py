@@ -114,11 +114,6 @@ class SpeculativeStats:
         """Accepted of the drafted tokens, nan where nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else math.nan
 
-    @property
-    def graphs(self) -> str | None:
-        """The same as `execution`, under its earlier name."""
-        return self.execution
-
     def to_dict(self, style: str = "full") -> dict[str, Any]:
         """Return the statistics as JSON values.
 

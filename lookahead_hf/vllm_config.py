@@ -30,18 +30,6 @@ def is_vllm(values: Mapping[str, Any]) -> bool:
     return not values.keys().isdisjoint(("method", "num_speculative_tokens"))
 
 
-def _method(values: Mapping[str, Any]) -> str:
-    """Return the method; a model alone means a draft model.
-
-    Raises:
-        ValueError: The method is unknown.
-    """
-    method = values.get("method", "draft_model" if "model" in values else None)
-    if not isinstance(method, str) or method not in _KEYS:
-        raise ValueError(f"method={method!r} is not known; known: {', '.join(_KEYS)}")
-    return method
-
-
 def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `SpeculativeConfig` that do what vLLM's `speculative_config` asks for.
 
@@ -50,7 +38,10 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The method is unknown, or a key has no counterpart.
     """
-    method = _method(values)
+    # A model alone means a draft model.
+    method = values.get("method", "draft_model" if "model" in values else None)
+    if not isinstance(method, str) or method not in _KEYS:
+        raise ValueError(f"method={method!r} is not known; known: {', '.join(_KEYS)}")
     known = {"method", "num_speculative_tokens", *_KEYS[method]}
     if unknown := [str(name) for name in values if name not in known]:
         raise ValueError(

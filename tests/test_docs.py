@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
 import lookahead_hf
 from lookahead_hf.cli.commands import COMMANDS
@@ -26,6 +27,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 GENERATING = [*sorted(DOCS.glob("howto/*.md")), DOCS / "quickstart.md", DOCS / "guarantees.md"]
 CONFIGURING = [DOCS / "settings.md", DOCS / "comparison.md"]
+EXCERPTS = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
+"""Pages whose snippets use what the reader has: a model, its inputs, a pipeline."""
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(lookahead_hf.SpeculativeConfig)}
 THEIR_OPTIONS = ("serve",)
 """Commands that take options of other programs."""
@@ -120,9 +123,9 @@ def test_commands_and_options_exist(page: Path) -> None:
         assert command.name in THEIR_OPTIONS or options <= known | {"--help"}, line
 
 
-def run(page: Path) -> dict[str, Any]:
+def run(page: Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Run all Python of a page in its order; return the variables at the end."""
-    names: dict[str, Any] = {}
+    names = dict(given or {})
     for code in snippets(page, "python"):
         exec(compile(code, str(page), "exec"), names)
     return names
@@ -143,6 +146,38 @@ def test_snippets_generate_speculatively(
     assert totals.num_calls
     assert not totals.fallbacks
     assert totals.stats.tokens_per_step >= 1
+
+
+@pytest.mark.parametrize("page", EXCERPTS, ids=name_of)
+def test_excerpts_generate_speculatively(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page.stem == "README" and not IS_KNOWN:
+        pytest.skip("this version's continuous batching is its own")
+    monkeypatch.chdir(tmp_path)  # where the names of models are folders
+    (tmp_path / "HuggingFaceTB").mkdir()
+    folder = save_tiny_chat(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.max_new_tokens = 24  # which excerpts leave out
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = ["def f(x):", "abcabcabc"]
+    given = {
+        "model": lookahead_hf.enable(model),
+        "tokenizer": tokenizer,
+        "inputs": tokenizer(prompts[0], return_tensors="pt"),
+        "batch": tokenizer(prompts, return_tensors="pt", padding=True),
+        "prompts": prompts,
+        "prompt_ids": tokenizer(prompts)["input_ids"],
+        "previous_answer": "return x",
+        "streamer": TextStreamer(tokenizer),
+        "cache": DynamicCache(config=model.config),
+        "small_model": AutoModelForCausalLM.from_pretrained(folder),
+        "pipe": lookahead_hf.pipeline("text-generation", model=model, tokenizer=tokenizer),
+    }
+    totals = lookahead_hf.totals(run(page, given)["model"])
+    assert totals.num_calls and not totals.fallbacks
+    assert totals.stats.num_drafted > 0
 
 
 @pytest.mark.parametrize("page", CONFIGURING, ids=name_of)

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.models import prompt, tiny
+from tests.helpers.random_calls import REPEATABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore:steps are no longer recorded")
 
@@ -46,13 +47,7 @@ VALUES = st.one_of(
     ),
 )
 
-fuzzed = settings(
-    max_examples=200,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+fuzzed = settings(REPEATABLE, max_examples=200)
 
 
 FIELDS = tuple(SpeculativeConfig().to_dict())

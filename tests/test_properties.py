@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from transformers import EncoderDecoderCache, StaticCache
 
 import lookahead_hf
@@ -18,7 +18,15 @@ from lookahead_hf import SpeculativeConfig
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt
 from tests.helpers.outputs import assert_close
-from tests.helpers.random_calls import DRAFTING, MODELS, PAIRS, RandomCall, calls, smallest
+from tests.helpers.random_calls import (
+    DRAFTING,
+    MODELS,
+    PAIRS,
+    REPEATABLE,
+    RandomCall,
+    calls,
+    smallest,
+)
 from tests.helpers.scripted import RandomTrees, Scripted, continuations, empty
 
 
@@ -41,14 +49,7 @@ def test_every_call_gets_what_plain_gives_it(
     caplog.set_level("ERROR", "transformers")  # which warns of many a setting
     tally = Tally()
 
-    @settings(
-        max_examples=num_calls,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(REPEATABLE, max_examples=num_calls)
     @given(call=calls())
     def agrees(call: RandomCall) -> None:
         compare(call, tally)

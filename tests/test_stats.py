@@ -56,7 +56,7 @@ def verdict(paths: list[list[int] | None]) -> Verdict:
 def finished(recorder: StatsRecorder, num_text: list[int], **counts: Any) -> SpeculativeStats:
     """The record of a call whose rows have emitted this many tokens."""
     rows = SimpleNamespace(num_text=np.asarray(num_text))
-    return recorder.finish(rows, "walk", counts)
+    return recorder.finish(rows, engine="walk", per_source=counts)
 
 
 def recorded() -> SpeculativeStats:

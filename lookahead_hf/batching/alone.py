@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from lookahead_hf.batching.request import OBJECTS, plain
 
@@ -25,17 +25,6 @@ def _renew_lock() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
-
-
-class GivenUp(StoppingCriteria):
-    """Ends a text as soon as nobody wants it any more."""
-
-    def __init__(self, is_given_up: Callable[[], bool]) -> None:
-        """`is_given_up`: asked after every token."""
-        self._is_given_up = is_given_up
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self._is_given_up(), device=input_ids.device)
 
 
 def write(
@@ -55,7 +44,11 @@ def write(
     Raises:
         Exception: Whatever `generate` raises.
     """
-    criteria = [*(settings.get("stopping_criteria") or ()), GivenUp(is_given_up)]
+
+    def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), is_given_up(), device=input_ids.device)
+
+    criteria = [*(settings.get("stopping_criteria") or ()), given_up]
     settings["generation_config"].return_dict_in_generate = False
     draws = _seeded(model.device, seed) if _may_draw(model, settings) else nullcontext()
     with draws:

@@ -34,26 +34,6 @@ IDLE_SECONDS = 0.1
 """Longest time for which an idle run does not look for requests."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much a run decodes together.
-
-    Attributes:
-        max_slots: Most texts that are decoded together.
-        max_queue_size: Most requests that wait; adding another one waits; 0: any number.
-        seed: The seed of the run's samples, None to draw one from torch's default generator.
-        in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody adds
-            requests later.
-        max_batch_tokens: Most tokens of a step, None for any number.
-    """
-
-    max_slots: int
-    max_queue_size: int
-    seed: int | None
-    in_call: bool = False
-    max_batch_tokens: int | None = None
-
-
 @dataclass(eq=False)
 class Waiting:
     """A request that waits.
@@ -91,19 +71,36 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
     yields nothing more.
 
     Attributes:
-        limits: How much is decoded together.
-        progress: Shows how the requests get on, None for no bar.
+        maker: Turns requests into calls of `generate`.
+        max_slots: Most texts that are decoded together.
+        max_batch_tokens: Most tokens of a step, None for any number.
     """
 
-    def __init__(self, maker: Maker, limits: Limits) -> None:
+    def __init__(
+        self,
+        maker: Maker,
+        max_slots: int,
+        *,
+        max_batch_tokens: int | None,
+        max_queue_size: int,
+        seed: int | None,
+        in_call: bool,
+        progress: Progress | None,
+    ) -> None:
         """Prepare a run, without a thread.
 
         Args:
             maker: Turns requests into calls of `generate`; it has checked the model.
-            limits: How much is decoded together.
+            max_slots: Most texts that are decoded together.
+            max_batch_tokens: Most tokens of a step, None for any number.
+            max_queue_size: Most requests that wait; adding another one waits; 0: any number.
+            seed: The seed of the samples, None to draw one from torch's default generator.
+            in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody
+                adds requests later.
+            progress: Shows how the requests get on, None for no bar.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
-        self.input_queue = RequestQueue(limits.max_queue_size)
+        self.input_queue = RequestQueue(max_queue_size)
         self.cancel_queue: queue.Queue[str] = queue.Queue()
         self._request_counter = 0
         self._request_lock = threading.Lock()
@@ -122,40 +119,19 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.distributed_helper = DistributedHelper(None, None)
         self.is_tp_driver = True
 
-        self.limits, self._maker = limits, maker
+        self.maker, self.max_slots, self.max_batch_tokens = maker, max_slots, max_batch_tokens
+        self._in_call, self.progress = in_call, progress
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
-        self.progress: Progress | None = None
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin another run: texts count from 0 again, and a seed that nobody set is drawn anew."""
-        self.input_queue.num_texts, seed = 0, self.limits.seed
         self._seed = int(torch.randint(2**31, ())) if seed is None else seed
 
-    def fits(self, maker: Maker, limits: Limits) -> bool:
-        """Return whether a call with these settings and limits may use this manager again.
-
-        Whoever runs it, or has left results in it, shares it with nobody.
-        """
-        if self.is_running() or not self.output_router.output_queue.empty():
-            return False
-        one, other = (
-            (each.generation_config.to_dict(), each.request, each.room)
-            for each in (maker, self._maker)
-        )
-        return one == other and limits == self.limits
-
-    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Leave the model's attention as it is."""
-
     def warmup(self) -> None:
-        """Wait until the functions that draft are there."""
+        """Wait until the compiled functions of drafting are loaded."""
         ngram_pool.wait_until_loaded(IDLE_SECONDS)
         self.warmed_up = True
 
     def start(self) -> None:
         """Begin the run: in a thread of its own, or as soon as the caller asks for a result."""
-        if not self.limits.in_call:
+        if not self._in_call:
             end_team()
             super().start()
             return
@@ -173,14 +149,22 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             thread.run()
         return super().get_result(request_id, timeout)
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the run as transformers' manager does; an interrupt gives up what waits."""
-        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            kwargs["hard_stop"] = True
-        super().stop(*args, **kwargs)
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Stop the run as transformers' manager does; an interrupt gives up what waits.
+
+        The model never keeps the manager: making another one costs nothing.
+        """
+        hard_stop |= isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        super().stop(block, timeout, hard_stop=hard_stop)
 
     def join(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the thread, which looks up if it is idle."""
+        """Wake the thread if it is idle, and wait for it."""
         self._wake_up_loop.set()
         super().join(*args, **kwargs)
 
@@ -206,7 +190,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.cancel_queue.put(request_id)
         self._wake_up_loop.set()
 
-    # What the session asks of its desk, in the thread of the run.
+    # What the session of a run asks, in the thread of the run.
 
     def take(self) -> Job | None:
         """Return the next text that waits, None if there is none."""
@@ -252,15 +236,11 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             self.cancel_queue.put(name)
             warnings.warn(f"nobody takes the text of {name!r}: {error}", stacklevel=2)
 
-    def stepped(self, num_live: int, num_new: int) -> None:
-        """Note a step of the rows that decode, and the tokens that it brought."""
-        if self.progress is not None:
-            self.progress.step(num_live, num_new)
-
     def _split(self, request: Waiting) -> list[Job]:
-        """The texts of a request, the one with its own id last; none if they cannot be told apart.
+        """The texts of a request, the one with its own id last.
 
-        Each has copies of the processors and criteria that the request brought.
+        Each has copies of the processors and criteria that the request brought. If these cannot be
+        copied, all texts of the request fail.
         """
         state, name = request.state, request.state.request_id
         ids = [*(f"{name}__child#{child}" for child in range(state.num_children)), name]
@@ -282,7 +262,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def _run_generation_loop(self) -> None:
         """Decode whatever comes, until the manager is stopped."""
-        self.batch_processor = self._maker  # for `stop`, which asks whether there is anything
+        self.batch_processor = self.maker  # for `stop`, which asks whether there is anything
         device = self.model.device
         try:
             if device.type == "cuda" and device.index is not None:
@@ -303,8 +283,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         while not self.stops():
             self.pauses()
             if self._jobs or not self.input_queue.empty():
-                limits = self.limits
-                run(new_session(self._maker, self, limits.max_slots, limits.max_batch_tokens))
+                run(new_session(self))
             elif status.local_status == status.FLUSH_AND_STOP:
                 return
             else:

@@ -17,22 +17,20 @@ import transformers
 from transformers import ContinuousBatchingConfig
 
 from lookahead_hf import fallback
-from lookahead_hf.batching.manager import Limits, SpeculativeBatchingManager
+from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import OBJECTS, Maker
 from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.generation.options import Request
+from lookahead_hf.generation.call import Request
+from lookahead_hf.generation.options import wanted
 
 SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
 """Texts that are decoded together where nobody says how many."""
 
 MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
-
-KEPT = "_cached_continuous_batching_manager"
-"""Where transformers keeps the manager of a call with persistent_manager=True on the model."""
 
 NAMES = ("generate_batch", "init_continuous_batching")
 """The methods of a model that speculate in continuous batching."""
@@ -47,7 +45,7 @@ class Asked:
         max_slots: Most texts that are decoded together.
         max_tokens: Most tokens of all of them, prompts included. Each may have an equal share.
         progress: Whether a bar shows how the requests get on.
-        in_call: Whether a call asks that ends with its requests.
+        in_call: Whether the run ends with the call that asks, which brings all of its requests.
     """
 
     speculative: Any = None
@@ -125,10 +123,7 @@ class BatchMethod:
 def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
     """Return a function that stands for one of `NAMES` on a class, until the class has its own.
 
-    Args:
-        cls: The class.
-        name: The method.
-        default: Returns what calls do where nothing else decides.
+    `default()` is what calls do where nothing else decides.
     """
     original = getattr(cls, name)
 
@@ -162,20 +157,14 @@ def _call(
     if original.__name__ == NAMES[1]:
         return _manager(model, original, asked, default, *args, **kwargs)
     if asked.speculative not in (None, False):
-        _check_ignored(kwargs)
+        for name, fix in INSTEAD.items():
+            if kwargs.get(name) is not None:
+                raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
     speculates = _wanted(model, asked, given.get("generation_config"), default) is not None
-    in_call = speculates and not given.get("persistent_manager")
-    if in_call and kwargs.get("progress_bar"):  # transformers' bar would stand still until the end
+    if speculates and kwargs.get("progress_bar"):  # transformers' would stand still until the end
         asked, kwargs["progress_bar"] = replace(asked, progress=True), False
-    with asking(replace(asked, in_call=in_call)):
+    with asking(replace(asked, in_call=speculates)):
         return original(*args, **kwargs)
-
-
-def _check_ignored(given: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of `generate` that a batch would ignore."""
-    for name, fix in INSTEAD.items():
-        if given.get(name) is not None:
-            raise ValueError(f"generate_batch has no argument {name!r}: {fix}")
 
 
 def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str]) -> None:
@@ -218,26 +207,12 @@ def _manager(
             return _ours(model, config, asked, *given)
         except Unserved as unserved:
             fallback.report(model, unserved, config.on_fallback, "transformers' manager")
-    if _kept(model) is not None:
-        vars(model).pop(KEPT, None)  # transformers would return it, whatever is asked
     return original(*given)
 
 
-def _kept(model: Any) -> SpeculativeBatchingManager | None:
-    """Our manager that an earlier call left with the model, None if there is none."""
-    kept = getattr(model, KEPT, None)
-    return kept if isinstance(kept, SpeculativeBatchingManager) else None
-
-
 def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
-    """How to speculate: as the call says, else a generation config, else the default."""
-    if asked.speculative is not None:
-        return SpeculativeConfig.resolve(asked.speculative)
-    for config in (generation, model.generation_config):
-        value = getattr(config, "speculative", None)
-        if value is not None:
-            return SpeculativeConfig.resolve_stored(value)
-    return SpeculativeConfig.resolve(default)
+    """How to speculate, None for not at all."""
+    return wanted(asked.speculative, (generation, model.generation_config), default)[1]
 
 
 def _ours(
@@ -277,15 +252,15 @@ def _ours(
     room = None if tokens is None else tokens // slots
     maker = Maker(model.eval(), generation, Request(config), room)
     maker.check()
-    in_call = asked.in_call and not batching.max_queue_size  # adding to a full queue waits
-    limits = Limits(slots, batching.max_queue_size, batching.seed, in_call, most)
-    manager = _kept(model)
-    if manager is None or not manager.fits(maker, limits):
-        manager = SpeculativeBatchingManager(maker, limits)
-    else:
-        manager.renew()
-    manager.progress = Progress(getattr(hints, "num_requests", None)) if asked.progress else None
-    return manager
+    return SpeculativeBatchingManager(
+        maker,
+        slots,
+        max_batch_tokens=most,
+        max_queue_size=batching.max_queue_size,
+        seed=batching.seed,
+        in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
+        progress=Progress(getattr(hints, "num_requests", None)) if asked.progress else None,
+    )
 
 
 def _unserved(what: str) -> Unserved:

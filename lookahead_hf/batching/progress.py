@@ -21,14 +21,16 @@ class Progress:
         self._begin = self._shown = time.perf_counter()
         self._tokens = self._emitted = self._steps = 0
 
-    def step(self, num_live: int, num_new: int) -> None:
-        """Note a step.
+    def emitted(self, num_tokens: int) -> None:
+        """Note tokens of a request."""
+        self._tokens += num_tokens
+
+    def show(self, num_live: int) -> None:
+        """Renew the numbers beside the bar, unless that was done just now.
 
         Args:
             num_live: Rows that decode.
-            num_new: Tokens that they have emitted since the last time.
         """
-        self._tokens += num_new
         now = time.perf_counter()
         if now - self._shown < EVERY_SECONDS:
             return
@@ -39,7 +41,7 @@ class Progress:
         self._bar.set_postfix_str(shown)
 
     def finished(self, stats: SpeculativeStats | None) -> None:
-        """Note a request that has ended."""
+        """Note a request that has ended, with its statistics unless it failed."""
         if stats is not None:
             self._emitted += stats.num_emitted - stats.rows
             self._steps += stats.row_steps

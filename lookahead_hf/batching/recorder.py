@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.generation.recorder import StatsRecorder, widths
-from lookahead_hf.stats import PHASES, RowStats, SourceStats, SpeculativeStats
+from lookahead_hf.generation.recorder import StatsRecorder, record_of, widths
+from lookahead_hf.stats import PHASES, RowStats, SpeculativeStats
 
 _PREFILL, _FORWARD = PHASES.index("prefill"), PHASES.index("forward")
 
@@ -25,11 +26,8 @@ class RowRecorder(StatsRecorder):
     and the tokens of the prefill.
     """
 
-    def __init__(self, num_rows: int, sources: Sequence[str]) -> None:
-        """`sources`: names of the sources, in the order of the drafts' evidence."""
+    def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
-        self._names = sources
-        self._of_sources = np.zeros((num_rows, 3, len(sources)), np.int64)
         self._histograms: list[Counter[int]] = [Counter() for _ in range(num_rows)]
         self._sizes: list[Counter[int]] = [Counter() for _ in range(num_rows)]
         self._widths, self._moved_in, self._fed = np.zeros((3, num_rows), np.int64)
@@ -70,13 +68,11 @@ class RowRecorder(StatsRecorder):
         self._widths = np.maximum(self._widths, widths(draft))
         moved = verdict.path != place_in_row(verdict.path_offsets)
         np.add.at(self._moved_in, np.repeat(np.arange(len(accepted)), accepted), moved)
-        self._count_sources(draft, verdict.of_text)
 
     def settle(self, step_tokens: np.ndarray) -> None:
         """Share the time since the last call among the rows of the latest step.
 
-        Args:
-            step_tokens: Tokens that steps have fed for each row so far, [rows].
+        `step_tokens`, [rows], counts the tokens that all steps so far have fed for each row.
         """
         fed, self._fed_in_steps = step_tokens - self._fed_in_steps, step_tokens.copy()
         if not fed.any():
@@ -92,56 +88,23 @@ class RowRecorder(StatsRecorder):
         self._spent[:, _FORWARD] += np.where(self._live, of_forward, 0)
         self._spent[:, _PREFILL] += np.where(self._live, 0, of_forward)
 
-    def _count_sources(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Count what each source drafted, what was accepted, and what of that only it drafted."""
-        if draft.evidence is None:
-            return
-        sizes, num_rows = np.diff(draft.evidence.offsets), len(draft.row_offsets) - 1
-        row = np.repeat(np.arange(num_rows), np.diff(draft.row_offsets))
-        drafted = np.zeros((draft.num_nodes, len(self._names)), bool)
-        drafted[np.repeat(np.arange(len(sizes)), sizes), draft.evidence.source] = True
-        hit = np.zeros((draft.num_nodes, 1), bool)
-        row_of_path = np.repeat(np.arange(num_rows), np.diff(verdict.path_offsets))
-        hit[draft.row_offsets[row_of_path] + verdict.path] = True
-        alone = drafted.sum(1, keepdims=True) == 1
-        found = np.stack([drafted, drafted & hit, drafted & hit & alone], 1)
-        np.add.at(self._of_sources, row, found)
-
-    def of_row(self, row: int, num_emitted: int, execution: str | None = None) -> SpeculativeStats:
-        """Return the statistics of the text that has ended in a row.
-
-        Args:
-            row: The row.
-            num_emitted: Tokens of the text.
-            execution: How the steps were run.
-        """
+    def of_row(self, row: int, num_emitted: int, **others: Any) -> SpeculativeStats:
+        """Return the record of the text of a row, which has so many tokens; see `finish`."""
         steps, drafted, accepted, moved, fed, width = (int(each[row]) for each in self._counts)
-        histogram = self._histograms[row]
-        times = dict(zip(PHASES, self._spent[row].tolist(), strict=True))
-        return SpeculativeStats(
-            rows=1,
+        return record_of(
+            [RowStats(steps, num_emitted, drafted, accepted)],
+            dict(zip(PHASES, self._spent[row].tolist(), strict=True)),
+            self._histograms[row],
+            self._sizes[row],
             num_steps=steps,
-            row_steps=steps,
-            num_emitted=num_emitted,
-            num_drafted=drafted,
-            num_accepted=accepted,
             num_moved=moved,
-            accepted_histogram=tuple(histogram[k] for k in range(max(histogram, default=-1) + 1)),
             max_width=width,
-            per_source={
-                name: SourceStats(*counts)
-                for name, counts in zip(self._names, self._of_sources[row].T.tolist(), strict=True)
-            },
-            budget_histogram=dict(sorted(self._sizes[row].items())),
-            engine="walk",
-            execution=execution,
             num_fed=fed,
-            row_stats=(RowStats(steps, num_emitted, drafted, accepted),),
-            **{f"{name}_ms": spent for name, spent in times.items()},
+            **others,
         )
 
     def free(self, row: int) -> None:
         """Begin to count another text in a row."""
-        for counts in (*self._counts, self._spent, self._of_sources):
+        for counts in (*self._counts, self._spent):
             counts[row] = 0
         self._histograms[row], self._sizes[row] = Counter(), Counter()

@@ -15,8 +15,7 @@ from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.generation.call import PreparedCall
-from lookahead_hf.generation.options import Request
+from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.runner import positions, prefix_tuning, support
@@ -117,7 +116,17 @@ class Maker:
             Exception: Whatever `generate` raises about its arguments.
         """
         call = self._prepared(job)
-        self._check(call)
+        longest = int(call.generation_config.max_length)
+        if self.room is not None and longest > self.room:
+            raise ValueError(
+                f"a prompt of {call.input_ids.shape[1]} tokens and up to {call.num_new} new ones "
+                f"need more than the {self.room} tokens that a request may have: lower "
+                "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
+            )
+        limit, last = positions.room(self.model), longest - 1
+        if limit is not None and last > limit:
+            detail = f"positions up to {last}, where those of the model change or end at {limit}"
+            raise Unserved(FallbackReason.MODEL, detail)
         return call
 
     def _prepared(self, job: Job) -> PreparedCall:
@@ -140,27 +149,14 @@ class Maker:
         support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
 
-    def _check(self, call: PreparedCall) -> None:
-        """Raise Unserved where a call must be decoded alone, ValueError where it is too long."""
-        longest = int(call.generation_config.max_length)
-        if self.room is not None and longest > self.room:
-            raise ValueError(
-                f"a prompt of {call.input_ids.shape[1]} tokens and up to {call.num_new} new ones "
-                f"need more than the {self.room} tokens that a request may have: lower "
-                "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
-            )
-        limit, last = positions.room(self.model), longest - 1
-        if limit is not None and last > limit:
-            detail = f"positions up to {last}, where those of the model change or end at {limit}"
-            raise Unserved(FallbackReason.MODEL, detail)
-
-    def verifier(self, call: PreparedCall, stream: ColumnStream, seed: int) -> Verifier:
+    def verifier(self, call: PreparedCall, seed: int) -> Verifier:
         """Return what verifies the text of a call in a row of its own.
 
         Raises:
             Unserved: Its processors or criteria need more than the row's own scores and tokens.
         """
         outputs = RequestedOutputs(call.generation_config, 1)
+        stream = ColumnStream(None, 1, call.pad)
         chosen = choose_verifier(call, outputs, stream, Processes(), seed)
         if not isinstance(chosen, Walk) or chosen.rules.in_order:
             detail = "a logits processor, a criterion or a verification that cannot be kept in rows"
@@ -201,7 +197,7 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        self.verifier(self.trial(), ColumnStream(None, 1, None), 0)
+        self.verifier(self.trial(), 0)
         support.check_trial(model)
 
     def takes_flat(self) -> bool:

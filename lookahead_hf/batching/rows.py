@@ -28,13 +28,7 @@ class RefilledRows(Rows):
             self.free(row)
 
     def take(self, row: int, prompt_ids: np.ndarray, most_new: int) -> None:
-        """Begin another text in a row.
-
-        Args:
-            row: The row.
-            prompt_ids: Its prompt, [columns] int64.
-            most_new: Most tokens that it may emit.
-        """
+        """Begin another text in a row, with a prompt, [columns] int64, and so many new tokens."""
         self._put(row, Rows(prompt_ids[None]), most_new)
 
     def free(self, row: int) -> None:

@@ -59,7 +59,7 @@ class RefilledRunner(Runner):
         num_rows: int,
         packed: PackedSteps,
         flat: bool,
-        most_tokens: int | None = None,
+        most_tokens: int | None,
     ) -> None:
         """Prepare for the requests of one run.
 
@@ -120,12 +120,7 @@ class RefilledRunner(Runner):
         return bool(prompt_ids.min() >= 0 and prompt_ids.max() < vocab_size)
 
     def read(self, row: int, prompt_ids: np.ndarray) -> None:
-        """Begin to read a prompt in a free row, piece by piece beside the steps of other rows.
-
-        Args:
-            row: The row.
-            prompt_ids: The prompt, [tokens] int64.
-        """
+        """Begin to read a prompt, [tokens] int64, in a free row, in pieces beside the steps."""
         self._prompts.pop(row, None)
         self._texts.free(row)
         self._texts.slots.reserve(len(prompt_ids))
@@ -181,12 +176,9 @@ class RefilledRunner(Runner):
         return row in self._prompts
 
     def holder(self, prompt_ids: Any) -> int | None:
-        """Return a row that holds this prompt, None if there is none.
+        """Return a row that holds these tokens as its prompt, None if there is none.
 
         Layers with a window drop the end of the prompt when the text behind it has grown.
-
-        Args:
-            prompt_ids: Its tokens, [tokens]; whatever is no such thing is held by no row.
         """
         for row, prompt in self._prompts.items():
             if np.array_equal(prompt.ids, prompt_ids) and self._texts.holds(row, len(prompt_ids)):

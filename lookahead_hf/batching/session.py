@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,35 +24,15 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.session import Session
-from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.runner import attention
 from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
 from lookahead_hf.stats import SpeculativeStats
 
+if TYPE_CHECKING:
+    from lookahead_hf.batching.manager import SpeculativeBatchingManager
+
 STOPPED = "the run was stopped before this request was complete"
 """The error of a request that a hard stop gives up."""
-
-
-class Desk(Protocol):
-    """Where requests come in, and where their texts go."""
-
-    def take(self) -> Job | None:
-        """Return the next request that waits, None if there is none."""
-
-    def cancelled(self) -> set[str]:
-        """Return the ids of requests that were cancelled since the last time."""
-
-    def stops(self) -> bool:
-        """Return whether requests in progress are to be given up."""
-
-    def pauses(self) -> bool:
-        """Wait while somebody else uses the model; return whether there was any need to wait."""
-
-    def deliver(self, job: Job, stats: SpeculativeStats | None = None) -> None:
-        """Pass on what a request has become so far."""
-
-    def stepped(self, num_live: int, num_new: int) -> None:
-        """Note a step of the rows that decode, and the tokens that it brought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +40,7 @@ class RefillSession(Session):
     """Decodes requests together; whenever a text ends, the next request takes its row.
 
     Attributes:
-        maker: Turns requests into calls.
-        desk: Where requests come from.
+        manager: Where requests come from, and where their texts go.
         jobs: The requests in progress, by row.
         setup: What `generate` sets up for steps, undone while prompts run.
     """
@@ -70,8 +49,7 @@ class RefillSession(Session):
     runner: RefilledRunner
     verifier: EachRow
     stats: RowRecorder
-    maker: Maker
-    desk: Desk
+    manager: SpeculativeBatchingManager
     jobs: dict[int, Job] = field(default_factory=dict)
     setup: ExitStack = field(default_factory=ExitStack)
 
@@ -80,22 +58,23 @@ class RefillSession(Session):
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.runner.most_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
-            self.runner.take(0, self.maker.trial(), self._set_up)
+            self.runner.take(0, self.manager.maker.trial(), self._set_up)
             self.runner.forget([0])
 
     def goes_on(self) -> bool:
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         self.stats.settle(self.runner.step_tokens)
-        if self.desk.pauses():
-            self.runner.renew(packing(self.maker))
+        if self.manager.pauses():
+            self.runner.renew(packing(self.manager.maker))
         self._free_cancelled()
-        stops, num_new = self.desk.stops(), 0
+        stops = self.manager.stops()
         for row, job in list(self.jobs.items()):
             if self.jobs.get(row) is job:  # not cancelled while another one was written alone
-                num_new += self._pass_on(row, job)
+                self._pass_on(row, job)
         if not stops:
-            num_new += self._fill()
-        self.desk.stepped(int(self.rows.live.sum()), num_new)
+            self._fill()
+        if self.manager.progress is not None:
+            self.manager.progress.show(int(self.rows.live.sum()))
         if stops or not self.jobs:
             return False
         with self.stats.phase("draft"):
@@ -104,37 +83,28 @@ class RefillSession(Session):
 
     def _free_cancelled(self) -> None:
         """Free the rows of requests that were cancelled."""
-        cancelled = self.desk.cancelled()
+        cancelled = self.manager.cancelled()
         for row, job in list(self.jobs.items()):
             if job.names & cancelled:
                 self._free(row)
 
-    def _fill(self) -> int:
-        """Give free rows to the requests that wait; return the tokens that these have at once."""
-        num_new, free = 0, [row for row in range(self.rows.num_rows) if row not in self.jobs]
+    def _fill(self) -> None:
+        """Give free rows to the requests that wait."""
+        free = [row for row in range(self.rows.num_rows) if row not in self.jobs]
         free.sort(key=self.runner.holds_prompt)
-        while free and not self.desk.stops() and (job := self.desk.take()) is not None:
+        while free and not self.manager.stops() and (job := self.manager.take()) is not None:
             holder = self.runner.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
-            num_new += self._take(row, job)
+            job.state.status = RequestStatus.PREFILLING
+            self.jobs[row] = job
+            self._advance(row, job)
             if row not in self.jobs:  # its text has ended at once
                 free.append(row)
         self.runner.forget(free)
-        return num_new
 
-    def _take(self, row: int, job: Job) -> int:
-        """Begin a request in a free row; return the tokens that it has at once."""
-        job.state.status = RequestStatus.PREFILLING
-        self.jobs[row] = job
-        return self._advance(row, job)
-
-    def _advance(self, row: int, job: Job) -> int:
-        """Go on with the prompt of a request; if that fails, the request alone fails.
-
-        Returns:
-            How many tokens it has, none before the end of its prompt.
-        """
+    def _advance(self, row: int, job: Job) -> None:
+        """Go on with the prompt of a request; if that fails, the request alone fails."""
         try:
             with self.stats.phase_of(row, "prefill"):
                 self._prefill(row, job)
@@ -146,22 +116,20 @@ class RefillSession(Session):
             if job.state.status is RequestStatus.DECODING:
                 with self.stats.phase_of(row, "draft"):
                     self.drafts.begin_row(self.rows, row)
-                return self._pass_on(row, job)
-        return 0
+                self._pass_on(row, job)
 
     def _prefill(self, row: int, job: Job) -> None:
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
-            job.call = self.maker.call(job)
-            stream = ColumnStream(None, 1, job.call.pad)
-            job.verifier = self.maker.verifier(job.call, stream, job.seed)
+            job.call = self.manager.maker.call(job)
+            job.verifier = self.manager.maker.verifier(job.call, job.seed)
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
             return
         assert job.verifier is not None
         job.state.status = RequestStatus.DECODING
-        self.rows.take(row, ids, self.maker.num_draftable(job.call))
+        self.rows.take(row, ids, self.manager.maker.num_draftable(job.call))
         self.verifier.take(self.rows, row, job.verifier, logits)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
@@ -180,69 +148,71 @@ class RefillSession(Session):
         return runner.take(row, call, self._set_up)
 
     def _set_up(self) -> None:
-        self.setup.enter_context(compat.set_up_for_decoding(self.maker.model))
+        self.setup.enter_context(compat.set_up_for_decoding(self.manager.model))
 
     def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
 
         def is_given_up() -> bool:
             self._free_cancelled()
-            return self.jobs.get(row) is not job or self.desk.stops()
+            return self.jobs.get(row) is not job or self.manager.stops()
 
         self.setup.close()
-        error: Exception | None = None
         try:
-            settings = self.maker.settings(job)
-            tokens = alone.write(self.maker.model, settings, job.seed, is_given_up)
-        except Exception as raised:
-            error = raised
-        if self.jobs.get(row) is not job:  # cancelled
+            settings = self.manager.maker.settings(job)
+            tokens = alone.write(self.manager.model, settings, job.seed, is_given_up)
+            if self.manager.stops():
+                raise RuntimeError(STOPPED)
+        except Exception as error:
+            if self.jobs.get(row) is job:  # not cancelled
+                self._fail(row, job, error)
             return
-        if error is None and self.desk.stops():
-            error = RuntimeError(STOPPED)
-        if error is not None:
-            self._fail(row, job, error)
-            return
-        job.state.generated_tokens = tokens
-        self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
+        if self.jobs.get(row) is job:
+            job.state.generated_tokens = tokens
+            self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
-    def _pass_on(self, row: int, job: Job) -> int:
+    def _pass_on(self, row: int, job: Job) -> None:
         """Pass on the tokens of the latest step, and free the row if its text has ended.
 
         A request whose prompt is still read goes on with it.
-
-        Returns:
-            How many tokens there are.
         """
         state, known = job.state, len(job.state.generated_tokens)
         if state.status is RequestStatus.PREFILLING:
-            return self._advance(row, job)
+            self._advance(row, job)
+            return
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
-            return 0
+            return
         new = self.rows.emitted(row)[known:].tolist()
         state.generated_tokens += new
+        if self.manager.progress is not None:
+            self.manager.progress.emitted(len(new))
         if state.record_timestamps:
             state._timestamps += [time.perf_counter()] * len(new)
         if self.rows.finished[row]:
             with self.stats.phase_of(row, "draft"):
                 self.drafts.end_row(self.rows, row)
-            num_emitted = int(self.rows.num_emitted[row])
-            self._finish(row, job, self.stats.of_row(row, num_emitted, self.runner.execution))
+            record = self.stats.of_row(
+                row,
+                int(self.rows.num_emitted[row]),
+                engine=self.verifier.name,
+                per_source=self.drafts.source_stats(row),
+                execution=self.runner.execution,
+            )
+            self._finish(row, job, record)
         elif state.streaming and new:
-            self.desk.deliver(job)
-        return len(new)
+            self.manager.deliver(job)
 
     def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
         self._free(row)
         job.state.status = RequestStatus.FINISHED
-        self.desk.deliver(job, stats)
+        self.manager.deliver(job, stats)
 
     def _fail(self, row: int, job: Job, error: BaseException) -> None:
         self._free(row)
         job.state.error = f"{type(error).__name__}: {error}"
         job.state.status = RequestStatus.FAILED
-        self.desk.deliver(job)
+        self.manager.deliver(job)
 
     def _free(self, row: int) -> None:
         self.jobs.pop(row, None)
@@ -253,13 +223,12 @@ class RefillSession(Session):
     def output(self) -> None:
         """Nothing: texts are passed on as they end."""
 
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self.drafts.end(self.rows)
-        error = details[0] if details else None
-        if not isinstance(error, BaseException):
-            error = RuntimeError(STOPPED)
         for row, job in list(self.jobs.items()):
-            self._fail(row, job, error)
+            self._fail(row, job, error or RuntimeError(STOPPED))
 
 
 def packing(maker: Maker) -> PackedSteps:
@@ -267,41 +236,33 @@ def packing(maker: Maker) -> PackedSteps:
     return PackedSteps(maker.model, maker.request.config.packed_weights, LONG_CALL)
 
 
-def new_session(
-    maker: Maker, desk: Desk, max_rows: int, most_tokens: int | None = None
-) -> RefillSession:
+def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
     """Return a session with free rows only.
-
-    Args:
-        maker: Turns requests into calls.
-        desk: Where requests come from.
-        max_rows: Most texts that are decoded together.
-        most_tokens: Most tokens of a step, at least one per row; None for any number.
 
     Raises:
         ValueError: An option or a pool is wrong.
     """
-    model, config = maker.model, maker.request.config
+    maker, num_rows = manager.maker, manager.max_slots
+    model, request = maker.model, maker.request
     do_sample = bool(maker.generation_config.do_sample)
-    drafters = build_drafters(model, maker.request, max_rows, do_sample)
-    rows = RefilledRows(max_rows)
-    runner = RefilledRunner(model, max_rows, packing(maker), maker.takes_flat(), most_tokens)
+    rows, packed = RefilledRows(num_rows), packing(maker)
+    runner = RefilledRunner(model, num_rows, packed, maker.takes_flat(), manager.max_batch_tokens)
     drafts = DraftSession(
         model,
-        config,
+        request.config,
         rows,
-        drafters,
+        build_drafters(model, request, num_rows, do_sample),
         do_sample=do_sample,
         vocab_size=int(compat.text_config(model).vocab_size),
         max_new_tokens=rows.most_new,
         runner=runner,
     )
-    parts: dict[str, Any] = {"rows": rows, "drafts": drafts, "runner": runner}
     return RefillSession(
-        **parts,
-        verifier=EachRow(max_rows),
+        rows=rows,
+        drafts=drafts,
+        runner=runner,
+        verifier=EachRow(num_rows),
         processes=Processes(),
-        stats=RowRecorder(max_rows, tuple(drafts.source_stats)),
-        maker=maker,
-        desk=desk,
+        stats=RowRecorder(num_rows),
+        manager=manager,
     )

@@ -29,11 +29,7 @@ class EachRow(Verifier):
     def take(self, rows: RefilledRows, row: int, verifier: Verifier, logits: torch.Tensor) -> None:
         """Begin another text in a row and emit its first token.
 
-        Args:
-            rows: The texts.
-            row: The row.
-            verifier: What verifies this text, as a batch of one row.
-            logits: Logits after its prompt, [1, 1, vocab].
+        The verifier sees a batch of this one row; `logits`, [1, 1, vocab], follow its prompt.
         """
         self._verifiers[row] = verifier
         verifier.first(rows.texts[row], logits)

@@ -61,16 +61,18 @@ class AdoptedCache:
         self.slots = SlotCache(num_rows)
         self.columns: list[np.ndarray] | None = None
         self.slots.lengths[:] = self.num_columns
+        # Columns that a row does not attend, [rows, columns] bool, where the caller sees the cache
+        # and may attend them later; and by a layer's id which they are and what they hold.
+        self._unattended: torch.Tensor | None = None
+        self._in_unattended: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
         if attended is not None and not attended.all():
             self.columns = [np.flatnonzero(row) for row in attended]
             self.slots.lengths[:] = attended.sum(1)
+            self._unattended = torch.from_numpy(~attended) if returned else None
         self.slots.extent.starts = self.slots.lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
         if self._is_fed:
             self.slots.lengths[:] = 0
-        self._unattended: _Unattended | None = None
-        if returned and attended is not None and self.columns is not None:
-            self._unattended = _Unattended(~attended)
         num_layers = len(self._text.layers)
         self._masks = [masks[min(i, len(masks) - 1)] for i in range(num_layers)]
         self._group(masks, trims)
@@ -78,7 +80,7 @@ class AdoptedCache:
         try:
             self._take()
         except BaseException:
-            self._put_back()
+            self.hand_back(self.num_columns)  # the layers that were taken
             raise
 
     def _group(self, masks: Sequence[str | None], trims: bool) -> None:
@@ -102,7 +104,7 @@ class AdoptedCache:
     def _take(self) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             if name is None:
-                self.slots.add_fixed(layer)
+                self.slots.layers.append(layer)
                 continue
             content = hf_layers.read(layer)
             if self._is_fed:
@@ -113,18 +115,15 @@ class AdoptedCache:
                 continue
             stores = [self._to_slots(states, self.slots.groups[name]) for states in content]
             if self._unattended is not None:
-                self._unattended.keep(layer, content)
-            self.slots.add(name, *stores, of=layer)  # before the release, for `_put_back`
+                first = self.num_columns - content[0].shape[2]
+                chosen = self._unattended[:, first:]
+                kept = tuple(states.transpose(1, 2)[chosen] for states in content)
+                self._in_unattended[id(layer)] = chosen.nonzero()[:, 1] + first, kept
+            self.slots.add(name, *stores, of=layer)  # before the release, for `hand_back`
             hf_layers.release(layer, is_users_cache(self.original))
 
-    def _put_back(self) -> None:
-        """Undo a take-over that broke off."""
-        for layer, ours in zip(self._text.layers, self.slots.layers, strict=False):
-            if isinstance(ours, SlotLayer):
-                self._fill(layer, ours, self.num_columns)
-
     def _to_slots(self, states: torch.Tensor, group: SlotGroup) -> torch.Tensor:
-        """[rows, kv_heads, held columns, dim] to [rows, capacity, kv_heads, dim]."""
+        """Turn [rows, kv_heads, held columns, dim] into [rows, capacity, kv_heads, dim]."""
         rows, heads, count, dim = states.shape
         store = states.new_zeros(rows, group.roomy(group.longest), heads, dim)
         first = self.num_columns - count  # a layer with a window has dropped the columns before
@@ -136,7 +135,7 @@ class AdoptedCache:
     def _parts(
         self, dropped: np.ndarray, first: int, last: int
     ) -> Iterator[tuple[slice, slice, np.ndarray]]:
-        """Rows, their slots, and the slots' columns, of what a layer holds in [first, last).
+        """Yield rows, their slots and these slots' columns, of what a layer holds in some columns.
 
         Args:
             dropped: Tokens of each row that came before its first slot, [rows].
@@ -152,7 +151,7 @@ class AdoptedCache:
             yield of, slice(token - gone, len(columns) - gone), columns[token:]
 
     def _columns_of(self, row: int, num_columns: int) -> np.ndarray:
-        """Columns of a row's tokens, ascending, of those before `num_columns`."""
+        """Return the columns of a row's tokens, ascending, of those below `num_columns`."""
         if self.columns is None:
             return np.arange(num_columns)
         return np.concatenate([self.columns[row], np.arange(self.num_columns, num_columns)])
@@ -170,7 +169,7 @@ class AdoptedCache:
         return columns
 
     def columns_of(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Columns of tokens given by their rows and their indices in these, [tokens] int64 each."""
+        """Return columns of tokens by their rows and indices in these, [tokens] int64 each."""
         columns: np.ndarray = tokens + self.pads[rows]
         if self.columns is not None and (columns < self.num_columns).any():
             for row, prompt in enumerate(self.columns):
@@ -195,14 +194,9 @@ class AdoptedCache:
         Columns that a row does not attend have their old content where the caller sees the cache,
         since a later call may attend them. Otherwise they are zero.
         """
-        for layer, ours in zip(self._text.layers, self.slots.layers, strict=True):
+        for layer, ours in zip(self._text.layers, self.slots.layers, strict=False):
             if isinstance(ours, SlotLayer):
                 self._fill(layer, ours, num_columns)
-        return self.original
-
-    def emptied(self, new: Cache) -> Cache:
-        """Return the original with the layers of a new cache."""
-        self.original.layers = new.layers
         return self.original
 
     def _fill(self, layer: object, ours: SlotLayer, num_columns: int) -> None:
@@ -213,43 +207,21 @@ class AdoptedCache:
             self._to_columns(store, dropped, first, num_columns) for store in ours.tensors
         )
         if self._unattended is not None:
-            self._unattended.restore(layer, content, first)
+            columns, kept = self._in_unattended[id(layer)]
+            chosen = self._unattended[:, first:]
+            for states, values in zip(content, kept, strict=True):
+                states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
         hf_layers.fill(layer, content, num_columns)
 
     def _to_columns(
         self, store: torch.Tensor, dropped: np.ndarray, first: int, last: int
     ) -> torch.Tensor:
-        """[rows, slots, kv_heads, dim] to [rows, kv_heads, last - first, dim]."""
+        """Turn [rows, slots, kv_heads, dim] into [rows, kv_heads, last - first, dim]."""
         out = store.new_zeros(store.shape[0], store.shape[2], last - first, store.shape[3])
         for of, slots, columns in self._parts(dropped, first, last):
             index = _index(columns - first, store.device)
             out[of][:, :, index] = store[of, slots].transpose(1, 2)
         return out
-
-
-class _Unattended:
-    """What prompt columns hold that rows do not attend, which a later call may attend.
-
-    They are kept where the caller sees the cache, and restored when it is handed back.
-    """
-
-    def __init__(self, is_unattended: np.ndarray) -> None:  # [rows, columns] bool
-        self._is_unattended = torch.from_numpy(is_unattended)
-        self._kept: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
-
-    def keep(self, layer: object, content: hf_layers.Content) -> None:
-        """Copy the columns out of a layer's newest ones, [rows, heads, columns, dim] each."""
-        first = self._is_unattended.shape[1] - content[0].shape[2]
-        chosen = self._is_unattended[:, first:]
-        kept = tuple(states.transpose(1, 2)[chosen] for states in content)
-        self._kept[id(layer)] = chosen.nonzero()[:, 1] + first, kept
-
-    def restore(self, layer: object, content: hf_layers.Content, first: int) -> None:
-        """Write the columns into `content`, a layer's columns from `first` on."""
-        chosen = self._is_unattended[:, first:]
-        columns, kept = self._kept[id(layer)]
-        for states, values in zip(content, kept, strict=True):
-            states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
 
 
 def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:

@@ -9,7 +9,7 @@ from lookahead_hf.cache.adopt import AdoptedCache
 
 
 def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
-    """Return the slot of every column that block tokens see, each the next one's parent.
+    """Return the slot of every column that tokens of a block see, each the parent of the next.
 
     Args:
         cache: The cache, whose lengths count the tokens already.

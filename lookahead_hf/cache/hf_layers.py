@@ -34,7 +34,8 @@ def unserved_layer(cache: Cache) -> str | None:
     """Return the first layer type that cannot be taken over, None if all can."""
     if cache.offloading:
         return "offloaded cache"
-    if any(_slides(layer) and layer.record_past for layer in cache.layers):
+    windowed = (each for each in cache.layers if isinstance(each, DynamicSlidingWindowLayer))
+    if any(layer.record_past for layer in windowed):
         return "a window whose past is recorded"  # all of which the caller may crop
     kinds = [type(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is not None:
@@ -45,14 +46,10 @@ def unserved_layer(cache: Cache) -> str | None:
 
 
 def most_columns(layer: Any) -> int | None:
-    """Return the most columns that a layer holds, None for all."""
-    if _slides(layer):
+    """Return the most columns that a layer of a served type holds, None for all."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
         return int(layer.sliding_window) - 1
     return int(layer.max_cache_len) if type(layer) is StaticSlidingWindowLayer else None
-
-
-def _slides(layer: Any) -> bool:
-    return isinstance(layer, DynamicSlidingWindowLayer)  # the served types alone get here
 
 
 def window(layer: Any) -> int | None:
@@ -114,7 +111,7 @@ def fill(layer: Any, content: Content, num_columns: int) -> None:
     layer.keys, layer.values = content[:2]
     if len(content) > 2:
         layer.indexer_keys = content[2][:, 0]
-    if _slides(layer):
+    if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = num_columns
 
 

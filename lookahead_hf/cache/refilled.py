@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slot_layer import SlotLayer
 from lookahead_hf.cache.slots import SlotCache, SlotGroup
@@ -38,7 +36,7 @@ class RefilledCache(AdoptedCache):
         self._set(row, int(prompt.lengths[0]), [int(g.dropped[0]) for g in prompt.each_group()])
 
     def holds(self, row: int, length: int) -> bool:
-        """Whether a row holds all that a token behind its first tokens, so many of them, sees."""
+        """Whether a row holds all that the token behind its first `length` tokens sees."""
         return all(
             group.window is None or group.dropped[row] <= max(0, length - group.window)
             for group in self.slots.each_group()
@@ -81,9 +79,7 @@ class RefilledCache(AdoptedCache):
         for layer in prompt.layers:
             if isinstance(layer, SlotLayer):
                 stores = layer.stores.k_store, layer.stores.v_store
-                self.slots.add(names[layer.group], *map(self._zeros, stores))
+                zeros = (each.new_zeros(len(self.pads), *each.shape[1:]) for each in stores)
+                self.slots.add(names[layer.group], *zeros)
             else:
                 self.slots.add_other(layer)
-
-    def _zeros(self, store: torch.Tensor) -> torch.Tensor:
-        return store.new_zeros(len(self.pads), *store.shape[1:])

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class Block:
     """Where a forward writes its tokens, the same for every layer of a group."""
 
-    start: int | None  # first slot where all rows write the same range, else None
+    span: slice | None  # of slots, where all rows write the same ones, else None
     flat_slots: torch.Tensor | None  # [tokens] int64 into [rows * capacity], else None
-    width: int
     visible: int  # slots that the attention sees, [0, visible)
 
 
@@ -52,29 +51,30 @@ class SlotLayer(DynamicLayer):
         """
         if not self.stores.is_shaped:
             self.stores.shape(self.group.capacity, key_states, value_states)
-        keys = self._written(self.stores.k_store, key_states.transpose(1, 2))
-        values = self._written(self.stores.v_store, value_states.transpose(1, 2))
-        shown = keys.transpose(1, 2), values.transpose(1, 2)
+        keys = self._written(self.stores.k_store, key_states)
+        values = self._written(self.stores.v_store, value_states)
         if self.group.extent.copies:
-            return shown[0].contiguous(), shown[1].contiguous()
-        return shown
+            return keys.contiguous(), values.contiguous()
+        return keys, values
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys of the block's indexer, [rows, width, dim]; show all visible slots."""
         assert self.index is not None
-        return self._written(self.index.k_store, indexer_key_states[:, :, None])[:, :, 0]
+        return self._written(self.index.k_store, indexer_key_states[:, None])[:, 0]
 
     def _written(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Write states, [rows, width, heads, dim]; return the visible slots of the store."""
-        block = self.group.block
+        """Write states, [rows, heads, width, dim]; return the visible slots in the same order."""
+        block, shown = self.group.block, store.transpose(1, 2)
         assert block is not None
-        if block.start is not None:
-            store[:, block.start : block.start + block.width].copy_(states)
-        else:
-            flat = store.view(-1, *store.shape[2:])
-            slots = self.group.flat_slots_on(store.device)
-            flat.index_copy_(0, slots, states.reshape(-1, *store.shape[2:]))
-        return store[:, : block.visible]
+        if block.span is not None:
+            shown[:, :, block.span].copy_(states)
+            return shown.narrow(2, 0, block.visible)
+        slots, of_token = self.group.flat_slots_on(store.device), store.shape[2:]
+        if len(states) < len(store):
+            return _written_flat(store, states, slots, block.visible)
+        tokens = states.transpose(1, 2).reshape(-1, *of_token)
+        store.view(-1, *of_token).index_copy_(0, slots, tokens)
+        return shown.narrow(2, 0, block.visible)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -97,3 +97,21 @@ class StateSlotLayer(StateLayer, SlotLayer):
         SlotLayer.__init__(self, slots.group, slots.stores)
         for name in vars(StateLayer(of.number_of_states)).keys() - {"device", "dtype"}:
             setattr(self, name, getattr(of, name))
+
+
+def _written_flat(
+    store: torch.Tensor,  # [rows, capacity, heads, dim]
+    states: torch.Tensor,  # [1, heads, tokens, dim]
+    slots: torch.Tensor,  # [tokens] into [rows * capacity]
+    visible: int,
+) -> torch.Tensor:  # [rows, heads, visible, dim]
+    """Write the states of a flat block; return the visible slots.
+
+    Two views do the work of five: to make a view takes a layer as long as to copy the numbers.
+    """
+    assert store.is_contiguous()
+    rows, capacity, heads, dim = store.shape
+    by_row, by_slot, by_head, _ = store.stride()
+    flat = store.as_strided((1, heads, rows * capacity, dim), (0, by_head, by_slot, 1))
+    flat.index_copy_(2, slots, states)
+    return store.as_strided((rows, heads, visible, dim), (by_row, by_head, by_slot, 1))

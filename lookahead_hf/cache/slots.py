@@ -108,35 +108,32 @@ class SlotGroup:
             layer.k_store, layer.v_store = pair
         self.capacity, self._path_table = capacity, table
 
-    def place(self, width: int) -> None:
-        """Put the next `width` tokens of every row behind its length."""
-        self._drop_unseen(self.longest + width)
-        lengths = self.lengths
-        self.reserve(int(lengths.max()) + width, width)
-        visible = max(int(lengths.max()) + width, self.extent.shown or 0)
-        # Where shapes are fixed, compiled code has no number of the host's in it either.
-        if self.extent.shown is None and bool((lengths == lengths[0]).all()):
-            self.block = Block(int(lengths[0]), None, width, visible)
-            return
-        rows = np.arange(len(lengths))[:, None] * self.capacity
-        flat = rows + lengths[:, None] + np.arange(width)[None]
-        self._slots_by_device.clear()
-        self.block = Block(None, torch.from_numpy(flat.reshape(-1)), width, visible)
+    def place(self, counts: int | np.ndarray) -> None:
+        """Put the next tokens of every row behind its length.
 
-    def place_each(self, counts: np.ndarray) -> None:
-        """Put the next tokens of every row, [rows] of them, behind its length."""
+        Args:
+            counts: How many they are: one number for all rows of a padded block, or [rows] for the
+                rows of a flat one.
+        """
+        is_padded = isinstance(counts, int)
+        counts = np.broadcast_to(counts, len(self.dropped))
         self._drop_unseen(int((self.lengths + counts).max()))
         lengths, width = self.lengths, int(counts.max())
-        visible = int((lengths + counts).max())
-        self.reserve(visible, width)
+        used = int((lengths + counts).max())
+        self.reserve(used, width)
+        visible = max(used, self.extent.shown or 0)
+        # Where shapes are fixed, compiled code has no number of the host's in it either.
+        if is_padded and self.extent.shown is None and bool((lengths == lengths[0]).all()):
+            self.block = Block(slice(used - width, used), None, visible)
+            return
         first = np.arange(len(counts)) * self.capacity + lengths
         flat = np.repeat(first, counts) + place_in_row(np.concatenate([[0], counts.cumsum()]))
         self._slots_by_device.clear()
-        self.block = Block(None, torch.from_numpy(flat), width, visible)
+        self.block = Block(None, torch.from_numpy(flat), visible)
 
-    def place_at(self, flat_slots: torch.Tensor, width: int, visible: int) -> None:
+    def place_at(self, flat_slots: torch.Tensor, visible: int) -> None:
         """Put the next tokens into these slots, [rows * width] into [rows * capacity]."""
-        self.block = Block(None, flat_slots, width, visible)
+        self.block = Block(None, flat_slots, visible)
         self._slots_by_device = {flat_slots.device: flat_slots}
 
     def _drop_unseen(self, slots: int) -> None:
@@ -165,23 +162,17 @@ class SlotCache(Cache):
     """A cache of `SlotLayer`s with one length per row.
 
     Attributes:
-        extent: Lengths of the rows.
+        lengths: Tokens of each row that are kept, [rows] int64; changed in place, as `extent` has
+            the same array.
+        extent: How much of every row is kept and read.
         groups: The layers by the name of their mask; several names may share a group.
     """
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(layers=[])
-        self.extent = Extent(np.zeros(num_rows, np.int64))
+        self.lengths = np.zeros(num_rows, np.int64)
+        self.extent = Extent(self.lengths)
         self.groups: dict[str, SlotGroup] = {}
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row that are kept, [rows] int64."""
-        return self.extent.lengths
-
-    @lengths.setter
-    def lengths(self, lengths: np.ndarray) -> None:
-        self.extent.lengths = lengths
 
     @property
     def longest(self) -> int:
@@ -229,10 +220,6 @@ class SlotCache(Cache):
         """Append a layer without K and V: the same if it holds a state, else one with nothing."""
         self.layers.append(layer if isinstance(layer, StateLayer) else EmptyLayer())
 
-    def add_fixed(self, layer: Any) -> None:
-        """Append a layer of transformers that does not grow with the text."""
-        self.layers.append(layer)
-
     def reserve(self, slots: int) -> None:
         """Make room for so many slots in layers that hold whole texts."""
         for group in self.each_group():
@@ -246,15 +233,10 @@ class SlotCache(Cache):
                 group.grow(slots)
         self.extent.shown = slots
 
-    def place(self, width: int) -> None:
-        """Put the next `width` tokens of every row, padding included, behind its length."""
+    def place(self, counts: int | np.ndarray) -> None:
+        """Put the next tokens of every row behind its length; see `SlotGroup.place`."""
         for group in self.each_group():
-            group.place(width)
-
-    def place_each(self, counts: np.ndarray) -> None:
-        """Put the next tokens of every row, [rows] of them and perhaps none, behind its length."""
-        for group in self.each_group():
-            group.place_each(counts)
+            group.place(counts)
 
     def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
         """Move paths of the latest block to the front of it, in every layer.

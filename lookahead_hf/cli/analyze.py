@@ -22,7 +22,15 @@ from lookahead_hf.cli.analysis.costs import (
 from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import encode_chat, load_tokenizer, open_model
-from lookahead_hf.cli.parsing import DTYPE, POSITIVE, Arguments, command, model_options
+from lookahead_hf.cli.measuring import Call
+from lookahead_hf.cli.parsing import (
+    DTYPE,
+    NEW_FILE,
+    POSITIVE,
+    Arguments,
+    command,
+    model_options,
+)
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
 
@@ -53,7 +61,7 @@ A record: {"prompt": "...", "group": "tickets", "output": "..."}, or "messages" 
     "the tokenizer is loaded",
 )
 @click.option("--sample", type=POSITIVE, default=8, show_default=True, help="prompts per group")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="also a web page")
+@click.option("--html", type=NEW_FILE, help="also write a web page")
 @model_options(new_tokens=128)
 @DTYPE
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
@@ -73,10 +81,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     show(found, about, screen)
     if page is not None:
         show(found, about, page)
-        try:
-            page.save(arguments.html)
-        except OSError as error:
-            raise CommandError(f"{arguments.html} cannot be written: {error}") from error
+        arguments.html.write(page.to_html())
 
 
 def _read(arguments: Arguments) -> list[Sample]:
@@ -147,8 +152,8 @@ def _costs(
     with stage.screen.task("measuring the costs of steps", len(by_class), "lengths") as report:
         for done, (each, members) in enumerate(by_class.items(), 1):
             sample, inputs = members[len(members) // 2]
-            costs[each], (output, stats) = measure(stage.model, inputs)
-            probes.append(_traced(stage, sample, inputs, output, stats))
+            costs[each], call = measure(stage.model, inputs)
+            probes.append(_traced(stage, sample, inputs, call))
             report(done)
     return costs, probes
 
@@ -162,26 +167,24 @@ def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
             if references:
                 ids = stage.tokenizer(sample.output, add_special_tokens=False)["input_ids"]
                 end = stage.tokenizer.eos_token_id
-                output, stats = np.array([*ids, *([] if end is None else [end])][:limit]), None
+                call = Call(0.0, ((*ids, *([] if end is None else [end]))[:limit],))
             else:
-                output, stats = write(stage.model, inputs, limit)
-            if len(output) > 1:
-                texts.append(_traced(stage, sample, inputs, output, stats))
+                call = write(stage.model, inputs, limit)
+            if call.num_tokens > 1:
+                texts.append(_traced(stage, sample, inputs, call))
             report(done)
     return texts
 
 
-def _traced(
-    stage: Stage, sample: Sample, inputs: dict[str, Any], output: np.ndarray, stats: Any
-) -> Traced:
+def _traced(stage: Stage, sample: Sample, inputs: dict[str, Any], call: Call) -> Traced:
     """A text with what the model expects at its positions, if there is a model."""
     from lookahead_hf.cli.analysis.estimate import Traced, likeliest
     from lookahead_hf.cli.analysis.replay import Text
 
-    prompt = inputs["input_ids"][0].cpu().numpy()
+    prompt, output = inputs["input_ids"][0].cpu().numpy(), np.array(call.rows[0])
     expected = likeliest(stage.model, np.concatenate([prompt, output]))
     text = Text(sample.group, 0, prompt, output, *expected)
-    return Traced(text, None if stats is None else stats.budget_histogram)
+    return Traced(text, None if call.stats is None else call.stats.budget_histogram)
 
 
 def _about(stage: Stage, samples: list[Sample], arguments: Arguments) -> dict[str, Any]:

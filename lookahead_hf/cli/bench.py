@@ -39,7 +39,7 @@ examples:
 )
 @click.option("--field", default="prompt", show_default=True, help="of each JSON record")
 @click.option("--limit", type=POSITIVE, metavar="N", help="the first N prompts only")
-@click.option("--rounds", type=POSITIVE, default=3, show_default=True)
+@click.option("--rounds", type=POSITIVE, default=3, show_default=True, help="calls of each kind")
 @generation_options(new_tokens=128)
 @BATCH_SIZE
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
@@ -84,7 +84,6 @@ def _batches(stage: Stage, prompts: list[tuple[str, str]], size: int) -> Iterato
         for start in range(0, len(texts), size):
             chosen = texts[start : start + size]
             inputs = encode_chat(stage.model, stage.tokenizer, *map(user, chosen))
-            del inputs["pad_token_id"]
             yield Batch(name, tuple(range(at, at + len(chosen))), inputs)
             at += len(chosen)
 
@@ -92,13 +91,14 @@ def _batches(stage: Stage, prompts: list[tuple[str, str]], size: int) -> Iterato
 def _measure(stage: Stage, prompts: list[tuple[str, str]], rounds: int, size: int) -> list[Run]:
     """Time every batch in every round; an interrupt returns the runs so far."""
     batches = list(_batches(stage, prompts, size))
-    shared = {**stage.generation, "pad_token_id": stage.tokenizer.pad_token_id}
     ways = {**systems(size), OURS: stage.drafting}
     label, total = f"measuring ({len(ways)} calls per batch and round)", rounds * len(batches)
     runs: list[Run] = []
     try:
         with stage.screen.task(label, total, "batches") as report:
-            measured = measure(stage.model, batches, ways, shared, rounds, stage.seed or 0)
+            measured = measure(
+                stage.model, batches, ways, stage.generation, rounds, stage.seed or 0
+            )
             for done, part in enumerate(measured, 1):
                 runs = part
                 report(done)

@@ -37,10 +37,13 @@ class Conversation:
     """
 
     def __init__(self, stage: Stage, is_plain: bool = False) -> None:
-        self._stage = stage
-        config = stage.config
-        lasts = not (is_plain or config.drafters or config.options)
-        self._is_plain, self._drafters = is_plain, _lasting_drafters() if lasts else None
+        from lookahead_hf.drafting.sources.ngram import NgramDrafter
+        from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
+
+        self._stage, self._is_plain = stage, is_plain
+        lasts = not (is_plain or stage.config.drafters or stage.config.options)
+        drafters = NgramDrafter(keep=True), RecyclingDrafter(keep=True)
+        self._drafters = drafters if lasts else None  # the default ones, which forget nothing
         self._messages: list[dict[str, str]] = []
         self._cache: Any = None
         self._cached: list[int] = []  # the tokens that the cache holds
@@ -80,14 +83,6 @@ class Conversation:
         if not known:
             self._cache = DynamicCache(config=self._stage.model.config)
         return known
-
-
-def _lasting_drafters() -> tuple[Any, ...]:
-    """The default drafters, set to remember everything between calls."""
-    from lookahead_hf.drafting.sources.ngram import NgramDrafter
-    from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-
-    return NgramDrafter(keep=True), RecyclingDrafter(keep=True)
 
 
 @command("chat", _EXAMPLES, indent=None)

@@ -60,6 +60,7 @@ def run(argv: Sequence[str] | None) -> int:
     except CommandError as error:
         return _failed(str(error))
     except KeyboardInterrupt:
+        print("\nlookahead-hf: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +74,8 @@ def run(argv: Sequence[str] | None) -> int:
     except SpeculationFallbackError as error:
         return _failed(f"{error}\n`lookahead-hf env` lists all reasons.")
     except (ImportError, OSError, ValueError) as error:  # files and options that do not fit
-        return _failed(str(error))
+        file, why = getattr(error, "filename", None), getattr(error, "strerror", None)
+        return _failed(f"{file}: {why}" if file and why else str(error))
 
 
 def _failed(message: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lookahead_hf.cli.live_text import LiveText, StepRecorder
-from lookahead_hf.cli.measuring import Batch, Call, end_tokens, timed_call
+from lookahead_hf.cli.measuring import Call, timed_call
 from lookahead_hf.cli.screen import Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
 
@@ -62,16 +62,10 @@ def run_speculative(
 
 
 def _run(stage: Stage, inputs: dict[str, Any], text: LiveText, extra: dict[str, Any]) -> Call:
-    import lookahead_hf
-
-    given = {**inputs, **stage.generation, **extra}
-    prompts = {name: given.pop(name) for name in ("input_ids", "attention_mask")}
-    is_live = len(prompts["input_ids"]) == 1
-    if is_live:
-        given["streamer"] = text
-    batch, ends = Batch("", (), prompts), end_tokens(stage.model)
-    call = timed_call(stage.model, batch, given, stage.seed, ends)
+    is_live = len(inputs["input_ids"]) == 1
+    streamed = {"streamer": text} if is_live else {}
+    call = timed_call(stage.model, {**inputs, **stage.generation, **extra, **streamed}, stage.seed)
     if not is_live:
         for each in stage.tokenizer.batch_decode(call.rows, skip_special_tokens=True):
             stage.screen.line(each)
-    return replace(call, stats=lookahead_hf.last_stats(stage.model))
+    return call

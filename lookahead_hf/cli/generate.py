@@ -14,7 +14,6 @@ from lookahead_hf.cli.parsing import (
     BATCH_SIZE,
     Arguments,
     command,
-    drafting_arguments,
     generation_arguments,
     generation_options,
     with_pool,
@@ -37,9 +36,10 @@ examples:
 @click.option("--plain", is_flag=True, help="without speculation")
 @click.option("--stats", is_flag=True, help="print the statistics afterwards")
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
-    """Generate a text from each prompt and show which tokens were drafted.
+    """Generate a text from each prompt.
 
-    The text is generated speculatively and shown live. Without PROMPT, stdin is the prompt.
+    Each text is generated speculatively and shown live; on a terminal, tokens that were drafted are
+    coloured. Without PROMPT, stdin is the prompt.
     """
     prompts = [read_prompt(prompt) for prompt in arguments.prompts or (None,)]
     stage = open_stage(arguments, screen)
@@ -60,7 +60,9 @@ def read_prompt(given: str | None) -> str:
     Raises:
         CommandError: The prompt is empty.
     """
-    prompt = _read_stdin() if given is None else given
+    if given is None and sys.stdin.isatty():
+        print("Type the prompt; Ctrl-D on a line of its own ends it.", file=sys.stderr)
+    prompt = sys.stdin.read() if given is None else given
     # Bytes that the terminal's encoding lacks arrive as surrogates, which no tokenizer takes.
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if not prompt.strip():
@@ -73,17 +75,14 @@ def open_stage(arguments: Arguments, screen: Screen) -> Stage:
     dtype, device = arguments.dtype, arguments.device
     config = with_pool(arguments.config, arguments.pool)  # a bad file fails before the model loads
     model, tokenizer = open_model(arguments.model, dtype, screen, arguments.threads, device)
-    name = arguments.assistant
-    assistant = load(name, dtype, screen, device, "--assistant") if name else None
-    drafting = drafting_arguments(arguments, config, tokenizer, assistant)
+    drafting = {"speculative": config, "speculative_tokenizer": tokenizer}
+    if arguments.prediction:
+        drafting["prediction"] = arguments.prediction.read_text(encoding="utf-8")
+    if name := arguments.assistant:
+        assistant, its_tokenizer = load(name, dtype, screen, device, "--assistant")
+        drafting |= {"assistant_model": assistant, "assistant_tokenizer": its_tokenizer}
     generation = generation_arguments(arguments)
     return Stage(model, tokenizer, generation, screen, drafting, arguments.seed)
-
-
-def _read_stdin() -> str:
-    if sys.stdin.isatty():
-        print("Type the prompt; Ctrl-D on a line of its own ends it.", file=sys.stderr)
-    return sys.stdin.read()
 
 
 def as_data(call: Call, tokenizer: Any, row: int = 0) -> dict[str, Any]:

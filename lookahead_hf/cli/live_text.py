@@ -55,11 +55,14 @@ class LiveText:
         self._num_shown = 0
         self._shown = ""
         self._past_prompt = False
+        self._failure: OSError | None = None
         if recorder is not None:
-            recorder.listener = self._show
+            recorder.listener = self._show_step
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt first, then tokens, [1] or [1, tokens]."""
+        if self._failure is not None:
+            raise self._failure
         if not self._past_prompt:
             self._past_prompt = True
             return
@@ -74,6 +77,13 @@ class LiveText:
         if text.startswith(self._shown):
             self._screen.write(text[len(self._shown) :])
         self._screen.line()
+
+    def _show_step(self, num_accepted: int) -> None:
+        """Show the tokens of a step; what fails waits for `put`, which can end the call."""
+        try:
+            self._show(num_accepted)
+        except OSError as error:
+            self._failure = error
 
     def _show(self, num_accepted: int = 0) -> None:
         """Show the new tokens, of which the first `num_accepted` were drafted.

@@ -67,7 +67,8 @@ def load(
     logging.disable_progress_bar()
     with screen.task(f"loading {name} in {dtype}"), _explained(name, option):
         source = {"local_files_only": not reaches_hub(name)}
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+        with _explained(name, option, "the tokenizer of "):
+            tokenizer = AutoTokenizer.from_pretrained(name, **source)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **source)
         return model.to(device).eval(), tokenizer
 
@@ -76,7 +77,7 @@ def load_tokenizer(name: str, option: str) -> Any:
     """Load a tokenizer alone; `option` is the option that names it."""
     from transformers import AutoTokenizer
 
-    with _explained(name, option):
+    with _explained(name, option, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(name, local_files_only=not reaches_hub(name))
 
 
@@ -114,10 +115,12 @@ def check_name(name: str, option: str) -> None:
 
 
 @contextmanager
-def _explained(name: str, option: str) -> Iterator[None]:
+def _explained(name: str, option: str, part: str = "") -> Iterator[None]:
     """Turn whatever loading raises into one sentence that says what to do."""
     try:
         yield
+    except CommandError:
+        raise
     except Exception as error:  # a damaged file or a missing package may raise anything
         if is_out_of_memory(error):
             raise
@@ -128,7 +131,8 @@ def _explained(name: str, option: str) -> Iterator[None]:
             reason = "the Hugging Face hub cannot be reached, and the model is not in its cache"
         else:
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise CommandError(f"{name} could not be loaded ({reason}): {option} {NAMES}") from error
+        what = f"{part}{name}" if Path(name).exists() else name
+        raise CommandError(f"{what} could not be loaded ({reason}): {option} {NAMES}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -181,7 +185,7 @@ def text_of(record: str | bytes, field: str, where: str) -> str:
     for name in field.split("."):
         if not isinstance(value, dict) or name not in value:
             known = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
-            raise ValueError(f"{where}: no field {name!r} but {known}; --field names another")
+            raise ValueError(f"{where}: no field {name!r}, only {known}; --field names another")
         value = value[name]
     if not isinstance(value, str):
         raise ValueError(f"{where}: the field {field!r} is not a text; --field names another")

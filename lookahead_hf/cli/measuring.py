@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lookahead_hf.cli.screen import CommandError
 
 if TYPE_CHECKING:
-    import torch
-
     from lookahead_hf.stats import SpeculativeStats
 
 PLAIN, LOOKUP, OURS = "plain", "HF prompt lookup", "speculative"
@@ -34,7 +32,7 @@ class Batch:
 
     family: str
     indices: tuple[int, ...]  # of the prompts within their family
-    inputs: dict[str, torch.Tensor]  # input_ids and attention_mask, [rows, columns]
+    inputs: dict[str, Any]  # input_ids and attention_mask, [rows, columns], and a pad token
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class Call:
 
     seconds: float
     rows: tuple[tuple[int, ...], ...]  # new tokens of each row, up to and with its end token
-    forwards: int = 0  # forwards of the model, the prefill's included, where they are counted
-    stats: SpeculativeStats | None = None  # of a speculative call whose text was shown
+    forwards: int = 0  # forwards of the model, the prefill's included
+    stats: SpeculativeStats | None = None  # of a speculative call
 
     @property
     def num_tokens(self) -> int:
@@ -63,18 +61,12 @@ class Run:
     family: str
     system: str
     calls: list[Call] = field(default_factory=list)
-    stats: list[dict[str, Any]] = field(default_factory=list)  # of speculative systems only
-
-    @property
-    def middle(self) -> int:
-        """The round of median speed; in half precision, rounds may write different texts."""
-        speeds = [call.speed for call in self.calls]
-        return speeds.index(median_low(speeds))
 
     @property
     def call(self) -> Call:
-        """The call of median speed, which represents the run."""
-        return self.calls[self.middle]
+        """The call of median speed: in half precision, rounds may write different texts."""
+        speeds = [call.speed for call in self.calls]
+        return self.calls[speeds.index(median_low(speeds))]
 
 
 def measure(
@@ -98,80 +90,52 @@ def measure(
     Raises:
         CommandError: A speculative call ran plain `generate`.
     """
-    end_ids = end_tokens(model)
     for extra in ways.values():
-        timed_call(model, batches[0], shared | extra, seed, end_ids)
+        timed_call(model, batches[0].inputs | shared | extra, seed)
     runs = [{name: Run(batch.family, name) for name in ways} for batch in batches]
+    named = list(ways.items())
     for number in range(rounds):
         for at, batch in enumerate(batches):
-            for name, extra in _rotated(ways, number + at):
-                run = runs[at][name]
-                run.calls.append(timed_call(model, batch, shared | extra, seed + at, end_ids))
-                if "speculative" in extra:
-                    run.stats.append(_checked_stats(model))
+            shift = (number + at) % len(named)  # the first system meets colder caches
+            for name, extra in named[shift:] + named[:shift]:
+                call = timed_call(model, batch.inputs | shared | extra, seed + at)
+                reason = call.stats and call.stats.fallback_reason
+                if "speculative" in extra and (call.stats is None or reason is not None):
+                    raise CommandError(f"The call was not speculated: {reason}")
+                runs[at][name].calls.append(call)
             done = runs if number else runs[: at + 1]
             yield [run for by_system in done for run in by_system.values()]
 
 
-def _rotated(ways: Mapping[str, dict[str, Any]], by: int) -> Iterable[tuple[str, dict[str, Any]]]:
-    """The systems in another order each time, since the first one meets colder caches."""
-    items = list(ways.items())
-    shift = by % len(items)
-    return items[shift:] + items[:shift]
-
-
-def _checked_stats(model: Any) -> dict[str, Any]:
-    import lookahead_hf
-
-    stats = lookahead_hf.last_stats(model)
-    if stats is None or stats.fallback_reason is not None:
-        raise CommandError(f"The call was not speculated: {stats and stats.fallback_reason}")
-    return stats.to_dict()
-
-
-def timed_call(
-    model: Any, batch: Batch, arguments: dict[str, Any], seed: int | None, end_ids: frozenset[int]
-) -> Call:
+def timed_call(model: Any, arguments: dict[str, Any], seed: int | None = None) -> Call:
     """Run `generate` once and count the model's forwards; the generator goes on without a seed."""
     import torch
 
-    inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
+    import lookahead_hf
+
+    prompts = {name: arguments[name].to(model.device) for name in ("input_ids", "attention_mask")}
     if seed is not None:
         torch.manual_seed(seed)
-    with _forwards(model, "speculative" in arguments) as count:
+    is_ours, forwards = bool(arguments.get("speculative")), 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    # Our calls are counted by their statistics: a hook would change how their steps run.
+    with nullcontext() if is_ours else model.register_forward_pre_hook(count):
         start = time.perf_counter()
-        output = model.generate(**inputs, **arguments)
+        output = model.generate(**{**arguments, **prompts})
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     sequences = getattr(output, "sequences", output)
-    new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    return Call(seconds, tuple(until_end(row, end_ids) for row in new), count())
-
-
-@contextmanager
-def _forwards(model: Any, is_ours: bool) -> Iterator[Callable[[], int]]:
-    """Count the forwards of a call, ours by its statistics: a hook would change how steps run."""
-    import lookahead_hf
-
-    counted = 0
-
-    def count(*_: object) -> None:
-        nonlocal counted
-        counted += 1
-
-    def by_stats() -> int:
-        stats = lookahead_hf.last_stats(model)
-        return 0 if stats is None else 1 + stats.num_steps
-
-    if is_ours:
-        yield by_stats
-        return
-    handle = model.register_forward_pre_hook(count)
-    try:
-        yield lambda: counted
-    finally:
-        handle.remove()
+    new = sequences[:, prompts["input_ids"].shape[1] :].tolist()
+    end_ids = end_tokens(model)
+    stats = lookahead_hf.last_stats(model) if is_ours else None
+    if stats is not None:
+        forwards = 1 + stats.num_steps
+    return Call(seconds, tuple(until_end(row, end_ids) for row in new), forwards, stats)
 
 
 def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:

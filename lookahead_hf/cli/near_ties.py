@@ -144,10 +144,8 @@ def _examine(
                 if columns + place.num_same == ids.shape[1]:
                     written = ids[place.row, columns:].tolist()
                     _check_repeated(written == list(plain[place.row][: place.num_same]))
-                    rule = logits_processor, generation_config.do_sample, ids, logits
-                    found[place] = _measure(
-                        place, partial(_choose, *rule), logits[place.row], model.dtype
-                    )
+                    choose = partial(_choices, logits_processor, generation_config.do_sample, ids)
+                    found[place] = _measure(place, choose, logits, model.dtype)
             return logits_processor(ids, logits)
 
         return model._sample(input_ids, watch, stopping_criteria, generation_config, **kwargs)
@@ -160,31 +158,26 @@ def _examine(
     return found
 
 
-def _choose(
+def _choices(
     processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     do_sample: bool,
     ids: torch.Tensor,  # [rows, columns]
     logits: torch.Tensor,  # [rows, vocab]
-    row: int,
-    token: int = 0,
-    shift: float = 0.0,
-) -> int:
-    """Choose the next token of a row as plain decoding does, with one of its logits shifted."""
+) -> list[int]:
+    """Choose the next token of every row as plain decoding does; draws change no generator."""
     import torch
 
-    logits = logits.clone()
-    logits[row, token] += shift
     with torch.random.fork_rng([logits.device] if logits.device.type == "cuda" else []):
-        scores = processors(ids, logits)
+        scores = processors(ids, logits.clone())
         if do_sample:
-            return int(torch.multinomial(scores.softmax(-1), 1)[row])
-        return int(scores[row].argmax())
+            return torch.multinomial(scores.softmax(-1), 1)[:, 0].tolist()
+        return scores.argmax(-1).tolist()
 
 
 def _measure(
     place: PartingPoint,
-    choose: Callable[..., int],
-    logits: torch.Tensor,  # [vocab]
+    choose: Callable[[torch.Tensor], list[int]],
+    logits: torch.Tensor,  # [rows, vocab]
     dtype: torch.dtype,
 ) -> Parting:
     """Shift the two logits of a place until plain decoding takes the other token."""
@@ -192,14 +185,17 @@ def _measure(
 
     row, _, plain, other = place
     assert plain is not None and other is not None
-    _check_repeated(choose(row) == plain)
-    sizes = logits.abs()
+    _check_repeated(choose(logits)[row] == plain)
+    sizes = logits[row].abs()
     size = float(torch.maximum(sizes[[plain, other]].max(), sizes.median()))
     spacing = _spacing(size, dtype)
     for ulps in SHIFTS:
         shift = (ulps + 0.01) * spacing  # beyond a tie, which the smaller token id would win
-        if other in (choose(row, other, shift), choose(row, plain, -shift)):
-            return Parting(place, ulps)
+        for token, by in ((other, shift), (plain, -shift)):
+            shifted = logits.clone()
+            shifted[row, token] += by
+            if choose(shifted)[row] == other:
+                return Parting(place, ulps)
     return Parting(place, None)
 
 

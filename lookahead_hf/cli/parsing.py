@@ -77,6 +77,9 @@ def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
         raise click.BadParameter(str(error)) from error
 
 
+NEW_FILE = click.File("w", encoding="utf-8", lazy=False)
+"""A file to write, opened at once, so that a wrong path is reported before any work is done."""
+
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 CONFIG = click.option(
@@ -88,7 +91,9 @@ CONFIG = click.option(
 
 POOL = click.option("--pool", type=_FILE, help="draft from this pool too; see `pool build`")
 
-DTYPE = click.option("--dtype", type=DTYPES, default="float32", show_default=True)
+DTYPE = click.option(
+    "--dtype", type=DTYPES, default="float32", show_default=True, help="of the model's weights"
+)
 
 BATCH_SIZE = click.option(
     "--batch-size", type=POSITIVE, default=1, show_default=True, help="prompts per call"
@@ -100,13 +105,13 @@ DRAFTING = _all_of(
     click.option("--prediction", type=_FILE, help="a text like the expected answer"),
     click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
 )
-"""Options of how to speculate; `drafting_arguments` reads them."""
+"""Options of how to speculate; `open_stage` reads them."""
 
 SAMPLING = _all_of(
     click.option(
         "--temperature", type=click.FloatRange(min=0), help="above 0 samples (default: greedy)"
     ),
-    click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this sum"),
+    click.option("--top-p", type=TOP_P, help="sample from the likeliest tokens of this total"),
     click.option("--seed", type=int, default=0, show_default=True, help="for sampling"),
 )
 """Options of how to sample; `generation_arguments` reads them."""
@@ -124,6 +129,7 @@ def model_options(new_tokens: int) -> Callable[[Run], Run]:
             type=POSITIVE,
             default=new_tokens,
             show_default=True,
+            help="the most tokens of a text",
         ),
         click.option("--threads", type=POSITIVE, help="torch's threads (default: torch chooses)"),
     )
@@ -150,22 +156,3 @@ def with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig
 
     named = file or config.pool
     return config if named is None else replace(config, pool=open_pool(named))
-
-
-def drafting_arguments(
-    arguments: Arguments, config: SpeculativeConfig, tokenizer: Any, assistant: Any
-) -> dict[str, Any]:
-    """The arguments of a speculative `generate` that the options ask for.
-
-    Args:
-        arguments: The options.
-        config: Their configuration, with its pool.
-        tokenizer: The target's tokenizer.
-        assistant: The assistant's model and tokenizer, None without one.
-    """
-    chosen: dict[str, Any] = {"speculative": config, "speculative_tokenizer": tokenizer}
-    if arguments.prediction:
-        chosen["prediction"] = arguments.prediction.read_text(encoding="utf-8")
-    if assistant:
-        chosen |= {"assistant_model": assistant[0], "assistant_tokenizer": assistant[1]}
-    return chosen

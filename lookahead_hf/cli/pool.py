@@ -12,7 +12,7 @@ import click
 
 from lookahead_hf.cli.loading import load_tokenizer, text_of
 from lookahead_hf.cli.parsing import Arguments, as_written, command
-from lookahead_hf.cli.screen import Screen
+from lookahead_hf.cli.screen import CommandError, Screen
 
 if TYPE_CHECKING:
     from lookahead_hf.ngram_pool import NgramPool
@@ -46,7 +46,9 @@ _FILES = click.argument("files", nargs=-1, required=True, type=_FILE)
 @command("build", _EXAMPLES)
 @_FILES
 @click.option("--tokenizer", required=True, help="a folder or a hub name")
-@click.option("--output", type=_FILE, default="pool.safetensors", show_default=True)
+@click.option(
+    "--output", type=_FILE, default="pool.safetensors", show_default=True, help="the new pool"
+)
 @click.option(
     "--field", default="text", show_default=True, help="of each JSON record; dots lead inside"
 )
@@ -65,6 +67,7 @@ def _build(arguments: Arguments, screen: Screen) -> None:
     from lookahead_hf.drafting.sources.pool import fingerprint
     from lookahead_hf.ngram_pool import NgramPool
 
+    _check_folder(arguments.output)
     files = arguments.files
     total = sum(file.stat().st_size for file in files)
     with screen.task(f"loading the tokenizer {arguments.tokenizer}"):
@@ -121,9 +124,10 @@ def _merge(arguments: Arguments, screen: Screen) -> None:
     """Write several pools as one, in their order."""
     from lookahead_hf.ngram_pool import NgramPool, store
 
+    _check_folder(arguments.output)
     for file in arguments.files:
         with screen.task(f"checking {file}"):
-            store.check(file)
+            store.read(file, verifies=True)
     pools = [NgramPool.load(file) for file in arguments.files]
     infos = [pool.info for pool in pools]
     most = arguments.max_tokens
@@ -144,9 +148,15 @@ def _check(arguments: Arguments, screen: Screen) -> None:
     from lookahead_hf.ngram_pool import store
 
     with screen.task(f"reading {arguments.file}"):
-        store.check(arguments.file)
+        store.read(arguments.file, verifies=True)
     screen.result({"file": str(arguments.file), "intact": True})
     screen.line(f"{arguments.file} is intact")
+
+
+def _check_folder(file: Path) -> None:
+    """Raise CommandError if a new file would have no folder, before any work is done."""
+    if not file.parent.is_dir():
+        raise CommandError(f"{file} cannot be written: there is no folder {file.parent}")
 
 
 def _save(pool: NgramPool, file: Path, screen: Screen) -> None:

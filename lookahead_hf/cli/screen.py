@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 Report = Callable[[int], None]
@@ -71,7 +71,12 @@ class Screen:
             table.add_column(header, justify="right" if column else "left")
         for row in rows:
             table.add_row(*map(Text, row))
-        self._out.print(table)
+        if self.has_colour:
+            self._out.print(table)
+            return
+        with self._out.capture() as rendered:  # where a pipe has no reader, rich would exit with 1
+            self._out.print(table)
+        self.write(rendered.get())
 
     def result(self, data: Any) -> None:
         """Write what a program reads instead of text; people see nothing of it."""
@@ -107,13 +112,9 @@ class PageScreen(Screen):
         )
         self.has_colour = True
 
-    def save(self, file: Path) -> None:
-        """Write the page.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        self._out.save_html(str(file), inline_styles=True)
+    def to_html(self) -> str:
+        """Return the page."""
+        return self._out.export_html(inline_styles=True)
 
 
 class JsonScreen(Screen):
@@ -129,7 +130,16 @@ class JsonScreen(Screen):
         self._out.quiet = self.has_colour = True  # text and notes go to a console that is quiet
 
     def result(self, data: Any) -> None:
-        print(json.dumps(data, indent=self._indent), flush=True)
+        print(json.dumps(_without_nan(data), indent=self._indent), flush=True)
+
+
+def _without_nan(data: Any) -> Any:
+    """The same data with None for every nan, such as the rate of nothing, which JSON lacks."""
+    if isinstance(data, dict):
+        return {name: _without_nan(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_without_nan(value) for value in data]
+    return None if isinstance(data, float) and math.isnan(data) else data
 
 
 def write_any_character() -> None:

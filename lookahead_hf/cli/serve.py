@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +44,11 @@ whose --help explains them.
 def COMMAND(
     context: click.Context, config: SpeculativeConfig, pool: Path | None, words: tuple[str, ...]
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API below /v1 and counters at /metrics.
+    """Serve a model over HTTP.
 
-    This is the server of transformers; it generates speculatively. MODEL is a folder or a name of
-    the Hugging Face hub; without it, requests choose.
+    This is the server of transformers; it generates speculatively. OpenAI's API is below /v1, and
+    counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub; without it,
+    requests choose.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -54,6 +58,23 @@ def COMMAND(
         )
     is_plain = context.find_root().params.get("no_colour", False)
     _serve(list(words), with_pool(config, pool), Screen(is_plain))
+
+
+def _check_port(host: str | None, port: int | None) -> None:
+    """Raise CommandError if a port is taken or forbidden, before a model is loaded in vain."""
+    if port is None:  # which transformers refuses
+        return
+    if not 0 <= port < 2**16:
+        raise CommandError(f"--port takes a number from 0 to 65535, not {port}.")
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            socket.create_server((address[0], port), family=family).close()
+        except OSError as error:  # of addresses that this machine lacks, the server knows more
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                why = os.strerror(error.errno)
+                raise CommandError(
+                    f"The server cannot listen on {host}:{port} ({why}): --port takes another port."
+                ) from error
 
 
 def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
@@ -75,6 +96,7 @@ def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
     if name := parsed.params.get("force_model"):
         check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
     try:
+        _check_port(parsed.params.get("host"), parsed.params.get("port"))
         with speculating(config, warm_up):
             command(words, prog_name="lookahead-hf serve")
     except SystemExit as end:

@@ -61,27 +61,23 @@ def _tokens_per_second(runs: list[Run]) -> float:
 
 def _tokens_per_step(runs: list[Run]) -> float:
     """(emitted - rows) / row steps; without statistics, forwards count as steps."""
-    if runs[0].stats:
-        middle = [run.stats[run.middle] for run in runs]
-        emitted = sum(stats["num_emitted"] - stats["rows"] for stats in middle)
-        return _ratio(emitted, sum(stats["row_steps"] for stats in middle))
+    calls = [run.call for run in runs]
+    if found := [call.stats for call in calls if call.stats is not None]:
+        emitted = sum(stats.num_emitted - stats.rows for stats in found)
+        return _ratio(emitted, sum(stats.row_steps for stats in found))
     if runs[0].system == PLAIN:
         return 1.0
-    calls = [run.call for run in runs]
     emitted = sum(call.num_tokens - len(call.rows) for call in calls)
     return _ratio(emitted, sum(call.forwards - 1 for call in calls))
 
 
 def _outside_forward(runs: list[Run]) -> float | None:
     """The share of the time after the prefill that is not spent in forwards of the target."""
-    if not runs[0].stats:
+    calls = [(call, call.stats) for run in runs for call in run.calls if call.stats is not None]
+    if not calls:
         return None
-    loop = inside = 0.0
-    for run in runs:
-        for call, stats in zip(run.calls, run.stats, strict=True):
-            loop += call.seconds * 1000 - stats["prefill_ms"]
-            inside += stats["forward_ms"]
-    return 1 - _ratio(inside, loop)
+    loop = sum(call.seconds * 1000 - stats.prefill_ms for call, stats in calls)
+    return 1 - _ratio(sum(stats.forward_ms for _, stats in calls), loop)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import click
 
-from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.generate import open_stage, read_prompt
 from lookahead_hf.cli.loading import encode_chat, user
-from lookahead_hf.cli.parsing import Arguments, command, generation_options
+from lookahead_hf.cli.measuring import timed_call
+from lookahead_hf.cli.parsing import NEW_FILE, Arguments, command, generation_options
 from lookahead_hf.cli.screen import Screen
-from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.trace import MODEL, Trace
 from lookahead_hf.trace.page import colours, runs
 
@@ -25,15 +23,12 @@ examples:
   lookahead-hf trace --json "What is 12 times 12?" > trace.json
 """
 
-_FILE = click.File("w", encoding="utf-8", lazy=False)
-"""Opened at once, so that a wrong path is reported before the text is generated."""
-
 
 @command("trace", _EXAMPLES, indent=None)
 @click.argument("prompt", required=False)
 @generation_options()
-@click.option("--html", type=_FILE, help="write a page that shows every step")
-@click.option("--perfetto", type=_FILE, help="write a time line for https://ui.perfetto.dev")
+@click.option("--html", type=NEW_FILE, help="write a page that shows every step")
+@click.option("--perfetto", type=NEW_FILE, help="write a time line for https://ui.perfetto.dev")
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """Generate one text and show which source foresaw each token.
 
@@ -41,8 +36,12 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """
     prompt = read_prompt(arguments.prompt)
     stage = open_stage(arguments, screen)
-    stats = traced(stage, encode_chat(stage.model, stage.tokenizer, user(prompt)))
-    stats = stats.with_text(stage.tokenizer)
+    inputs = encode_chat(stage.model, stage.tokenizer, user(prompt))
+    config = replace(stage.config, trace=True, on_fallback="error")
+    drafting = {**stage.drafting, "speculative": config}
+    call = timed_call(stage.model, {**inputs, **stage.generation, **drafting}, stage.seed)
+    assert call.stats is not None
+    stats = call.stats.with_text(stage.tokenizer)
     trace = stats.trace
     assert trace is not None
     if arguments.html is not None:
@@ -52,30 +51,6 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     screen.result({"prompt": prompt, "stats": stats.to_dict()})
     show(trace, screen)
     screen.note(f"\n{stats}", "dim")
-
-
-def traced(stage: Stage, inputs: dict[str, Any]) -> SpeculativeStats:
-    """Generate one text and return the statistics, which hold the trace.
-
-    Args:
-        stage: The model, its tokenizer and the settings.
-        inputs: Arguments of `generate` for this text.
-
-    Raises:
-        SpeculationFallbackError: The call cannot be speculated.
-    """
-    import torch
-
-    import lookahead_hf
-
-    if stage.seed is not None:
-        torch.manual_seed(stage.seed)
-    config = replace(stage.config, trace=True, on_fallback="error")
-    arguments = {**stage.generation, **stage.drafting, "speculative": config}
-    stage.model.generate(**inputs, **arguments)
-    stats = lookahead_hf.last_stats(stage.model)
-    assert stats is not None
-    return stats
 
 
 def show(trace: Trace, screen: Screen) -> None:

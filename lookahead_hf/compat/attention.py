@@ -17,11 +17,7 @@ from transformers.masking_utils import (
     flash_attention_mask,
     sdpa_mask,
 )
-from transformers.modeling_utils import (
-    ALL_ATTENTION_FUNCTIONS,
-    AttentionInterface,
-    PreTrainedModel,
-)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
 from lookahead_hf.compat.forwards import mask_sources, text_config
 from lookahead_hf.compat.states import STATE_ATTENTION, WITHOUT_ATTENTION
@@ -38,7 +34,7 @@ def attention_configs(model: nn.Module) -> list[Any]:
 
 
 def registry_configs(model: nn.Module) -> list[Any]:
-    """Return those of them whose modules look the name up in the registry.
+    """Return the configurations of the model whose modules look the name up in the registry.
 
     Falcon's modules, sparse attention and some remote code compare the name with the few that they
     know: any other name makes them choose the wrong one.
@@ -60,7 +56,7 @@ def attention_name(config: Any) -> str | None:
 
 
 def set_attention_name(config: Any, name: str | None) -> None:
-    """Set it for this object only; the property would set it for its sub-configurations too."""
+    """Set the name for this configuration alone; the property sets it for its parts, too."""
     config._attn_implementation_internal = name
 
 

@@ -16,14 +16,3 @@ from transformers.generation.continuous_batching.requests import (
 
 IS_KNOWN = "_wake_up_loop" in ContinuousBatchingManager.__init__.__code__.co_names
 """Whether the manager is one whose queues and threads ours can inherit; that of 5.17 is not."""
-
-__all__ = [
-    "IS_KNOWN",
-    "BackgroundThreadStatus",
-    "ContinuousBatchingManager",
-    "DistributedHelper",
-    "GenerationOutput",
-    "OutputRouter",
-    "RequestState",
-    "RequestStatus",
-]

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import cache_utils
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    EncoderDecoderCache,
-    StaticCache,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 
 from lookahead_hf.compat.forwards import text_config
 

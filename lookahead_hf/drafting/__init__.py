@@ -6,24 +6,23 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "AssistantDrafter": "sources.assistant.drafter",
-    "Drafter": "drafter",
-    "LookaheadDrafter": "sources.lookahead",
-    "MedusaDrafter": "sources.heads.medusa",
-    "MtpDrafter": "sources.heads.mtp",
-    "NgramDrafter": "sources.ngram",
-    "PoolDrafter": "sources.pool",
-    "PredictionDrafter": "sources.prediction",
-    "RecyclingDrafter": "sources.recycling",
+    "AssistantDrafter": ".sources.assistant.drafter",
+    "DraftTree": "..draft",
+    "Drafter": ".drafter",
+    "LookaheadDrafter": ".sources.lookahead",
+    "MedusaDrafter": ".sources.heads.medusa",
+    "MtpDrafter": ".sources.heads.mtp",
+    "NgramDrafter": ".sources.ngram",
+    "PoolDrafter": ".sources.pool",
+    "PredictionDrafter": ".sources.prediction",
+    "RecyclingDrafter": ".sources.recycling",
 }
 
-__all__ = [*sorted(_HOME), "DraftTree"]  # noqa: PLE0604
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name where it is first asked for: most of them pull in numba or torch."""
-    if name == "DraftTree":
-        return importlib.import_module("lookahead_hf.draft").DraftTree
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name], __name__), name)

@@ -62,10 +62,12 @@ def learn_rates(
 def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
     """Add up what each source drafted, what was accepted, and what of that only it proposed.
 
-    `counts`, [3, sources] int64, changes in place.
+    `counts`, [rows, 3, sources] int64, changes in place. Returns the last of the three for this
+    step and all rows, [sources] int64.
     """
-    num_sources = counts.shape[1]
+    num_sources = counts.shape[2]
     proposed = np.empty(num_sources, np.bool_)
+    exclusive = np.zeros(num_sources, np.int64)
     for row in range(len(row_offsets) - 1):
         first = row_offsets[row]
         accepted = path[path_offsets[row] : path_offsets[row + 1]]
@@ -78,6 +80,8 @@ def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, 
                 proposed[entry_source[entry]] = True
             is_alone = proposed.sum() == 1
             for source in range(num_sources):
-                counts[0, source] += proposed[source]
-                counts[1, source] += hit and proposed[source]
-                counts[2, source] += hit and proposed[source] and is_alone
+                counts[row, 0, source] += proposed[source]
+                counts[row, 1, source] += hit and proposed[source]
+                counts[row, 2, source] += hit and proposed[source] and is_alone
+                exclusive[source] += hit and proposed[source] and is_alone
+    return exclusive

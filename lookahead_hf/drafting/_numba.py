@@ -24,7 +24,7 @@ def merge_trees(
     A node that several sources propose is wrong only where all of them are:
     `p = 1 - prod(1 - rate)`. Siblings exclude each other: where their sum exceeds 1 they share it.
     Nodes come out likeliest first, hence parents first; equal ones in the order of the proposals.
-    Token ids outside the vocabulary, unknown parents or buckets and their children are left out.
+    Token ids outside the vocabulary are left out, with all nodes below.
 
     Args:
         row_offsets: Where each source's rows lie, [sources, rows + 1] int64.
@@ -61,8 +61,8 @@ def merge_trees(
 
     for row in range(num_rows):
         count = _unite(
-            row, row_offsets, token_ids, parents, entry_offsets, buckets, bucket_starts,
-            max_depth[row], vocab_size, table, nodes, entries, united, origin, tokens,
+            row, row_offsets, token_ids, parents, entry_offsets, buckets, max_depth[row],
+            vocab_size, table, nodes, entries, united, origin, tokens,
         )  # fmt: skip
         _reach(count, nodes, entries, rates, bucket_starts, reach, total)
         kept = _take_likeliest(count, nodes, reach, heap, max_nodes)
@@ -123,8 +123,8 @@ def _largest_row(row_offsets, entry_offsets):
 
 @jit
 def _unite(
-    row, row_offsets, token_ids, parents, entry_offsets, buckets, bucket_starts, max_depth,
-    vocab_size, table, nodes, entries, united, origin, tokens,
+    row, row_offsets, token_ids, parents, entry_offsets, buckets, max_depth, vocab_size, table,
+    nodes, entries, united, origin, tokens,
 ):  # fmt: skip
     """Prefix union of one row through a hash table of (parent, token); returns the node count."""
     count, num_entries = 0, 0
@@ -132,21 +132,15 @@ def _unite(
     table[:] = -1
     for source in range(row_offsets.shape[0]):
         first = row_offsets[source, row]
-        num_buckets = bucket_starts[source + 1] - bucket_starts[source]
         for node in range(first, row_offsets[source, row + 1]):
             local = node - first
             united[local] = -2
             token, parent = token_ids[node], parents[node]
-            if token < 0 or token >= vocab_size or parent < -1 or parent >= local:
+            if token < 0 or token >= vocab_size:
                 continue
             at = united[parent] if parent >= 0 else -1
             depth = nodes[DEPTH, at] + 1 if at >= 0 else 1
             if at == -2 or depth > max_depth:
-                continue
-            valid = False
-            for entry in range(entry_offsets[node], entry_offsets[node + 1]):
-                valid |= buckets[entry] >= 0 and buckets[entry] < num_buckets
-            if not valid:
                 continue
             slot = ((token * 0x9E3779B1 + at * 0x85EBCA6B) >> 7) & mask
             while table[slot] >= 0:
@@ -165,9 +159,9 @@ def _unite(
             merged = table[slot]
             united[local] = merged
             for entry in range(entry_offsets[node], entry_offsets[node + 1]):
-                bucket = buckets[entry]
-                if bucket >= 0 and bucket < num_buckets:
-                    num_entries = _add_entry(merged, source, bucket, nodes, entries, num_entries)
+                num_entries = _add_entry(
+                    merged, source, buckets[entry], nodes, entries, num_entries
+                )
     return count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -117,6 +118,16 @@ class BuiltInDrafter(Drafter):
 
         It is called after `prepare` if the device verifies the steps.
         """
+
+
+def warn_of_failure(name: str, error: Exception) -> None:
+    """Warn that a drafter is left out of a call, since it raised an error."""
+    warnings.warn(
+        f"the drafter {name!r} failed and is left out of this call: "
+        f"{type(error).__name__}: {error}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def class_path(drafter: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration, unique_names
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, warn_of_failure
 from lookahead_hf.drafting.tree import ANY_TOKEN, merge
 from lookahead_hf.stats import SourceStats
 
@@ -31,6 +30,7 @@ class Ensemble(Drafter):
         asked: Sources that `propose` asks, by default all.
         next_asked: Sources that the next step may ask. A source that neither step asks observes a
             step only if it has `sees_all`.
+        counts: The fields of `SourceStats` for each row and source, [rows, 3, sources] int64.
     """
 
     name = "ensemble"
@@ -39,15 +39,17 @@ class Ensemble(Drafter):
         self,
         sources: Sequence[Drafter],
         calibration: Calibration,
+        num_rows: int,
         *,
         vocab_size: int = ANY_TOKEN,
-        max_new_tokens: int | np.ndarray | None = None,
+        max_new_tokens: int | np.ndarray = 2**31,
     ) -> None:
         """Draft with `sources`, in the order of `calibration`.
 
         Args:
             sources: The drafters; their `rates` are views of the calibration.
             calibration: Learned rates of these sources.
+            num_rows: Rows of the drafts.
             vocab_size: Tokens with this id or a higher one are never drafted.
             max_new_tokens: Length of the texts, for all rows or [rows], which may change later;
                 nodes beyond it are not drafted.
@@ -58,33 +60,25 @@ class Ensemble(Drafter):
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
         self._working = [True] * len(self._sources)
-        self.asked = self.next_asked = self._working
+        self.asked = self.next_asked = [True] * len(self._sources)
         self._merged: DraftTree | None = None
-        self._counts = np.zeros((3, len(self._sources)), np.int64)
-        self._settled = self._counts[2].tolist()
+        self.counts = np.zeros((num_rows, 3, len(self._sources)), np.int64)
+        self._exclusive = [0] * len(self._sources)  # of the latest step
         self._seconds = [0.0] * len(self._sources)
 
-    @property
-    def source_stats(self) -> dict[str, SourceStats]:
-        """What each source contributed so far, by name."""
-        columns = self._counts.T.tolist()
-        return {name: SourceStats(*c) for name, c in zip(self._names, columns, strict=True)}
-
-    @property
-    def working(self) -> bool:
-        """Whether any source is left to draft."""
-        return any(self._working)
+    def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
+        """Return what each source contributed so far, to one row or to all, by name."""
+        counts = self.counts.sum(0) if row is None else self.counts[row]
+        columns = zip(self._names, counts.T.tolist(), strict=True)
+        return {name: SourceStats(*column) for name, column in columns}
 
     def settle(self) -> tuple[list[float], list[int]]:
         """Return and reset each source's seconds and accepted nodes that only it proposed."""
-        seconds, self._seconds = self._seconds, [0.0] * len(self._sources)
-        exclusive = self._counts[2].tolist()
-        before, self._settled = self._settled, exclusive
-        return seconds, [now - then for now, then in zip(exclusive, before, strict=True)]
+        settled = self._seconds, self._exclusive
+        self._seconds, self._exclusive = [0.0] * len(self._sources), [0] * len(self._sources)
+        return settled
 
     def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
-        self._working = [True] * len(self._sources)
-        self.asked = self.next_asked = [True] * len(self._sources)
         for index, source in enumerate(self._sources):
             _show(source, hidden_states)
             self._guarded(index, "begin", rows)
@@ -104,8 +98,6 @@ class Ensemble(Drafter):
             or DraftTree.empty(rows.num_rows)
             for index, asked in enumerate(self.asked)
         ]
-        if not self.working:
-            return DraftTree.empty(rows.num_rows)
         self._merged = merge(
             proposals, self._calibration, max_nodes, self._vocab_size, self._max_depth(rows)
         )
@@ -136,17 +128,18 @@ class Ensemble(Drafter):
             self._calibration.update(self._merged, of_text)
             self._merged = None
         if draft.evidence is not None:
-            count_sources(
+            self._exclusive = count_sources(
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
-                of_text.path_offsets, of_text.path, self._counts,
-            )  # fmt: skip
+                of_text.path_offsets, of_text.path, self.counts,
+            ).tolist()  # fmt: skip
         for index, _ in self._seeing():
             self._guarded(index, "observe", rows, draft, verdict, logits)
 
     def count_alone(self, source: int, draft: DraftTree, verdict: Verdict) -> None:
         """Count a draft of which one source proposed every node."""
-        num_accepted = len(verdict.of_text.path)
-        self._counts[:, source] += (draft.num_nodes, num_accepted, num_accepted)
+        accepted = verdict.of_text.num_accepted
+        drafted = np.diff(draft.row_offsets)
+        self.counts[:, :, source] += np.stack([drafted, accepted, accepted], 1)
 
     def end(self, rows: Rows) -> None:
         for index in range(len(self._sources)):
@@ -171,22 +164,14 @@ class Ensemble(Drafter):
         except Exception as error:
             if self._working[index]:
                 self._working[index] = False
-                warnings.warn(
-                    f"the drafter {self._names[index]!r} failed and is left out of this call: "
-                    f"{type(error).__name__}: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                warn_of_failure(self._names[index], error)
         finally:
             self._seconds[index] += perf_counter() - start
         return None
 
     def _max_depth(self, rows: Rows) -> np.ndarray:
         """Greatest useful depth per row: a bonus token follows it, and finished rows need none."""
-        if self._max_new_tokens is None:
-            depth = np.full(rows.num_rows, np.iinfo(np.int32).max, np.int64)
-        else:
-            depth = self._max_new_tokens - 1 - rows.num_emitted
+        depth: np.ndarray = self._max_new_tokens - 1 - rows.num_emitted
         depth[rows.finished] = 0
         return depth
 

@@ -23,9 +23,8 @@ def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
     of another. But its state is that of one call.
     """
     with _lock:
-        users = [_users.get(source) for source in sources]
-        is_free = [user is None or user() is None for user in users]
-        free = [source for source, is_free in zip(sources, is_free, strict=True) if is_free]
+        users = [(source, _users.get(source)) for source in sources]
+        free = [source for source, user in users if user is None or user() is None]
         _users.update((source, ref(session)) for source in free)
     for source in sources:
         if source not in free:

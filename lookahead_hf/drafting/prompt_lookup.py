@@ -40,44 +40,34 @@ class PromptLookup:
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         """Return a chain of at most `max_nodes` nodes for each row that has a match."""
-        chains: list[list[int]] = []
-        scores: list[np.ndarray] = []
-        left = (self._max_new_tokens - 1 - rows.num_emitted).tolist()
-        for row, finished in enumerate(rows.finished.tolist()):
-            most = min(max_nodes, left[row])
-            is_asked = self.source is not None and most > 0 and not finished
-            chain, length = self._chain(rows.context(row), most) if is_asked else ([], 0)
-            chains.append(chain)
-            scores.append(path_scores(length, len(chain)))
-        tree = DraftTree.from_chains([[chain] for chain in chains])
-        num_nodes = tree.num_nodes
+        left = np.where(rows.live, self._max_new_tokens - 1 - rows.num_emitted, 0)
+        most = np.clip(left, 0, max_nodes if self.source is not None else 0)
+        chains = [self._chain(rows.context(row), size) for row, size in enumerate(most.tolist())]
+        tree = DraftTree.from_chains([[tokens] for tokens, _ in chains])
         evidence = Evidence(
-            np.arange(num_nodes + 1),
-            np.full(num_nodes, self.source or 0, np.int32),
-            np.zeros(num_nodes, np.int32),
+            np.arange(tree.num_nodes + 1),
+            np.full(tree.num_nodes, self.source or 0, np.int32),
+            np.zeros(tree.num_nodes, np.int32),
         )
-        return replace(tree, score=np.concatenate(scores), evidence=evidence)
+        score = np.concatenate([scores for _, scores in chains])
+        return replace(tree, score=score, evidence=evidence)
 
-    def _chain(self, context: np.ndarray, max_nodes: int) -> tuple[list[int], int]:
-        """Return what followed the longest match of a context, [tokens], and its length."""
-        start, length = longest_match(context, self._limits[1])
+    def _chain(self, context: np.ndarray, max_nodes: int) -> tuple[list[int], np.ndarray]:
+        """Return what followed the longest match of a context, [tokens], and its scores.
+
+        A score is how likely a node is accepted. Each accepted node makes the match longer by one,
+        and a longer match is right more often.
+        """
+        start, length = longest_match(context, self._limits[1]) if max_nodes else (0, 0)
         if length < self._limits[0]:
-            return [], 0
+            return [], np.empty(0, np.float32)
         # A text that is shorter from there on repeats itself.
         chain = np.resize(context[start : start + max_nodes], max_nodes)
         beyond = np.flatnonzero((chain < 0) | (chain >= self._vocab_size))
         chain = chain[: beyond[0]] if len(beyond) else chain
-        return chain.tolist(), length
-
-
-def path_scores(match_len: int, num_nodes: int) -> np.ndarray:
-    """How likely each node of a chain behind a match is accepted, [nodes] float32.
-
-    Each accepted node makes the match longer by one, and a longer match is right more often.
-    """
-    levels = [level_of(match_len + place) for place in range(num_nodes)]
-    rates = np.array(ONLY_CONTINUATION, np.float32)[levels]
-    return rates.cumprod(dtype=np.float32)
+        levels = [level_of(length + place) for place in range(len(chain))]
+        rates = np.array(ONLY_CONTINUATION, np.float32)[levels]
+        return chain.tolist(), rates.cumprod(dtype=np.float32)
 
 
 def longest_match(context: np.ndarray, max_ngram: int) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf import ngram_pool
@@ -18,7 +17,6 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.prompt_lookup import PromptLookup
-from lookahead_hf.drafting.registry import Resources, build
 from lookahead_hf.drafting.scheduler import Scheduler
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
@@ -33,40 +31,16 @@ if TYPE_CHECKING:
 
 INVARIANT_WIDTH = 16
 """Tokens per row of every block with `draft_invariant`, the same for all drafters and budgets.
-Of a longer chain than 15 seldom more is accepted."""
+A chain of more than 15 tokens seldom gets more of them accepted."""
 
 MOST_RESTS = 15
 """Most steps without a draft after a draft whose K or V were not finite."""
 
 CHAIN_OF = 64
-"""Nodes of the tree that such a chain is taken from."""
+"""Nodes of the tree that a draft is taken from where it must be a chain."""
 
 
 _has_warned = False
-
-
-def sources_of(
-    model: Any, config: SpeculativeConfig, num_rows: int, resources: Resources
-) -> list[Drafter]:
-    """Make the sources that a configuration names; nothing runs yet, and they see nothing.
-
-    Raises:
-        ValueError: An option or a pool is wrong, a drafter lacks what it drafts with, or the
-            predictions are not as many as the rows.
-    """
-    predictions = resources.predictions
-    if predictions is not None and (not predictions or num_rows % len(predictions)):
-        raise ValueError(
-            f"prediction holds {len(predictions)} texts, but the batch has {num_rows} rows: give "
-            "one for every row (an empty list where there is none), or a single one for all"
-        )
-    own_pool = memory_of(model).own_pool
-    try:
-        resources = replace(resources, target=model, own_pool=own_pool)
-        return build(config.drafters, config.options, resources)
-    except ngram_pool.NumbaMissingError as error:
-        _warn_of_numba(error)
-        return []
 
 
 def compile_or_warn() -> None:
@@ -81,10 +55,10 @@ def _check_numba() -> None:
     try:
         ngram_pool.check_available()
     except ngram_pool.NumbaMissingError as error:
-        _warn_of_numba(error)
+        warn_of_numba(error)
 
 
-def _warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
+def warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
     """Warn once per process that nothing is drafted."""
     global _has_warned
     if not _has_warned:
@@ -125,7 +99,7 @@ class DraftSession:
             model: The target.
             config: The call's configuration.
             rows: The texts.
-            sources: What `sources_of` returned.
+            sources: What `build_drafters` returned.
             do_sample: Whether tokens are drawn.
             vocab_size: Token ids of the target.
             max_new_tokens: Length of the texts; nothing beyond it is drafted. One number for all
@@ -143,7 +117,11 @@ class DraftSession:
         self._sources = sources = in_use.take(self, sources)
         self._calibration = self._memory.rates.lease(sources, do_sample)
         self._ensemble = Ensemble(
-            sources, self._calibration, vocab_size=vocab_size, max_new_tokens=max_new_tokens
+            sources,
+            self._calibration,
+            rows.num_rows,
+            vocab_size=vocab_size,
+            max_new_tokens=max_new_tokens,
         )
         most_nodes = config.max_draft_nodes
         if config.draft_invariant:
@@ -169,10 +147,9 @@ class DraftSession:
         self._begun = False
         self._rest = self._resting = 0
 
-    @property
-    def source_stats(self) -> dict[str, SourceStats]:
-        """What each source contributed so far, by name."""
-        return self._ensemble.source_stats
+    def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
+        """Return what each source contributed so far, to one row or to all, by name."""
+        return self._ensemble.source_stats(row)
 
     def begin(self, rows: Rows) -> None:
         """Show the texts to the sources, as soon as numba's functions are compiled or loaded."""
@@ -181,19 +158,20 @@ class DraftSession:
         prompt, self.prompt = self.prompt, None
         if ngram_pool.ready():
             self._begun = True
-            self._guarded(lambda: self._ensemble.begin(rows, prompt))
+            self._guarded(self._ensemble.begin, rows, prompt)
         else:
             _check_numba()
 
     def begin_row(self, rows: Rows, row: int) -> None:
         """Show the sources another text that has taken a row."""
+        self._ensemble.counts[row] = 0
         if self._begun:
-            self._guarded(lambda: self._ensemble.begin_row(rows, row))
+            self._guarded(self._ensemble.begin_row, rows, row)
 
     def end_row(self, rows: Rows, row: int) -> None:
         """Tell the sources that the text of a row has ended."""
         if self._begun:
-            self._guarded(lambda: self._ensemble.end_row(rows, row))
+            self._guarded(self._ensemble.end_row, rows, row)
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, an empty one if none is."""
@@ -202,10 +180,10 @@ class DraftSession:
 
     def _propose(self, rows: Rows) -> DraftTree:
         self.begin(rows)
-        draft = self._guarded(lambda: self._sized(rows))
+        draft = self._guarded(self._draft, rows)
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
-    def _sized(self, rows: Rows) -> DraftTree | None:
+    def _draft(self, rows: Rows) -> DraftTree | None:
         most = self._budget.most_nodes
         self._resting = max(0, self._resting - 1)
         if not most or self._resting:
@@ -219,13 +197,11 @@ class DraftSession:
         self._scheduler.begin_step()
         self._ensemble.asked = self._scheduler.asked
         self._ensemble.next_asked = self._scheduler.next_asked
-        return self._drafted(rows, most) if any(self._scheduler.asked) else None
-
-    def _drafted(self, rows: Rows, wanted: int) -> DraftTree:
+        if not any(self._scheduler.asked):
+            return None
+        tree = self._ensemble.propose(rows, CHAIN_OF if self._chain else most)
         if self._chain:
-            tree = likeliest_chain(self._ensemble.propose(rows, CHAIN_OF), wanted)
-        else:
-            tree = self._ensemble.propose(rows, wanted)
+            tree = likeliest_chain(tree, most)
         return head(tree, self._budget.choose(tree))
 
     def prepare(self, outputs: Any) -> None:
@@ -233,7 +209,7 @@ class DraftSession:
         if self._begun:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)
-            self._guarded(lambda: self._ensemble.prepare(outputs.logits, copy, states))
+            self._guarded(self._ensemble.prepare, outputs.logits, copy, states)
 
     def spoiled(self, outputs: Any) -> None:
         """Rest for some steps, each time for more, since a draft made NaN of its step's logits."""
@@ -260,8 +236,8 @@ class DraftSession:
                 cost of such steps, because the step did other work as well.
         """
         if self._begun:
-            self._guarded(lambda: self._ensemble.observe(rows, draft, verdict, logits))
-            self._guarded(lambda: self._account(draft, verdict, step_seconds))
+            self._guarded(self._ensemble.observe, rows, draft, verdict, logits)
+            self._guarded(self._account, draft, verdict, step_seconds)
         elif self._lookup.source is not None and self._processes.decides:
             # What the step cost tells nothing: it ran beside the compilation.
             self._ensemble.count_alone(self._lookup.source, draft, verdict)
@@ -283,12 +259,12 @@ class DraftSession:
         finally:
             in_use.release(self._sources)
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part of drafting; if it raises, the call goes on without drafts."""
         if self._failed:
             return None
         try:
-            return call()
+            return call(*arguments)
         except Exception as error:
             self._failed = True
             warnings.warn(

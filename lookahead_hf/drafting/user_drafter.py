@@ -8,13 +8,14 @@ do not change.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from lookahead_hf.config import drafter_name
-from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict, place_in_row
+from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, class_path
 
 if TYPE_CHECKING:
@@ -152,22 +153,10 @@ def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
     offsets = _offsets("row_offsets", tree.row_offsets, len(tokens))
     if len(offsets) != num_rows + 1:
         raise ValueError(f"the tree has {len(offsets) - 1} rows, the batch {num_rows}")
-    node = place_in_row(offsets)
-    wrong = np.flatnonzero((parents < ROOT) | (parents >= node))
-    if len(wrong):
-        raise ValueError(
-            f"node {node[wrong[0]]} has the parent {parents[wrong[0]]}: a parent must come before "
-            f"its child in the row (or be {ROOT}, the row's last emitted token)"
-        )
-    return DraftTree(
-        offsets,
-        tokens,
-        parents.astype(np.int32),
-        np.ones(len(tokens), np.int32),
-        np.ones(len(tokens), np.float32),
-        _evidence(tree.evidence, len(tokens), num_buckets),
-        _probs(tree.probs, tokens),
-    )
+    rows = [slice(first, end) for first, end in itertools.pairwise(offsets.tolist())]
+    built = DraftTree.from_rows((tokens[row].tolist(), parents[row].tolist()) for row in rows)
+    evidence = _evidence(tree.evidence, len(tokens), num_buckets)
+    return replace(built, evidence=evidence, probs=_probs(tree.probs, tokens))
 
 
 def _integers(name: str, given: Any) -> np.ndarray:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lookahead_hf import compat
+from lookahead_hf import compat, ngram_pool
 from lookahead_hf.distributed import coordinator
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.registry import Resources
-from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, sources_of
-from lookahead_hf.generation.call import PreparedCall
-from lookahead_hf.generation.options import Request
+from lookahead_hf.drafting.registry import build
+from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, warn_of_numba
+from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import DecodingSession
@@ -107,36 +106,31 @@ def build_drafters(
     encoder_inputs: EncoderInputs | None = None,
     processors: Sequence[Any] = (),
 ) -> list[Drafter]:
-    """Build what drafts in a call; this costs little and runs nothing.
+    """Build what drafts in a call of so many rows, None where the number is not known.
 
-    Args:
-        model: The target.
-        request: What the caller asked for.
-        num_rows: Rows of the call, None where that is not known.
-        do_sample: Whether tokens are sampled.
-        encoder_inputs: What the target's encoder was given.
-        processors: The call's logits processors.
+    This costs little and runs nothing.
 
     Raises:
         ValueError: An option, a pool or a prediction is wrong.
     """
-    config, predictions = request.config, request.prediction
-    resources = Resources(
-        use_mtp=request.use_mtp,
-        predictions=predictions,
-        assistant=request.assistant_model,
-        tokenizers=(request.tokenizer, request.assistant_tokenizer),
-        encoder_inputs=encoder_inputs,
-        vocab_size=int(compat.text_config(model).vocab_size),
-        processors=processors,
-        draws=request.draws(do_sample),
-        pool=config.pool,
-        learn=config.learn,
-        settings=request.assistant_settings,
-    )
-    if num_rows is None:
-        num_rows = len(predictions or ())
-    return sources_of(model, config, num_rows, resources)
+    predictions = request.prediction
+    if predictions is not None and (not predictions or (num_rows or 0) % len(predictions)):
+        raise ValueError(
+            f"prediction holds {len(predictions)} texts, but the batch has {num_rows or 0} rows: "
+            "give one for every row (an empty list where there is none), or a single one for all"
+        )
+    try:
+        return build(
+            request,
+            model,
+            vocab_size=int(compat.text_config(model).vocab_size),
+            encoder_inputs=encoder_inputs,
+            processors=processors,
+            draws=request.draws(do_sample),
+        )
+    except ngram_pool.NumbaMissingError as error:
+        warn_of_numba(error)
+        return []
 
 
 def _checked_positions(call: PreparedCall) -> torch.Tensor:

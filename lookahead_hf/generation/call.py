@@ -1,17 +1,52 @@
-"""A call of `generate` as transformers has prepared it."""
+"""A call of `generate`: what its caller asks of speculation, and what transformers prepares."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lookahead_hf import compat
 
 if TYPE_CHECKING:
-    from lookahead_hf.generation.options import Request
+    from lookahead_hf.config import SpeculativeConfig
     from lookahead_hf.rows import EncoderInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks of speculation.
+
+    Attributes:
+        config: How to speculate.
+        streamer: Gets the prompt and every token, as plain `generate` feeds it.
+        tokenizer: The caller's `tokenizer=`.
+        assistant_model: The caller's `assistant_model=`.
+        assistant_tokenizer: The caller's `assistant_tokenizer=`.
+        use_mtp: The caller's `use_mtp=`: whether the model's own layers draft, too.
+        assistant_settings: What the caller asks of assistants, by generation setting.
+        synced_gpus: As `generate` computes it.
+        prediction: The caller's guess of every row's text, token ids.
+        encoder_inputs: What an encoder was given, [texts, ...].
+    """
+
+    config: SpeculativeConfig
+    streamer: Any = None
+    tokenizer: Any = None
+    assistant_model: Any = None
+    assistant_tokenizer: Any = None
+    use_mtp: bool = False
+    assistant_settings: Mapping[str, Any] = field(default_factory=dict)
+    synced_gpus: bool = False
+    prediction: Sequence[np.ndarray] | None = None
+    encoder_inputs: torch.Tensor | None = None
+
+    def draws(self, do_sample: bool) -> bool:
+        """Return whether drafts, and the verdicts on them, are drawn from distributions."""
+        return do_sample and self.config.verification == "rejection"
 
 
 @dataclass(frozen=True, slots=True)

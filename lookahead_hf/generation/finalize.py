@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def finish(session: DecodingSession, columns: int) -> Any:
-    """Leave cache, outputs and other processes as plain does once all texts have ended.
-
-    Args:
-        session: The call.
-        columns: Columns that were generated.
+    """Leave cache, outputs and other processes as plain does after so many generated columns.
 
     Returns:
         The cache as plain leaves it, None where the caller does not see it.
@@ -50,13 +46,9 @@ def break_off(session: DecodingSession) -> None:
 
 
 def observe(session: DecodingSession, row: int, kept: list[int], step: StepOutputs) -> None:
-    """Keep what the caller asked to see of block tokens that a row has just kept.
+    """Keep what the caller asked to see of the tokens that a row keeps of a step.
 
-    Args:
-        session: The call.
-        row: The row.
-        kept: Places of the tokens in the block, root first.
-        step: The forward.
+    `kept` holds the places of these tokens in the block, root first.
     """
     if session.outputs.observes:
         slots = seen_slots(session.runner.cache, row, kept)

@@ -1,12 +1,11 @@
-"""What the caller of `generate` asked for: transformers' arguments, and our own."""
+"""The arguments of a call of `generate`: transformers' own, and ours."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,39 +29,6 @@ Beside a configuration of the caller's, `use_mtp` names a drafter instead.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a caller asks of speculation.
-
-    Attributes:
-        config: How to speculate.
-        streamer: Gets the prompt and every token, as plain `generate` feeds it.
-        tokenizer: The caller's `tokenizer=`.
-        assistant_model: The caller's `assistant_model=`.
-        assistant_tokenizer: The caller's `assistant_tokenizer=`.
-        use_mtp: The caller's `use_mtp=`: whether the model's own layers draft, too.
-        assistant_settings: What the caller asks of assistants, by generation setting.
-        synced_gpus: As `generate` computes it.
-        prediction: The caller's guess of every row's text, token ids.
-        encoder_inputs: What an encoder was given, [texts, ...].
-    """
-
-    config: SpeculativeConfig
-    streamer: Any = None
-    tokenizer: Any = None
-    assistant_model: Any = None
-    assistant_tokenizer: Any = None
-    use_mtp: bool = False
-    assistant_settings: Mapping[str, Any] = field(default_factory=dict)
-    synced_gpus: bool = False
-    prediction: Sequence[np.ndarray] | None = None
-    encoder_inputs: torch.Tensor | None = None
-
-    def draws(self, do_sample: bool) -> bool:
-        """Return whether drafts, and the verdicts on them, are drawn from distributions."""
-        return do_sample and self.config.verification == "rejection"
-
-
 class GenerateArguments:
     """What a call was given, under the names that transformers gives them.
 
@@ -83,18 +49,8 @@ class GenerateArguments:
         self.tokenizer = tokenizer if given is None else given
 
     def wanted(self, default: Any = None) -> tuple[Any, SpeculativeConfig | None]:
-        """Return the value that decides about speculation, and the configuration it stands for.
-
-        The call's own argument comes first, then the generation config that was passed, then the
-        model's; None asks the next. (None, None) means that nothing decides.
-        """
-        if self._asked is not None:
-            return self._asked, SpeculativeConfig.resolve(self._asked)
-        for config in self._generation_configs():
-            value = getattr(config, "speculative", None)
-            if value is not None:
-                return value, SpeculativeConfig.resolve_stored(value)
-        return default, SpeculativeConfig.resolve(default)
+        """Return what decides about speculation in the call; see the function `wanted`."""
+        return wanted(self._asked, self._generation_configs(), default)
 
     def setting(self, name: str) -> Any:
         """Return a generation setting as `generate` will see it."""
@@ -195,6 +151,23 @@ class GenerateArguments:
             config.stop_strings = None
         if getattr(of_model, "stop_strings", None) is not None:
             passed["stop_strings"] = None
+
+
+def wanted(
+    asked: Any, generation_configs: Sequence[Any], default: Any
+) -> tuple[Any, SpeculativeConfig | None]:
+    """Return the value that decides about speculation, and the configuration it stands for.
+
+    The argument of a call comes first, then the generation config that was passed, then the
+    model's, then the default; None asks the next. (None, None) means that nothing decides.
+    """
+    if asked is not None:
+        return asked, SpeculativeConfig.resolve(asked)
+    for config in generation_configs:
+        value = getattr(config, "speculative", None)
+        if value is not None:
+            return value, SpeculativeConfig.resolve_stored(value)
+    return default, SpeculativeConfig.resolve(default)
 
 
 def _by_name(

@@ -63,13 +63,7 @@ class RequestedOutputs:
         return self._columns("scores") if "scores" in self._chosen else None
 
     def choose(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Keep the scores by which a row's token is chosen.
-
-        Args:
-            row: The row.
-            scores: Processed, [vocab] float32.
-            logits: The target's, [vocab] float32.
-        """
+        """Keep what a row's token is chosen by: processed scores and logits, [vocab] float32."""
         for name, value in (("scores", scores), ("logits", logits)):
             if name in self._chosen:
                 self._chosen[name][row].append(value)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.stats import PHASES, RowStats, SourceStats, SpeculativeStats
+from lookahead_hf.stats import PHASES, RowStats, SpeculativeStats
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
-    from lookahead_hf.trace import Trace
 
 _Part = TypeVar("_Part")
 
@@ -62,13 +62,7 @@ class StatsRecorder:
         self.milliseconds["verify"] -= seconds * 1e3
 
     def observe(self, draft: DraftTree, verdict: Verdict, num_moved: int = 0) -> None:
-        """Count a step.
-
-        Args:
-            draft: What was verified.
-            verdict: What was accepted.
-            num_moved: Accepted tokens that the commit moved in the cache.
-        """
+        """Count a step, whose commit moved `num_moved` accepted tokens in the cache."""
         drafted, accepted = np.diff(draft.row_offsets), verdict.of_text.num_accepted
         self._steps += 1
         total = sum(self.milliseconds[name] for name in ("forward", "verify", "commit"))
@@ -82,48 +76,45 @@ class StatsRecorder:
         self._budgets[int(drafted.max(initial=0))] += 1
         self._max_width = max(self._max_width, int(widths(draft).max(initial=0)))
 
-    def finish(
-        self,
-        rows: Rows,
-        engine: str,
-        per_source: dict[str, SourceStats],
-        execution: str | None = None,
-        trace: Trace | None = None,
-        num_fed: int = 0,
-    ) -> SpeculativeStats:
-        """Return the record of the call.
-
-        Args:
-            rows: The texts.
-            engine: How the call was verified.
-            per_source: What each source contributed, by name.
-            execution: How the steps were run.
-            trace: What every step did.
-            num_fed: Tokens that the target was fed.
-        """
+    def finish(self, rows: Rows, **others: Any) -> SpeculativeStats:
+        """Return the record of the call; `others` are the fields that are not counted here."""
         per_row = (self._row_steps, rows.num_text, self._drafted, self._accepted)
-        row_stats = [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()]
-        deepest = max(self._accepted_histogram, default=-1)
-        times: dict[str, Any] = {f"{name}_ms": ms for name, ms in self.milliseconds.items()}
-        return SpeculativeStats(
-            rows=len(row_stats),
+        return record_of(
+            [RowStats(*counts) for counts in np.stack(per_row, 1).tolist()],
+            self.milliseconds,
+            self._accepted_histogram,
+            self._budgets,
             num_steps=self._steps,
-            row_steps=sum(row.row_steps for row in row_stats),
-            num_emitted=sum(row.num_emitted for row in row_stats),
-            num_drafted=sum(row.num_drafted for row in row_stats),
-            num_accepted=sum(row.num_accepted for row in row_stats),
             num_moved=self._moved,
-            accepted_histogram=tuple(self._accepted_histogram[k] for k in range(deepest + 1)),
             max_width=self._max_width,
-            per_source=per_source,
-            budget_histogram=dict(sorted(self._budgets.items())),
-            engine=engine,
-            execution=execution,
-            num_fed=num_fed,
-            row_stats=tuple(row_stats),
-            trace=trace,
-            **times,
+            **others,
         )
+
+
+def record_of(
+    row_stats: Sequence[RowStats],
+    milliseconds: Mapping[str, float],
+    accepted: Counter[int],
+    drafted: Counter[int],
+    **others: Any,
+) -> SpeculativeStats:
+    """Return a record, whose totals are the sums over its rows.
+
+    `accepted` counts row steps by accepted draft tokens, `drafted` steps by the largest draft.
+    """
+    totals: dict[str, Any] = {
+        field.name: sum(getattr(row, field.name) for row in row_stats) for field in fields(RowStats)
+    }
+    times: dict[str, Any] = {f"{name}_ms": spent for name, spent in milliseconds.items()}
+    return SpeculativeStats(
+        rows=len(row_stats),
+        accepted_histogram=tuple(accepted[k] for k in range(max(accepted, default=-1) + 1)),
+        budget_histogram=dict(sorted(drafted.items())),
+        row_stats=tuple(row_stats),
+        **totals,
+        **times,
+        **others,
+    )
 
 
 def widths(draft: DraftTree) -> np.ndarray:

@@ -49,11 +49,7 @@ class Session(ABC):
 
     @abstractmethod
     def start(self, stack: ExitStack) -> None:
-        """Run the prompts that are there, and set the model up for the steps.
-
-        Args:
-            stack: Ends with the session; undoes what was set up.
-        """
+        """Run the prompts that are there, and set the model up until the stack ends."""
 
     def goes_on(self) -> bool:
         """Return whether another step follows; it may give rows to other texts before that."""
@@ -89,7 +85,9 @@ class Session(ABC):
         return self
 
     @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +109,6 @@ class DecodingSession(Session):
     by_kernel: bool
 
     def start(self, stack: ExitStack) -> None:
-        logits = self.prefill(stack)
-        with self.stats.phase("verify"):
-            self.verifier.first(self.rows, logits)
-        with self.stats.phase("draft"):
-            self.drafts.begin(self.rows)
-        if self.tracer is not None:
-            self.tracer.observe_prefill(self.rows)
-
-    def prefill(self, stack: ExitStack) -> torch.Tensor:
-        """Stream and run the prompt, and set the model up for the steps.
-
-        Args:
-            stack: Ends with the call; undoes what was set up.
-
-        Returns:
-            Logits after the prompt, [rows, 1, vocab].
-        """
         call, model = self.call, self.call.model
         shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
         stack.enter_context(attention.left_to_kernel(self.by_kernel))
@@ -143,8 +124,12 @@ class DecodingSession(Session):
         if shown:
             self.drafts.prompt = compat.last_hidden_states(outputs)
         self.processes.step()
-        logits: torch.Tensor = outputs.logits[:, -1:]
-        return logits
+        with self.stats.phase("verify"):
+            self.verifier.first(self.rows, outputs.logits[:, -1:])
+        with self.stats.phase("draft"):
+            self.drafts.begin(self.rows)
+        if self.tracer is not None:
+            self.tracer.observe_prefill(self.rows)
 
     def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
         """Learn from a committed step: requested outputs, statistics, drafting and the trace."""
@@ -154,7 +139,9 @@ class DecodingSession(Session):
         if self.tracer is not None:
             self.tracer.observe(draft, verdict)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         with ExitStack() as stack:
             stack.callback(self.drafts.end, self.rows)
             stack.callback(self.runner.end)
@@ -165,14 +152,14 @@ class DecodingSession(Session):
     def output(self) -> Any:
         """Hand the cache back, end the stream and return what `generate` returns."""
         call, emitted = self.call, self.rows.num_emitted
-        per_source = self.drafts.source_stats
+        per_source = self.drafts.source_stats()
         record = self.stats.finish(
             self.rows,
-            self.verifier.name,
-            per_source,
-            self.runner.execution,
-            None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
-            self.runner.num_fed,
+            engine=self.verifier.name,
+            per_source=per_source,
+            execution=self.runner.execution,
+            trace=None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
+            num_fed=self.runner.num_fed,
         )
         # Without a pad token only the columns that the shortest row has.
         columns = int(emitted.min() if call.pad is None else emitted.max())

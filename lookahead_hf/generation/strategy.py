@@ -14,9 +14,9 @@ from lookahead_hf import compat, fallback, quantization, stats
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.decode import decode
-from lookahead_hf.generation.options import OURS, GenerateArguments, Request
+from lookahead_hf.generation.options import OURS, GenerateArguments
 from lookahead_hf.generation.streaming import HeldStreamer
 from lookahead_hf.runner import support
 from lookahead_hf.stats import SpeculativeStats

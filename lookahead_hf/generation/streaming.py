@@ -72,7 +72,7 @@ class HeldStreamer:
     puts is passed on.
     """
 
-    def __init__(self, streamer: Any, before_text: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, streamer: Any, before_text: Callable[[], None]) -> None:
         """`before_text`: called when a token comes, before it is passed on."""
         self._streamer, self._before_text = streamer, before_text
         self._held: list[Any] = []

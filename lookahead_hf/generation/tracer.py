@@ -30,11 +30,7 @@ class Tracer:
     """Keeps the draft, the verdict and the times of every step of a call."""
 
     def __init__(self, spent: Mapping[str, float]) -> None:
-        """Begin a trace.
-
-        Args:
-            spent: Milliseconds of each phase so far, which the call goes on counting.
-        """
+        """`spent`: milliseconds of each phase so far, which the call goes on counting."""
         self._spent = spent
         self._start = time.perf_counter()
         self._steps: list[_Step] = []
@@ -46,22 +42,15 @@ class Tracer:
         self.observe(DraftTree.empty(rows.num_rows), verdict)
 
     def observe(self, draft: DraftTree, verdict: Verdict) -> None:
-        """Take a step once everything about it is done.
-
-        Args:
-            draft: What was verified.
-            verdict: What was accepted.
-        """
+        """Take a step once everything about it is done."""
         end_ms = (time.perf_counter() - self._start) * 1e3
         kept = replace(draft, probs=None)  # a distribution over the vocabulary for every node
         self._steps.append(_Step(kept, verdict.of_text, end_ms, dict(self._spent)))
 
     def finish(self, rows: Rows, sources: Sequence[str]) -> Trace:
-        """Return the trace of the call.
+        """Return the trace of texts, which the caller's processors may have edited.
 
-        Args:
-            rows: The texts at the end, which the caller's processors may have edited.
-            sources: Names of the sources, in the order of the drafts' evidence.
+        `sources` names the sources in the order of the drafts' evidence.
         """
         begins = np.zeros(rows.num_rows, np.int64)
         before, spent = 0.0, dict.fromkeys(self._spent, 0.0)

@@ -14,14 +14,13 @@ from lookahead_hf.ngram_pool.compilation import (
 )
 from lookahead_hf.ngram_pool.matches import Continuations
 from lookahead_hf.ngram_pool.pool import NgramPool, PoolInfo
-from lookahead_hf.ngram_pool.suffix_index import SuffixIndex, SuffixIndexes
+from lookahead_hf.ngram_pool.suffix_index import SuffixIndexes
 
 __all__ = [
     "Continuations",
     "NgramPool",
     "NumbaMissingError",
     "PoolInfo",
-    "SuffixIndex",
     "SuffixIndexes",
     "available",
     "check_available",

@@ -33,8 +33,8 @@ LEVEL_OF = np.array([matches.level_of(n) for n in range(matches.LONGEST_MATCH + 
 KEY_OF_LEVEL = np.array([min(n, LONGEST_KEY).bit_length() - 1 for n in matches.LEVELS])
 
 # Columns of `nodes` and of `found`.
-TOKEN, PARENT, DEPTH, MATCH, COUNT, TOTAL, BUCKET, LEVEL = range(8)
-NUM_FIELDS = 8
+TOKEN, PARENT, DEPTH, BUCKET, LEVEL, COUNT = range(6)
+NUM_FIELDS = 6
 
 
 @jit
@@ -82,7 +82,7 @@ def rehash(text, heads, larger):
 
 @jit
 def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
-    """Fill `nodes` [max_nodes, 8] and `scores` [max_nodes], best first; returns how many.
+    """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; returns how many.
 
     `scores` and `order` hold the nodes so far and, behind them, the best candidates by score: the
     first candidate becomes the next node.
@@ -195,16 +195,17 @@ def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
         for _ in range(VISITS[k]):
             match_len = _match_len(text, place, context, 1 << k, min(place, most))
             if match_len >= min_ngram and (match_len < most or k == longest):
-                occurrences[LEVEL_OF[match_len]] += 1
-                num_found = _note(found, num_found, text[place], match_len)
+                level = LEVEL_OF[match_len]
+                occurrences[level] += 1
+                num_found = _note(found, num_found, text[place], level)
             place = links[place, k]
             if place == FREE:
                 break
     for level in range(NUM_LEVELS - 1, 0, -1):
         occurrences[level - 1] += occurrences[level]
     for i in range(num_found):
-        found[i, TOTAL] = occurrences[found[i, LEVEL]]
-        found[i, BUCKET] = bucket_of(found[i, LEVEL], found[i, COUNT], found[i, TOTAL])
+        level = found[i, LEVEL]
+        found[i, BUCKET] = bucket_of(level, found[i, COUNT], occurrences[level])
     return num_found
 
 
@@ -224,27 +225,18 @@ def _newest_places(text, heads, context, newest):
 
 
 @jit
-def _note(found, num_found, token, match_len):
+def _note(found, num_found, token, level):
     """Count an occurrence for the token after it, unless one of a higher level decides about it."""
-    level = LEVEL_OF[match_len]
     for i in range(num_found):
         if found[i, TOKEN] == token:
             if level > found[i, LEVEL]:
-                _start(found[i], token, level, match_len)
+                found[i, LEVEL], found[i, COUNT] = level, 1
             elif level == found[i, LEVEL]:
                 found[i, COUNT] += 1
-                found[i, MATCH] = max(found[i, MATCH], match_len)
             return num_found
-    _start(found[num_found], token, level, match_len)
+    row = found[num_found]
+    row[TOKEN], row[LEVEL], row[COUNT] = token, level, 1
     return num_found + 1
-
-
-@jit
-def _start(row, token, level, match_len):
-    row[TOKEN] = token
-    row[LEVEL] = level
-    row[COUNT] = 1
-    row[MATCH] = match_len
 
 
 @jit

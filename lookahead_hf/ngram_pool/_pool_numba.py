@@ -17,13 +17,11 @@ from lookahead_hf.ngram_pool._numba import (
     DEPTH,
     LEVEL,
     LEVEL_OF,
-    MATCH,
     MOST_VISITS,
     NUM_FIELDS,
     NUM_LEVELS,
     PARENT,
     TOKEN,
-    TOTAL,
     VISITS,
     bucket_of,
     longer_key,
@@ -53,7 +51,7 @@ def grow(
     log, links, table, num_added, max_tokens, time_bits,
     vocab_size, context, limits, rates, min_score, scores, nodes,
 ):  # fmt: skip
-    """Fill `scores` [max_nodes] and `nodes` [7, max_nodes], best first; returns how many.
+    """Fill `scores` [max_nodes] and `nodes` [4, max_nodes], best first; returns how many.
 
     Occurrences are looked up for the context alone. Those of a node's path are adjacent in `found`;
     growing the node sorts them by the token that comes next.
@@ -158,7 +156,7 @@ def _sort_children(found, first, last, max_ngram, children):
         end = _group(found, first, last)
         child = children[num_children]
         child[TOKEN], child[FIRST], child[LAST] = found[NEXT, first], first, end
-        child[LEVEL] = child[MATCH] = child[COUNT] = -1
+        child[LEVEL] = child[COUNT] = -1
         for i in range(first, end):
             match_len = found[LENGTH, i]
             level = LEVEL_OF[match_len]
@@ -166,7 +164,6 @@ def _sort_children(found, first, last, max_ngram, children):
             if level > child[LEVEL]:
                 child[LEVEL], child[COUNT] = level, 0
             child[COUNT] += level == child[LEVEL]
-            child[MATCH] = max(child[MATCH], match_len)
             found[AGE, i] -= 1
             found[LENGTH, i] = min(match_len + 1, max_ngram)
         num_children += 1
@@ -175,8 +172,7 @@ def _sort_children(found, first, last, max_ngram, children):
         occurrences[level - 1] += occurrences[level]
     for i in range(num_children):
         child = children[i]
-        child[TOTAL] = occurrences[child[LEVEL]]
-        child[BUCKET] = bucket_of(child[LEVEL], child[COUNT], child[TOTAL])
+        child[BUCKET] = bucket_of(child[LEVEL], child[COUNT], occurrences[child[LEVEL]])
     return num_children
 
 

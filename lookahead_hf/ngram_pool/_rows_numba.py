@@ -27,7 +27,7 @@ from lookahead_hf.ngram_pool._numba import (
 from lookahead_hf.ngram_pool.jit import jit
 from lookahead_hf.ngram_pool.matches import NUM_KEYS
 
-__all__ = ["grow", "grow_rows", "insert_rows", "rehash"]
+__all__ = ["grow_rows", "insert_rows", "rehash"]
 
 # Columns of the states: addresses, sizes of `text` and `heads`, tokens and entries so far.
 TEXT, LINKS, HEADS, TEXT_ROOM, NUM_HEADS, LENGTH, NUM_ENTRIES = range(7)

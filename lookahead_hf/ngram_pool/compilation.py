@@ -1,29 +1,23 @@
-"""Compiles numba's functions without stalling a call, and knows whether they are ready."""
+"""Loads or compiles numba's functions without stalling a call, and knows when they are ready."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
 _pending: list[Callable[[], None]] = []
-_modules: list[str] = []
-"""Modules that hold the numba functions of what is pending."""
 _compiling = threading.Lock()
 _background: threading.Thread | None = None
-_started = 0.0
-"""When the background thread was started, in seconds of `time.monotonic`."""
 _child: subprocess.Popen[bytes] | None = None
-"""The process that compiles for the background thread."""
+"""The process that compiles what is not on disk; None where none was needed so far."""
 _failure: Exception | None = None
 """Why the last attempt to compile failed; None if it succeeded or there was none."""
 
@@ -55,10 +49,9 @@ def importing_numba() -> Iterator[None]:
         raise NumbaMissingError(error) from error
 
 
-def register(warm_up: Callable[[], None], *modules: str) -> None:
-    """Add a function that calls every numba function of some modules once, with the real types."""
+def register(warm_up: Callable[[], None]) -> None:
+    """Add a function that calls all numba functions of a module once, with the real types."""
     _pending.append(warm_up)
-    _modules.extend(modules)
 
 
 def available() -> bool:
@@ -108,43 +101,53 @@ def compile_now() -> None:
 
 
 def wait_until_loaded(timeout: float) -> None:
-    """Start to compile, and wait while it only loads, until so many seconds after its start."""
+    """Begin to load the functions, and wait at most so many seconds, as long as they load."""
     compile_in_background()
-    while _background is not None and _background.is_alive() and _child is None:
-        _background.join(0.02)
-        if time.monotonic() > _started + timeout:
-            return
+    if _background is not None:
+        _background.join(timeout)
 
 
 def compile_in_background() -> None:
-    """Start `compile_now` in a thread, unless it is running, has run, or has failed."""
-    global _background, _started, _failure
-    if compiled() or not available() or (_background and _background.is_alive()):
+    """Begin to load or compile, unless that goes on, is done, or has failed."""
+    global _background, _failure
+    if compiled() or not available() or _is_busy():
         return
-    # Not a daemon: a script that ends early still fills the cache for the next one.
-    thread = threading.Thread(target=_compile_quietly, name="lookahead-hf-compile")
+    # Not a daemon: a process that ends must not tear it out of LLVM's code.
+    thread = threading.Thread(target=_load_or_compile, name="lookahead-hf-compile")
     try:
         thread.start()
     except RuntimeError as error:  # there are too many threads, or the interpreter is ending
         _failure = error
     else:
-        _background, _started = thread, time.monotonic()
+        _background = thread
 
 
-def _compile_quietly() -> None:
+def _is_busy() -> bool:
+    """Whether the functions are being loaded or compiled, here or in the other process."""
+    is_loading = _background is not None and _background.is_alive()
+    return is_loading or (_child is not None and _child.poll() is None)
+
+
+def _load_or_compile() -> None:
+    """Load the functions; if one is not on disk, let another process compile, or else this one."""
     global _failure
     try:
-        if not _is_saved():
-            _compile_elsewhere()
-        if threading.main_thread().is_alive():
+        with importing_numba():
+            from lookahead_hf.ngram_pool import jit
+        jit.on_thread.only_loads = True
+        try:
             compile_now()
+        except jit.NotSaved:
+            jit.on_thread.only_loads = False
+            if not _compile_elsewhere():
+                compile_now()
     except Exception as error:  # calls continue without indexes, and report that
         _failure = error
         logger.info("numba's functions could not be compiled", exc_info=True)
 
 
 def _forget_threads() -> None:
-    """Begin anew in a forked process, which has none of the threads."""
+    """Begin anew in a forked process, which has none of the threads and processes."""
     global _compiling, _background, _child
     _compiling, _background, _child = threading.Lock(), None, None
 
@@ -153,64 +156,49 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_threads)
 
 
-def _is_saved() -> bool:
-    """Return whether each module has compiled functions on disk, or cannot be imported."""
-    try:
-        from lookahead_hf.ngram_pool.jit import is_saved
-
-        for module in _modules:
-            importlib.import_module(module)
-    except Exception:  # as `compile_now` finds, too
-        return True
-    return all(map(is_saved, _modules))
-
-
 _IN_CHILD = "LOOKAHEAD_HF_COMPILING"
 """Set in the environment of the process that compiles, which starts no other."""
 
 _CHILD = """\
 import sys
-sys.path[:] = [path for path in sys.path if path]  # not the current directory
-import contextlib, os
+sys.path[:] = {path!r}
+import contextlib, os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
 with contextlib.suppress(OSError, AttributeError):
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as weight:
-    weight.write("19")  # a new session is scheduled as a group, beside that of the call
-import lookahead_hf.drafting.registry
+import lookahead_hf.drafting.session
 from lookahead_hf import ngram_pool
 ngram_pool.compile_now()
 """
 
 
-def _compile_elsewhere() -> None:
-    """Let another process compile and keep the functions on disk.
+def _compile_elsewhere() -> bool:
+    """Let another process compile and keep the functions on disk, where this one loads them later.
 
     A thread of this process would hold the interpreter's lock for most of its time: a call beside
-    it takes ten times as long. The other process runs where cores are idle. If it fails, this one
-    compiles. If this one ends first, the other goes on and fills the disk for the next.
+    it takes ten times as long. The other process runs where cores are idle. It stays in the session
+    of this one: Linux schedules a session of its own as a group, which steps wait for. If this
+    process ends first, the other goes on and fills the disk for the next.
+
+    Returns:
+        Whether it was started. It is started once: if it cannot compile or write, this one must.
     """
     global _child
     # The executable of a packaged program is the program.
-    if _IN_CHILD in os.environ or getattr(sys, "frozen", False) or not sys.executable:
-        return
-    paths = os.pathsep.join(filter(None, sys.path))
-    env = os.environ | {"PYTHONPATH": paths, _IN_CHILD: "1"}
-    nothing = subprocess.DEVNULL
+    is_program = getattr(sys, "frozen", False) or not sys.executable
+    if _child is not None or _IN_CHILD in os.environ or is_program:
+        return False
     try:
         _child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD],
-            env=env,
-            stdin=nothing,
-            stdout=nothing,
-            stderr=nothing,
-            start_new_session=True,  # an interrupt at a prompt is not for it
+            [sys.executable, "-c", _CHILD.format(path=sys.path)],
+            env=os.environ | {_IN_CHILD: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-        while _child.poll() is None and threading.main_thread().is_alive():
-            time.sleep(0.1)
     except Exception as error:  # whatever forbids processes here
         logger.info("no process compiles numba's functions: %r", error)
-    finally:
-        _child = None
+    return _child is not None
 
 
 def _is_installed() -> bool:

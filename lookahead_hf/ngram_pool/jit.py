@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from numba import njit
@@ -15,17 +15,25 @@ logger = logging.getLogger(__name__)
 
 _has_warned = False
 
-_caches: dict[str, list[TolerantCache]] = {}
-"""The caches of each module's functions."""
+
+class _OnThread(threading.local):
+    only_loads = False
+
+
+on_thread = _OnThread()
+"""`only_loads`: whether a function that is not on disk raises NotSaved on this thread. One that no
+folder can keep is compiled nevertheless."""
+
+
+class NotSaved(BaseException):
+    """A function is not on disk. Code that handles a failing compilation must not catch this."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """Compile without the interpreter lock; keep the code on disk if a folder is writable."""
     dispatcher = njit(nogil=True)(function)
     try:
-        cache = TolerantCache(function)
-        dispatcher._cache = cache  # what `cache=True` does with numba's own
-        _caches.setdefault(function.__module__, []).append(cache)
+        dispatcher._cache = TolerantCache(function)  # what `cache=True` does with numba's own
     except (OSError, RuntimeError) as error:  # no folder is writable
         _warn_once(error)
     return dispatcher
@@ -39,13 +47,16 @@ class TolerantCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the compiled function, None if the cache does not have it."""
+        found = None
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception as error:
             logger.info("a compiled function cannot be read: %r", error)
             with suppress(Exception):
                 self.flush()  # every save would read a damaged index again
-            return None
+        if found is None and on_thread.only_loads:
+            raise NotSaved
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a compiled function, if that is possible."""
@@ -53,12 +64,6 @@ class TolerantCache(FunctionCache):
             super().save_overload(sig, data)
         except Exception as error:
             _warn_once(error)
-
-
-def is_saved(module: str) -> bool:
-    """Return whether a module's compiled functions are on disk, or cannot be."""
-    files = [Path(cache._cache_file._index_path) for cache in _caches.get(module, ())]
-    return not files or any(file.exists() for file in files)
 
 
 def _warn_once(error: Exception) -> None:

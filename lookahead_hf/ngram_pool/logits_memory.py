@@ -24,7 +24,6 @@ class LogitsMemory:
         places = 1
         while places * WAYS < capacity:
             places *= 2
-        self.top_k = top_k
         self.keys = np.full((places, WAYS), -1, np.int64)
         self.tokens = np.empty((places * WAYS, top_k), np.int32)
         self.probs = np.empty((places * WAYS, top_k), np.float32)
@@ -32,11 +31,7 @@ class LogitsMemory:
         self._clock = 0
 
     def remember(
-        self,
-        before: np.ndarray,
-        last: np.ndarray,
-        tokens: np.ndarray,
-        probs: np.ndarray,
+        self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, probs: np.ndarray
     ) -> None:
         """Store what the target expects after contexts; later ones overwrite earlier ones.
 

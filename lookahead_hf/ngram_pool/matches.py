@@ -29,18 +29,15 @@ LONGEST_MATCH = LEVELS[-1]
 class Continuations:
     """A tree of tokens that may follow a text, best paths first, parents before children.
 
-    The longest matches decide about a token: of the occurrences of its context whose match length
-    is in the class of `match_len` or a higher one (`total`), `count` were followed by the token.
+    The longest matches before a token decide its bucket: the class of their length, how many
+    matches of that class or a higher one there are, and what share of them the token followed.
     """
 
     score: np.ndarray  # [nodes] float64, product of the buckets' rates along the path
     token_ids: np.ndarray  # [nodes] int32
     parents: np.ndarray  # [nodes] int32, -1 for tokens that follow the text directly
     depth: np.ndarray  # [nodes] int32, 1 for tokens that follow the text directly
-    match_len: np.ndarray  # [nodes] int32, number of tokens before the node that match
-    count: np.ndarray  # [nodes] int32
-    total: np.ndarray  # [nodes] int32
-    bucket: np.ndarray  # [nodes] int32, class of (match_len, count / total, total)
+    bucket: np.ndarray  # [nodes] int32
 
 
 def level_of(match_len: int) -> int:

@@ -76,7 +76,7 @@ class NgramPool:
         vocab_size: int | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> None:
-        """Start an empty pool, which takes memory as it fills: 32 bytes a token when it is full.
+        """Start an empty pool, which takes memory as it fills: 29 to 38 bytes a token in the end.
 
         Args:
             max_tokens: Most tokens to hold; the end of each text counts as one.
@@ -230,7 +230,7 @@ class NgramPool:
         contents.check_file()
         newest_first = np.array(context[-max_ngram:][::-1], np.int32)
         scores = np.empty(max_nodes)
-        nodes = np.empty((7, max_nodes), np.int32)
+        nodes = np.empty((4, max_nodes), np.int32)  # token, parent, depth and bucket of each
         with self._lock:
             num_nodes = _functions().grow(
                 contents.log, contents.links, contents.table[: contents.num_buckets],
@@ -318,4 +318,4 @@ def _warm_up() -> None:
     pool.grow([1, 2], np.full(NUM_BUCKETS, 0.5), 1)
 
 
-register(_warm_up, "lookahead_hf.ngram_pool._pool_numba")
+register(_warm_up)

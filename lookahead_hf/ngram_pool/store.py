@@ -134,10 +134,10 @@ class Contents:
         # Room for twice as many, so that the arrays are seldom copied.
         ahead = after.later(after.num_added)
         if after.live > len(self.log):
-            self.log = _enlarged(self.log, ahead.live)
-            self.links = _enlarged(self.links, ahead.live)
+            self.log = enlarged(self.log, ahead.live)
+            self.links = enlarged(self.links, ahead.live)
         if after.num_buckets > len(self.table):
-            self.table = _enlarged(self.table, ahead.num_buckets)
+            self.table = enlarged(self.table, ahead.num_buckets)
 
     def check_file(self) -> None:
         """Raise ValueError if the arrays are mapped from a file that was written into."""
@@ -190,32 +190,6 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
             file.write(_bytes(array))
 
 
-def read(path: str | os.PathLike[str]) -> Contents:
-    """Open a file by memory map; changes to the arrays stay in this process.
-
-    The header is checked, the data are not.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not the file of a pool, or is damaged.
-    """
-    contents, _ = _open(path)
-    return contents
-
-
-def check(path: str | os.PathLike[str]) -> Contents:
-    """Open a file like `read`, and compare its data with its checksum.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not the file of a pool, or a bit of it has changed since it was written.
-    """
-    contents, digest = _open(path)
-    if contents.digest() != digest:
-        raise _damaged(path, "its checksum does not match")
-    return contents
-
-
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file in the same folder, which replaces `path` once it is on the disk."""
@@ -231,8 +205,18 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             part.unlink()
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[Contents, str]:
-    """Return the contents and the digest that the file's header states."""
+def read(path: str | os.PathLike[str], verifies: bool = False) -> Contents:
+    """Open a file by memory map; changes to the arrays stay in this process.
+
+    Args:
+        path: The file.
+        verifies: Whether all data are read and compared with their checksum. The header is always
+            checked.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not the file of a pool, or is damaged.
+    """
     with open(os.fspath(path), "rb") as file:  # open alone would take an int, as a descriptor
         opened = OpenFile(path, file)
         size = os.fstat(file.fileno()).st_size
@@ -255,7 +239,9 @@ def _open(path: str | os.PathLike[str]) -> tuple[Contents, str]:
         offset = 8 + length + layout[name]["data_offsets"][0]
         array = np.frombuffer(data, _DTYPES[name][1], math.prod(shape), offset)
         setattr(contents, name, array.reshape(shape))
-    return contents, digest
+    if verifies and contents.digest() != digest:
+        raise _damaged(path, "its checksum does not match")
+    return contents
 
 
 def _parsed(path: str | os.PathLike[str], header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
@@ -297,7 +283,8 @@ def _contents(metadata: dict[str, str], file: OpenFile) -> Contents:
     return contents
 
 
-def _enlarged(array: np.ndarray, length: int) -> np.ndarray:
+def enlarged(array: np.ndarray, length: int) -> np.ndarray:
+    """Return a copy with room for `length` entries; the new ones are not set."""
     larger = np.empty((length, *array.shape[1:]), array.dtype)
     larger[: len(array)] = array
     return larger

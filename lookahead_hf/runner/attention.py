@@ -44,13 +44,13 @@ class _Step:
     def __init__(self, trees: Sequence[BlockTree], flat: FlatBlock | None = None) -> None:
         self.flat = flat
         self._trees = {id(tree.mask): tree for tree in trees}
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._functions: dict[str, tuple[Any, bool]] = {}
 
     def tree(self, mask: torch.Tensor | None) -> BlockTree | None:
         """What is known of this very mask; a copy that the model made may say something else."""
         known = self._trees.get(id(mask))
-        if known is None and mask is not None:
+        if known is None and self._trees and mask is not None:
             trees = self._trees.values()
             known = next((t for t in trees if unread_mask.made(t.mask) is mask), None)
         return known
@@ -70,10 +70,10 @@ class _Step:
 
     def folded(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
         """The mask with its rows repeated once per head of a group, made once per mask."""
-        known = self._made.get(id(mask))
-        if known is None or known[1].shape[2] != groups * mask.shape[2]:
+        known = self._made.get((id(mask), groups))
+        if known is None:
             known = mask, mask.repeat(1, 1, groups, 1)  # holding the mask keeps its id taken
-            self._made[id(mask)] = known
+            self._made[id(mask), groups] = known
         return known[1]
 
 
@@ -250,7 +250,9 @@ def _ours(name: str) -> Callable[..., Any]:
             if registered is not None and _folds(query, key, attention_mask, kwargs):
                 mask, groups = attention_mask, query.shape[1] // key.shape[1]
                 mask = None if mask is None else step.folded(mask, groups)
-                return fold(query, key, value, mask, groups, scaling), None
+                out = fold(query, key, value, mask, groups, scaling)
+                # A flat block copies it into another order, so that a copy here would be wasted.
+                return (out if step.flat else out.contiguous()), None
         original = registered or compat.eager_attention(module)
         is_replaced = step is not None and registered is not None and not is_stock
         if is_replaced and attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -315,6 +317,4 @@ def fold(
         attn_mask=mask,
         scale=scaling,
     )
-    if width > 1:
-        out = out.view(rows, heads // groups, groups, width, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(rows, width, heads, -1).contiguous()
+    return out.reshape(rows, heads, width, -1).transpose(1, 2)

@@ -7,7 +7,7 @@ cache again. A forward costs what its tokens cost, however unequally the rows sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,35 +23,70 @@ for four rows takes less time than four calls as long as it has no more than 30 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Padding:
-    """How attention pads rows with fewer tokens than others: by repeating their last tokens.
-
-    Attributes:
-        places: Which token of the run each query is, [rows of the run * width].
-        queries: Which query is a token's own, [tokens].
-    """
-
-    places: torch.Tensor
-    queries: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Adjacent rows of the cache that attend in one call.
+
+    Rows with fewer tokens than others repeat their last tokens as padding.
 
     Attributes:
         rows: The rows.
         tokens: Their tokens in the block, row after row.
         counts: Tokens of each row, [rows of the run].
         width: Queries per row.
-        padding: None where all rows have equally many tokens.
+        padded: Which token of the run each query is, [rows of the run, width]; None where all rows
+            have equally many tokens.
     """
 
     rows: slice
     tokens: slice
     counts: np.ndarray
     width: int
-    padding: Padding | None = None
+    padded: np.ndarray | None = None
+    _orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def by_row(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries of the block, [1, heads, tokens, dim], as [rows, heads, width, dim]."""
+        _, heads, num_tokens, dim = query.shape
+        num_rows, own = len(self.counts), self.tokens
+        if self.padded is None:
+            if own.stop - own.start < num_tokens:
+                query = query[:, :, own]
+            return query.view(heads, num_rows, self.width, dim).transpose(0, 1)
+        gather, _ = self._order(heads)
+        queries = query.transpose(1, 2).reshape(-1, dim).index_select(0, gather)
+        return queries.view(num_rows, heads, self.width, dim)
+
+    def by_token(self, out: torch.Tensor) -> torch.Tensor:
+        """What the queries found, [rows, width, heads, dim], as [1, tokens, heads, dim]."""
+        heads, dim = out.shape[2:]
+        if self.padded is None:
+            return out.reshape(1, -1, heads, dim)
+        _, scatter = self._order(heads)
+        queries = out.transpose(1, 2).reshape(-1, dim)
+        return queries.index_select(0, scatter).view(1, -1, heads, dim)
+
+    def _order(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the vectors of padded queries are in the block, and those of tokens in the run.
+
+        They are made once per block. One operation in each layer then pads the rows and brings the
+        queries of a head together, and one undoes both.
+
+        Args:
+            heads: Vectors of a token.
+
+        Returns:
+            Indices into [tokens of the block, heads] of the vectors [rows, heads, width], and
+            indices into the latter of the vectors [tokens of the run, heads].
+        """
+        assert self.padded is not None
+        if heads not in self._orders:
+            head, tokens = np.arange(heads), self.tokens.start + self.padded
+            row, query = np.nonzero(np.arange(self.width) < self.counts[:, None])
+            gather = tokens[:, None] * heads + head[:, None]
+            scatter = (row[:, None] * heads + head) * self.width + query[:, None]
+            made = torch.from_numpy(gather.ravel()), torch.from_numpy(scatter.ravel())
+            self._orders[heads] = made
+        return self._orders[heads]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,19 +147,13 @@ class FlatBlock:
         masks = self.masks.get(id(stand_in)) or self._only_masks()
         outs = []
         for of_run in masks:
-            run, visible, padding = of_run.run, of_run.visible, of_run.run.padding
-            num_rows = len(run.counts)
-            q, k, v = query[0], key, value
-            if (num_rows, visible) != (key.shape[0], key.shape[2]):  # else the run has all rows
-                q = q[:, run.tokens]
+            run, visible = of_run.run, of_run.visible
+            k, v = key, value
+            if (len(run.counts), visible) != (key.shape[0], key.shape[2]):
                 k, v = key[run.rows, :, :visible], value[run.rows, :, :visible]
-            if padding is not None:
-                q = q.index_select(1, padding.places)
-            rows = q.view(len(q), num_rows, run.width, -1).transpose(0, 1)
-            out = attend(rows, k, v, of_run.mask)[0]
-            out = out.reshape(1, -1, *out.shape[2:])
-            outs.append(out if padding is None else out.index_select(1, padding.queries))
-        return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
+            out = attend(run.by_row(query), k, v, of_run.mask)[0]
+            outs.append(run.by_token(out))
+        return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
 
     def _only_masks(self) -> list[RunMask]:
         """The masks where all layers take the same; the model may have copied the stand-in."""
@@ -141,14 +170,16 @@ def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> lis
         may_pad: Rows that may attend with padding, [rows] bool. The others are joined with rows
             that have as many tokens.
     """
-    totals, joined = counts + lengths, list[slice]()
+    # Lists, since numpy takes several times as long for so few numbers.
+    numbers, totals = counts.tolist(), (counts + lengths).tolist()
+    joined: list[slice] = []
     for row in np.flatnonzero(counts).tolist():
         if joined and joined[-1].stop == row:
             rows = slice(joined[-1].start, row + 1)
-            padded = _num_padded(counts[rows])
-            added = padded - _num_padded(counts[joined[-1]])
+            padded = _num_padded(numbers[rows])
+            added = padded - _num_padded(numbers[joined[-1]])
             is_cheap = added <= MOST_PADDING and bool(may_pad[rows].all())
-            if (not padded or is_cheap) and totals[rows].max() <= 2 * totals[rows].min():
+            if (not padded or is_cheap) and max(totals[rows]) <= 2 * min(totals[rows]):
                 joined[-1] = rows
                 continue
         joined.append(slice(row, row + 1))
@@ -156,21 +187,19 @@ def runs_of(counts: np.ndarray, lengths: np.ndarray, may_pad: np.ndarray) -> lis
     return [_run(rows, begins[rows.start], counts[rows]) for rows in joined]
 
 
-def _num_padded(counts: np.ndarray) -> int:
+def _num_padded(counts: list[int]) -> int:
     """How many queries make up for the tokens that rows have less than the longest of them."""
-    return int((counts.max() - counts).sum())
+    return max(counts) * len(counts) - sum(counts)
 
 
 def _run(rows: slice, first: int, counts: np.ndarray) -> Run:
     """Make a run of rows, whose tokens begin at `first`, with `counts` tokens each."""
     width, tokens = int(counts.max()), slice(first, first + int(counts.sum()))
-    if not _num_padded(counts):
+    if not _num_padded(counts.tolist()):
         return Run(rows, tokens, counts, width)
     query, begins = np.arange(width), counts.cumsum() - counts
-    places = begins[:, None] + np.minimum(query, counts[:, None] - 1)
-    own = np.flatnonzero(query < counts[:, None])
-    padding = Padding(torch.from_numpy(places.ravel()), torch.from_numpy(own))
-    return Run(rows, tokens, counts, width, padding)
+    padded = begins[:, None] + np.minimum(query, counts[:, None] - 1)
+    return Run(rows, tokens, counts, width, padded)
 
 
 def _by_row(flat: torch.Tensor, places: np.ndarray) -> torch.Tensor:

@@ -150,7 +150,7 @@ class ModelSnapshot:
             found.add(execution.READS_LENGTHS)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             found.add(execution.CAPTURED)
-        if _is_watched():
+        if functions_are_watched() or torch._C._len_torch_dispatch_stack():
             found.add(execution.WATCHED)
         order = vars(execution).values()
         return [reason for reason in order if isinstance(reason, str) and reason in found]
@@ -206,11 +206,10 @@ def _attention_functions() -> tuple[Any, ...]:
     return (*registered, nn.functional.scaled_dot_product_attention)
 
 
-def _is_watched() -> bool:
-    """Whether a mode sees calls of torch, other than the one of `torch.set_default_device`."""
+def functions_are_watched() -> bool:
+    """Whether a mode sees calls of functions, other than that of `torch.set_default_device`."""
     modes = torch.overrides._get_current_function_mode_stack()
-    is_known = all(type(mode) is DeviceContext for mode in modes)
-    return not is_known or torch._C._len_torch_dispatch_stack() > 0
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def _is_replaced(module: nn.Module) -> bool:

@@ -12,13 +12,7 @@ from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import (
-    attention,
-    execution,
-    implicit_positions,
-    non_finite,
-    torch_compile,
-)
+from lookahead_hf.runner import attention, execution, implicit_positions, non_finite, torch_compile
 from lookahead_hf.runner.layout import BlockInputs
 from lookahead_hf.runner.norm_calls import NormCalls
 from lookahead_hf.runner.outputs import StepOutputs
@@ -191,7 +185,8 @@ class Runner(PromptRunner):
         cache = self.cache
         if self.recurrent is not None:
             if not self.recurrent.are_at(num_fed):
-                return cache.emptied(compat.empty_cache(self.model))
+                cache.original.layers = compat.empty_cache(self.model).layers
+                return cache.original
             self.recurrent.settle()
         return cache.hand_back(cache.num_columns + num_fed)
 

@@ -140,7 +140,7 @@ class BlockLayout:
         index[is_node] += num_fed[row[is_node]] - 1 + draft.depth[is_used] - place[is_node]
         columns = self._cache.columns_of(row, index)
         runs = runs_of(counts, slots.lengths, may_pad=num_fed <= 1)
-        slots.place_each(counts)
+        slots.place(counts)
         stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
         assert self._names.positions is not None
         inputs: dict[str, Any] = {
@@ -199,7 +199,7 @@ class BlockLayout:
             seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
         both = None
         if kind.is_limited:
-            padded = columns if run.padding is None else columns[run.padding.places.numpy()]
+            padded = columns if run.padded is None else columns[run.padded]
             query = padded.reshape(-1, width)
             key = self._cache.token_columns(group, visible)[run.rows]
             for row, length in enumerate(lengths.tolist()):

@@ -110,26 +110,28 @@ def only_computes(module: nn.Module, device: str = "cpu") -> bool:
 
     This is asked in every call, since code inside a forward may hook, patch or switch anything.
     """
-    return (
-        not module._forward_hooks
-        and not module._forward_pre_hooks
-        and "forward" not in module.__dict__
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(device)
+    own = module.__dict__
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or "forward" in own
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled(device)
     )
 
 
 def laid(calls: list[tuple[nn.Module, Any]], users: set[object]) -> SharedChange:
     """Lay calls under modules; a module that `torch.compile` has given one keeps it."""
+    attributes = [(vars(module), call) for module, call in calls]
 
     def put() -> None:
-        for module, call in calls:
-            vars(module).setdefault(CALL, call)
+        for own, call in attributes:
+            own.setdefault(CALL, call)
 
     def take_out() -> None:
-        for module, call in calls:
-            if vars(module).get(CALL) is call:
-                del vars(module)[CALL]
+        for own, call in attributes:
+            if own.get(CALL) is call:
+                del own[CALL]
 
     return SharedChange(users, put, take_out)
 
@@ -139,8 +141,8 @@ def laid_on_thread(
     stand_ins: Iterable[Any], thread: OnThread, users: set[object]
 ) -> Iterator[None]:
     """Let this thread's calls of layers go through their stand-ins, which know them as `module`."""
-    held = [(each.module(), each) for each in stand_ins]
-    with laid([(module, each) for module, each in held if module is not None], users):
+    calls = [(module, each) for each in stand_ins if (module := each.module()) is not None]
+    with laid(calls, users):
         thread.depth += 1
         try:
             yield

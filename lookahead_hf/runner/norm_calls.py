@@ -183,4 +183,4 @@ def _warm_up() -> None:
         _functions().means_of_squares(means, address, 64)
 
 
-compilation.register(_warm_up, "lookahead_hf.runner._norm_numba")
+compilation.register(_warm_up)

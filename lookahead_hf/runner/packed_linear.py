@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread, only_multiplies
+from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread, only_computes
 from lookahead_hf.runner.packed_weights import (
     Group,
     Multiply,
@@ -64,11 +64,11 @@ class _StandIn:
         would take 1.3 ms and miss the edit of a single row.
         """
         module = self.module()
-        holds = module is not None and self._holds(module)
+        holds = module is not None and self._holds(module._parameters)
         return holds and torch.equal(checksum(self.weight), self.checksum)
 
-    def _holds(self, module: nn.Linear) -> bool:
-        weight, parameters = self.weight, module._parameters
+    def _holds(self, parameters: Any) -> bool:
+        weight = self.weight
         return (
             parameters.get("weight") is weight
             and weight.data_ptr() == self.address
@@ -79,20 +79,22 @@ class _StandIn:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         thread, module = self.thread, self.module()
         assert module is not None
+        parameters = module.__dict__["_parameters"]
         if (
             not thread.depth
             or type(input) is not torch.Tensor
             or input.dtype is not self.dtype
             or not self.fewest <= input.numel() <= self.most
             or not input.is_contiguous()
-            or not self._holds(module)
-            or not only_multiplies(module)
+            or type(module) is not nn.Linear
+            or not self._holds(parameters)
+            or not only_computes(module)
         ):
             own: torch.Tensor = module._call_impl(input)
             return own
         thread.num_products += 1
         if len(self.sizes) == 1:
-            return self.multiply(input, module._parameters.get("bias"))
+            return self.multiply(input, parameters.get("bias"))
         return thread.part(self.index, input, self.multiply, self._products)
 
     def _products(self, x: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -23,17 +23,14 @@ Multiply = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 MEMORY_SHARE = 0.25
 """Share of the free memory that the copies may take unless the user asks for them."""
 
-TRIED_TOKENS = (1, 5, 17, 33, 48, 65, 128, 256)
+TRIED_TOKENS = (1, 17, 65, 128, 256)
 """Numbers of tokens for which a copy is compared with the weight itself. In half precision it
 serves no more tokens than those up to which the bits are the same: in a joined product of three
-layers they differ from 192 tokens on."""
+layers they differ from 192 tokens on. In float32 results agree up to rounding anyway."""
 
 TRIED_RESULTS, MOST_TRIALS = 50_000, 16
 """Results to compare for a number of tokens, and blocks that may be multiplied for them. Another
 order of additions changes few results: of a layer with 128 outputs, one block may show none."""
-
-ROUNDED_TOKENS = (5, 65, 256)
-"""The same in float32, where results agree up to rounding whatever the number is."""
 
 MOST_TRIED = 2e9
 """Largest product of tokens and elements of a weight that is tried beyond `FEWEST_SERVED` tokens:
@@ -44,15 +41,16 @@ FEWEST_SERVED = 65
 
 FEW_TOKENS = 3
 """Up to so many tokens, MKL reads a weight in float32 as it is about as fast as memory is: there a
-copy is slower (110 us for the joined projections of SmolLM2's attention, the layers' own 98)."""
+copy does not serve (110 us for the joined projections of SmolLM2's attention, its own 98)."""
 
 TIMED_TOKENS = 5
 
-TIMED_ROUNDS, TIMED_SECONDS = (2, 12), 0.03
-"""Fewest and most rounds of timing, and the time after which the fewest are enough."""
+CLEAR_GAIN, CLEAR_ROUNDS = 0.8, 2
+"""Share of the layers' own time below which so many rounds of timing are enough."""
 
-CLEAR_GAIN = 0.8
-"""Share of the layers' own time below which the fewest rounds are enough, too."""
+TIMED_ROUNDS, TIMED_SECONDS = (5, 12), 0.1
+"""Fewest and most rounds where the gain is not clear, and the time after which the fewest are
+enough. The first round makes kernels, and others may meet a garbage collection of 0.15 seconds."""
 
 GAIN = 1.1
 """Largest share of the layers' own time that a copy may take. On a busy machine both seem to take
@@ -127,8 +125,7 @@ def served_tokens(group: Group) -> tuple[range, Multiply | None]:
         return never
     if weight.dtype != torch.float32:
         return range(1, most + 1), multiply
-    fewest = 1 if time_share(packed, own, weight, FEW_TOKENS) < 1.0 else FEW_TOKENS + 1
-    return range(fewest, sys.maxsize if most == ROUNDED_TOKENS[-1] else most + 1), multiply
+    return range(FEW_TOKENS + 1, sys.maxsize if most == TRIED_TOKENS[-1] else most + 1), multiply
 
 
 def _most_alike(
@@ -136,8 +133,7 @@ def _most_alike(
 ) -> int:
     """Return the most tokens of those tried up to which a copy gives the same results."""
     weight, bias = group[0]
-    widths = ROUNDED_TOKENS if weight.dtype == torch.float32 else TRIED_TOKENS
-    tried = [n for n in widths if n <= FEWEST_SERVED or n * weight.numel() <= MOST_TRIED]
+    tried = [n for n in TRIED_TOKENS if n <= FEWEST_SERVED or n * weight.numel() <= MOST_TRIED]
     generator, num_outputs = torch.Generator().manual_seed(0), sum(len(each) for each, _ in group)
     most = 0
     for tokens in tried:
@@ -172,8 +168,8 @@ def time_share(
     fastest, spent = [float("inf")] * 2, 0.0
     fewest, most = TIMED_ROUNDS
     for done in range(most):
-        is_clear = fastest[0] < CLEAR_GAIN * fastest[1]
-        if done >= fewest and (is_clear or spent > TIMED_SECONDS):
+        is_clear = done >= CLEAR_ROUNDS and fastest[0] < CLEAR_GAIN * fastest[1]
+        if is_clear or (done >= fewest and spent > TIMED_SECONDS):
             break
         for at, run in enumerate((packed, own)):
             start = time.perf_counter()

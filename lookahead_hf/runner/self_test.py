@@ -32,45 +32,28 @@ TOLERANCE_HALF = 0.15
 logger = logging.getLogger(__name__)
 
 
-def refusal(model: Any) -> tuple[str, str]:
+def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     """Return why blocks of draft trees over ragged rows give other logits than plain forwards.
 
     The types in `TRIED` are trusted, with transformers' own forwards. Any other model is tested
     once, with ten forwards over a dozen tokens.
 
+    Args:
+        model: The target.
+        is_flat: Whether the blocks are flat; see `runner.flat`.
+
     Returns:
         What was found, empty for no fault; and what to do about it, empty where nothing helps.
     """
-    if _is_tried(model):
+    if compat.text_config(model).model_type in TRIED and compat.has_stock_forward(model):
         return "", ""
-    state = state_of(model)
-    if state.trial is None:
+    trials = state_of(model).trials
+    if is_flat not in trials:
         try:
-            state.trial = _try(model)
+            trials[is_flat] = _try(model, is_flat)
         except (RuntimeError, MemoryError):  # not the model's fault, and it may be over soon
             return "there was no memory for the self test", "free some and call again"
-    return state.trial, ""
-
-
-def admits_flat(model: Any) -> bool:
-    """Return whether flat blocks give plain's logits; see `runner.flat`.
-
-    Tested once, like whole blocks in `refusal`, for models that are not trusted.
-    """
-    if _is_tried(model):
-        return True
-    state = state_of(model)
-    if state.flat_trial is None:
-        try:
-            state.flat_trial = _try(model, is_flat=True)
-        except (RuntimeError, MemoryError):
-            return False
-    return not state.flat_trial
-
-
-def _is_tried(model: Any) -> bool:
-    """Whether the model is of a tried type and no subclass has a forward of its own."""
-    return compat.text_config(model).model_type in TRIED and compat.has_stock_forward(model)
+    return trials[is_flat], ""
 
 
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
@@ -99,7 +82,7 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
     return counts[True] >= len(runner.cache.slots.layers) and not counts[False]
 
 
-def _try(model: Any, is_flat: bool = False) -> str:
+def _try(model: Any, is_flat: bool) -> str:
     """Return what was found, empty for no fault.
 
     Any exception counts as a fault, since a call would meet it too, but lack of memory is raised.

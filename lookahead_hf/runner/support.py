@@ -87,7 +87,7 @@ def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, A
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"} or torch_compile.is_compiled(model):
         return False
-    return attention.is_ours_everywhere(model) and self_test.admits_flat(model)
+    return attention.is_ours_everywhere(model) and not self_test.refusal(model, is_flat=True)[0]
 
 
 def check_kind(model: Any) -> None:
@@ -97,7 +97,6 @@ def check_kind(model: Any) -> None:
         raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
     if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
         raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
-    check_states(model)
     names = compat.decoder_names(model)
     missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
     if missing:

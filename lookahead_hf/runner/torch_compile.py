@@ -37,9 +37,9 @@ def compiled_calls(module: torch.nn.Module) -> list[Any]:
     return [call for call in calls if hasattr(call, "_torchdynamo_orig_callable")]
 
 
-def width_for(tokens: int) -> int:
+def width_for(tokens: int, widths: tuple[int, ...] = WIDTHS) -> int:
     """Return the narrowest width of a block that holds so many tokens per row."""
-    return min((width for width in WIDTHS if width >= tokens), default=tokens)
+    return min((width for width in widths if width >= tokens), default=tokens)
 
 
 def doubled(least: int, slots: int) -> int:

@@ -22,7 +22,7 @@ from transformers import GenerationMixin
 import lookahead_hf
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.options import Request
+from lookahead_hf.generation.call import Request
 from lookahead_hf.serving.fields import ServedRequest, allowed, current
 from lookahead_hf.serving.metrics import Metrics
 from lookahead_hf.serving.middleware import SpeculativeFields

@@ -88,7 +88,7 @@ class Lockstep(Verifier):
         return rows.last_tokens.tolist()
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        """The tokens that follow these scores, [rows, vocab]: [rows]."""
+        """Return the tokens, [rows], that are chosen by these scores, [rows, vocab]."""
         if self._do_sample:
             return torch.multinomial(scores.softmax(-1), 1)[:, 0]
         return scores.argmax(-1)

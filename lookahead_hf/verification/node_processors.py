@@ -118,6 +118,6 @@ class _Nodes:
         return scores.masked_fill(at[:, :, None] & banned, -torch.inf)
 
     def _up(self, ids: np.ndarray) -> torch.Tensor:
-        """Bring ids to the device, those that have no score as the one behind all scores."""
+        """Bring ids to the device; ids without a score become the one behind all scores."""
         source = pinned(np.minimum(ids, self._vocab), self._device)
         return source.to(self._device, non_blocking=True)

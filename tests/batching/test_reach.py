@@ -14,7 +14,6 @@ import torch
 from transformers import GenerationMixin
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.methods import NAMES
 from tests.helpers import models
@@ -78,41 +77,24 @@ def test_a_copy_batches_its_own_model(model: Any, copied: Any) -> None:
     assert lookahead_hf.totals(model).num_calls == 0
 
 
-def test_a_manager_that_is_kept_serves_the_next_run(model: Any) -> None:
-    lookahead_hf.enable(model, default=DRAFTED)
-    config, texts = settings(model), prompts(2)
-    for _ in range(2):
-        found = model.generate_batch(texts, config, persistent_manager=True)
-        tokens = [output.generated_tokens for output in found.values()]
-        assert tokens == [alone(model, text, config) for text in texts]
-        speculated(found.values())
-    model.destroy_cached_continuous_batching_manager()
-
-
-def test_a_manager_that_is_kept_serves_no_other_settings(model: Any) -> None:
+def test_every_call_has_a_manager_of_its_own(model: Any) -> None:
     lookahead_hf.enable(model, default=DRAFTED)
     texts, kept = prompts(2), {"persistent_manager": True}
-
-    def run(config: Any, **given: Any) -> Any:
-        found = model.generate_batch(texts, config, **kept, **given).values()
+    for config in settings(model, max_new_tokens=9), settings(model):
+        found = model.generate_batch(texts, config, **kept).values()
         assert [each.generated_tokens for each in found] == [
             alone(model, text, config) for text in texts
         ]
-        return model._cached_continuous_batching_manager, list(found)
-
-    short, longer = settings(model, max_new_tokens=9), settings(model)
-    first, _ = run(short)
-    assert run(short)[0] is first
-    by_length, _ = run(longer)
-    by_slots, _ = run(longer, max_slots=1)
-    by_drafts, found = run(longer, max_slots=1, speculative=SpeculativeConfig(drafters=("ngram",)))
-    assert len({first, by_length, by_slots, by_drafts}) == 4
-    by_drafts.output_router.output_queue.put(found[0])  # of a run that was broken off
-    assert run(longer, max_slots=1, speculative=by_drafts._maker.request.config)[0] is not by_drafts
-    plain, found = run(longer, speculative=False, continuous_batching_config=seeded(num_blocks=4))
-    assert not isinstance(plain, SpeculativeBatchingManager)
-    speculated(run(longer)[1])
-    model.destroy_cached_continuous_batching_manager()
+        speculated(found)
+    model.generate_batch(
+        texts,
+        settings(model),
+        speculative=False,
+        continuous_batching_config=seeded(num_blocks=4),
+        **kept,
+    )
+    assert not isinstance(model._cached_continuous_batching_manager, SpeculativeBatchingManager)
+    speculated(model.generate_batch(texts, settings(model), **kept).values())
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_requests_add_up_to_the_run(sessions: list[Any], attn: str, num_new: int
     found = model.generate_batch(texts, config, seeded(), max_slots=3).values()
     stats = [output.speculative_stats for output in found]
     (session,) = sessions
-    total, run = reduce(joined, stats), session.stats.finish(session.rows, "walk", {})
+    total, run = reduce(joined, stats), session.stats.finish(session.rows)
     assert session.runner.is_flat is (attn == "sdpa")
     times = [sum(getattr(each, f"{name}_ms") for name in PHASES) for each in (total, run)]
     assert times[0] == pytest.approx(times[1])
@@ -74,7 +74,7 @@ def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
 
 def test_the_time_of_a_step_is_shared_by_what_rows_do_in_it() -> None:
     """Row 0 decodes a draft of one token, row 1 reads six tokens of its prompt, row 2 has none."""
-    recorder = RowRecorder(3, ())
+    recorder = RowRecorder(3)
     draft = DraftTree.from_rows([((5,), (-1,)), ((), ()), ((), ())])
     verdict = Verdict.from_rows([(5, 6), (), ()], [(0,), (), ()])
     for name, spent in {"draft": 10.0, "forward": 80.0, "verify": 4.0}.items():

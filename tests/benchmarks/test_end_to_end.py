@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -65,10 +66,8 @@ def test_a_text_that_parts_elsewhere_than_at_a_near_tie_fails_the_benchmark(
     """A token of every speculative text is replaced by another, which a bound may excuse."""
     whole = measuring.timed_call
 
-    def changed(
-        model: object, batch: object, arguments: dict[str, object], *rest: object
-    ) -> object:
-        call = whole(model, batch, arguments, *rest)  # type: ignore[arg-type]
+    def changed(model: object, arguments: dict[str, Any], seed: int) -> measuring.Call:
+        call = whole(model, arguments, seed)
         if not arguments.get("speculative"):
             return call
         rows = tuple((*row[:5], (row[5] + 1) % 100, *row[6:]) for row in call.rows)

@@ -87,6 +87,14 @@ def test_costs_are_measured_on_the_model(
     assert "src=" not in html and "href=" not in html
 
 
+def test_a_page_that_cannot_be_written_is_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = written(tmp_path / "log.jsonl", COPY), tmp_path / "nowhere" / "report.html"
+    assert main(["analyze", file, "--model", "./nothing", "--html", str(page)]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
 def test_a_report_for_people(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,12 +152,9 @@ def test_prompts_are_read_in_all_their_forms(tmp_path: Path) -> None:
         Sample("5", (asked,), is_conversation=True),
     ]
     (tmp_path / "lines").write_text("a\n \nb\n")
-    assert [sample.messages[0]["content"] for sample in read_samples(tmp_path / "lines", 9)] == [
-        "a",
-        "b",
-    ]
+    assert asked_in(tmp_path / "lines", 9) == ["a", "b"]
     written(file, *[{"prompt": str(number), "group": number % 2} for number in range(20)])
-    taken = [sample.messages[0]["content"] for sample in read_samples(file, 3)]
+    taken = asked_in(file, 3)
     assert taken == ["0", "1", "6", "7", "12", "13"]  # three of each group, over the whole file
     with pytest.raises(CommandError, match="UTF-8"):
         file.write_bytes(b"\xff\n")

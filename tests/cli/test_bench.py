@@ -59,8 +59,8 @@ def test_without_a_file_the_demos_prompts_are_taken(
         ("nothing.txt", None, "could not be read: No such file"),
         ("empty.txt", "\n\n", "no prompt"),
         ("broken.jsonl", "{", "could not be read"),
-        ("other.jsonl", '{"text": "a"}', "line 1: no field 'prompt' but text"),
-        ("number.jsonl", "5", "line 1: no field 'prompt' but a int"),
+        ("other.jsonl", '{"text": "a"}', "line 1: no field 'prompt', only text"),
+        ("number.jsonl", "5", "line 1: no field 'prompt', only a int"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_one_message(

@@ -42,9 +42,24 @@ def step(recorder: StepRecorder, emitted: str, num_accepted: int) -> None:
     recorder.observe(rows, DraftTree.empty(1), verdict, torch.empty(0))
 
 
+def broken(*_: object) -> None:
+    raise BrokenPipeError
+
+
 def feed(text: LiveText, tokens: str) -> None:
     for token in TOKENIZER(tokens)["input_ids"]:
         text.put(torch.tensor([token]))
+
+
+def test_a_screen_that_is_gone_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, screen = StepRecorder(), Shown()
+    text = LiveText(TOKENIZER, screen, recorder)
+    text.put(torch.tensor([[1, 2]]))
+    feed(text, "a")
+    monkeypatch.setattr(screen, "write", broken)
+    step(recorder, "a", 0)
+    with pytest.raises(BrokenPipeError):
+        feed(text, "b")
 
 
 def test_accepted_tokens_are_marked_and_nothing_waits_for_the_next_step() -> None:

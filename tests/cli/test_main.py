@@ -57,7 +57,7 @@ def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "shown"),
     [
         ("--model ./nothing", "./nothing could not be loaded (there is no such folder): --model"),
-        ("--model {tmp}", "could not be loaded (ValueError"),
+        ("--model {tmp}", "the tokenizer of {tmp} could not be loaded (ValueError"),
         ("--device cuda:77", "--device cuda:77 cannot be used here, take cpu"),
         ("--model {model} --assistant ./nothing", "(there is no such folder): --assistant takes"),
         ("--model {model} --prediction {tmp}/bytes", "utf-8"),
@@ -71,7 +71,7 @@ def test_what_is_missing_is_one_sentence(
     filled = words.format(tmp=tmp_path, model=folder).split()
     assert main(["generate", "Hello", *filled]) == 1
     said = capsys.readouterr()
-    assert shown in said.err.splitlines()[-1] and said.out == ""
+    assert shown.format(tmp=tmp_path) in said.err.splitlines()[-1] and said.out == ""
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,17 @@ def test_an_empty_prompt_is_one_message(
     assert main(["generate"]) == 1
     message = capsys.readouterr().err
     assert "prompt is empty" in message and ("Type the prompt" in message) is is_terminal
+
+
+def test_an_interrupt_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(screen: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "ensure_demo_model", interrupted)
+    assert main(["generate", "Hello"]) == 130
+    assert capsys.readouterr() == ("", "\nlookahead-hf: interrupted\n")
 
 
 def test_env_names_versions_and_every_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,11 +125,13 @@ def test_what_cannot_be_done_is_one_message(
     Path("damaged").write_bytes(content)
     build = ["build", "--tokenizer", folder]
     failing = {
-        "No such file": [*build, "nothing.txt"],
+        "nothing.txt: No such file": [*build, "nothing.txt"],
         "could not be loaded": ["build", "--tokenizer", ".", "text.txt"],
+        "no folder nowhere": [*build, "nothing.txt", "--output", "nowhere/c"],
+        "no folder beyond": ["merge", "beyond/c", "a", "nothing"],
         "bytes.txt is not a text in UTF-8": [*build, "bytes.txt"],
         "broken.jsonl, line 2: this is not JSON": [*build, "broken.jsonl"],
-        "no field 'text' but content": [*build, "other.jsonl"],
+        "no field 'text', only content": [*build, "other.jsonl"],
         "the field 'text' is not a text": [*build, "number.jsonl"],
         "max_tokens is 0": [*build, "text.txt", "--max-tokens", "0"],
         "is not a pool": ["info", "text.txt"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 
 import pytest
@@ -46,9 +47,21 @@ def test_a_terminal_gets_everything(
 def test_programs_get_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     screen = JsonScreen(indent=None)
     show(screen)
-    screen.result({"a": [1]})
+    screen.result({"a": [1, math.nan]})
     shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ('{"a": [1]}\n', "measuring ...\n")
+    assert (shown.out, shown.err) == ('{"a": [1, null]}\n', "measuring ...\n")
+
+
+def test_a_pipe_without_a_reader_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(text: str) -> None:
+        if text:
+            raise BrokenPipeError
+
+    stdout = io.StringIO()
+    monkeypatch.setattr(stdout, "write", write)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(BrokenPipeError):
+        Screen().table(["name"], [["plain"]])
 
 
 def test_characters_that_stdout_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

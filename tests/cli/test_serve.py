@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,28 @@ def test_the_command_serves_a_model_with_its_options(
         (["--dtype", "float99"], 1, "float99"),
         (["--no-such-option"], 2, "no-such-option"),
         (["/no/such/model"], 1, "did not start"),
+        (["--port", "99999"], 1, "takes a number from 0 to 65535, not 99999"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_server_starts(
     words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _server_packages()
-    assert main(["serve", *words]) == code
+    assert main(["serve", "--port", "0", *words]) == code
     assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _server_packages()
+    loads = "transformers.AutoModelForCausalLM.from_pretrained"
+    monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("the model is loaded"))
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--host", "localhost", "--port", str(port), folder]) == 1
+    error = capsys.readouterr().err
+    assert f"cannot listen on localhost:{port} (Address already in use)" in error
 
 
 def test_a_name_that_nobody_can_look_up_is_one_sentence(

@@ -135,7 +135,7 @@ def simulate(
     rng, run, rows = np.random.default_rng(seed), Run(), rows_of(num_rows)
     budget = Budget(setting, 64, costs or CostModel(), rows)
     source = Chains(scores)
-    ensemble = Ensemble([source], Calibration([source]))
+    ensemble = Ensemble([source], Calibration([source]), num_rows)
     for step in range(steps):
         tree = ensemble.propose(rows, budget.most_nodes)
         draft = head(tree, budget.choose(tree))

@@ -203,15 +203,15 @@ def test_compiled_and_plain_functions_learn_the_same(
             tree.row_offsets, tree.token_ids, tree.parents, result.token_offsets, result.token_ids
         )
         counts, gained = np.zeros((2, 6)), np.zeros((2, 6))
-        rates, sources = np.zeros(6, np.float32), np.zeros((3, 2), np.int64)
+        rates, sources = np.zeros(6, np.float32), np.zeros((3, 3, 2), np.int64)
         functions.learn_rates(
             outcome, evidence.offsets, evidence.source, evidence.bucket,
             np.array([0, 3, 6]), np.full(6, 0.3, np.float32), 6.0, memory, counts, gained, rates,
         )  # fmt: skip
-        functions.count_sources(
+        exclusive = functions.count_sources(
             tree.row_offsets, evidence.offsets, evidence.source,
             result.path_offsets, result.path, sources,
         )  # fmt: skip
-        learned.append((outcome, counts, gained, rates, sources))
+        learned.append((outcome, counts, gained, rates, sources, exclusive))
     for one, other in zip(*learned, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -51,7 +51,7 @@ class Broken(Chains):
 
 
 def ensemble_of(*sources: Drafter, **options: Any) -> Ensemble:
-    return Ensemble(sources, Calibration(sources), **options)
+    return Ensemble(sources, Calibration(sources), 2, **options)
 
 
 def step(tree: DraftTree, path: list[int], bonus: int) -> Verdict:
@@ -65,7 +65,7 @@ def test_counts_tell_sources_of_one_name_apart_and_what_only_one_of_them_knew() 
     tree = ensemble.propose(rows, 8)
     path = [tree.token_ids.tolist().index(1), tree.token_ids.tolist().index(3)]
     ensemble.observe(rows, tree, step(tree, path, 7), None)  # type: ignore[arg-type]
-    assert ensemble.source_stats == {
+    assert ensemble.source_stats() == {
         "custom": SourceStats(drafted=3, accepted=1, exclusive=0),
         "custom_2": SourceStats(drafted=2, accepted=2, exclusive=1),
     }
@@ -84,7 +84,6 @@ def test_a_source_that_raises_is_dropped_with_one_warning(method: str) -> None:
     assert len(caught) == 1
     assert tree.token_ids.tolist() == [1, 2]
     assert sound.calls == ["begin", "propose", "observe", "propose", "end"]
-    assert ensemble.working
 
 
 def test_a_dropped_source_is_asked_for_nothing_but_its_end() -> None:
@@ -94,7 +93,6 @@ def test_a_dropped_source_is_asked_for_nothing_but_its_end() -> None:
     with pytest.warns(RuntimeWarning):
         tree = ensemble.propose(rows, 8)
     assert tree.num_nodes == 0
-    assert not ensemble.working
     ensemble.observe(rows, tree, step(tree, [], 7), None)  # type: ignore[arg-type]
     ensemble.end(rows)
     assert broken.calls == ["begin", "end"]

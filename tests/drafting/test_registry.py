@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lookahead_hf import drafting
+from lookahead_hf import SpeculativeConfig, drafting
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.drafting.registry import build
+from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 from tests.helpers.models import tiny
 
@@ -44,17 +45,14 @@ def names_of(drafters: list[Drafter]) -> list[str]:
     ],
 )
 def test_names_become_drafters(drafters: Any, predictions: Any, expected: list[str]) -> None:
-    assert names_of(build(drafters, {}, Resources(predictions))) == expected
-
-
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no drafter 'ngrm'.*ngram, recycling, prediction"):
-        build(["ngrm"], {})
+    request = Request(SpeculativeConfig(drafters), prediction=predictions)
+    assert names_of(build(request)) == expected
 
 
 def test_options_reach_the_drafter_of_their_name() -> None:
+    config = SpeculativeConfig(options={"recycling": {"size": 3}})
     with pytest.raises(ValueError, match="'recycling'.*'size'"):
-        build(["recycling"], {"recycling": {"size": 3}})
+        build(Request(config))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +65,10 @@ def test_options_reach_the_drafter_of_their_name() -> None:
     + [("assistant", "min_reach", 1.0)],
 )
 def test_options_out_of_range_are_named(name: str, option: str, value: Any) -> None:
-    resources = Resources(assistant=tiny("llama") if name == "assistant" else None)
+    config = SpeculativeConfig((name,), options={name: {option: value}})
+    assistant = tiny("llama") if name == "assistant" else None
     with pytest.raises(ValueError, match=f"{option}.*{value}"):
-        build([name], {name: {option: value}}, resources)
+        build(Request(config, assistant_model=assistant))
 
 
 def test_every_public_name_can_be_imported() -> None:

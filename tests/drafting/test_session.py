@@ -175,4 +175,4 @@ def test_an_object_serves_one_call_at_a_time() -> None:
     with pytest.warns(RuntimeWarning, match="drafts for another call"):
         session_of(one, shared)  # the end of a call that had none of it leaves it where it is
     first.end(many)
-    assert list(session_of(one, shared).source_stats) == ["recycling"]
+    assert list(session_of(one, shared).source_stats()) == ["recycling"]

@@ -92,7 +92,7 @@ def test_head_puts_the_likeliest_chain_first() -> None:
 
 @st.composite
 def proposals(draw: st.DrawFn) -> list[DraftTree]:
-    """Trees of up to three sources for the same rows, with a few unusable tokens and buckets."""
+    """Trees of up to three sources for the same rows, with a few unusable tokens."""
     num_rows = draw(st.integers(1, 3))
     trees = []
     for _ in range(draw(st.integers(1, 3))):
@@ -105,7 +105,7 @@ def proposals(draw: st.DrawFn) -> list[DraftTree]:
         tree = DraftTree.from_rows(rows)
         sizes = [draw(st.integers(0, 2)) for _ in range(tree.num_nodes)]
         offsets = np.cumsum([0, *sizes])
-        buckets = [draw(st.integers(-1, NUM_BUCKETS)) for _ in range(offsets[-1])]
+        buckets = [draw(st.integers(0, NUM_BUCKETS - 1)) for _ in range(offsets[-1])]
         trees.append(tree.with_buckets(np.array(buckets), offsets))
     return trees
 

@@ -15,6 +15,7 @@ from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.user_drafter import Adapted, checked
+from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 from tests.helpers.models import VOCAB, prompt, tiny
 
@@ -261,7 +262,7 @@ def test_what_a_drafter_says_of_its_buckets_is_looked_at(num_buckets: Any, prior
     Odd.num_buckets = num_buckets  # type: ignore[method-assign, assignment]
     sound = Own(lambda rows, n: DraftTree.empty(rows.num_rows))
     with pytest.warns(RuntimeWarning, match="'own' failed.*(num_buckets must|prior\\(\\) must)"):
-        assert len(build([Odd(sound.propose), sound], {})) == 1
+        assert len(build(Request(SpeculativeConfig((Odd(sound.propose), sound))))) == 1
 
 
 def test_an_object_that_is_no_drafter_may_have_buckets_too() -> None:

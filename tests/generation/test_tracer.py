@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, SpeculativeStats
@@ -22,7 +22,7 @@ from lookahead_hf.trace.steps import PARTS
 from tests.helpers.device import on_device
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
-from tests.helpers.random_calls import RandomCall, calls
+from tests.helpers.random_calls import REPEATABLE, RandomCall, calls
 from tests.helpers.scripted import RandomTrees, Scripted, continuations
 
 
@@ -30,14 +30,7 @@ def test_the_tokens_of_a_trace_are_the_text(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level("ERROR", "transformers")  # which warns of many a setting
     seen: Counter[str] = Counter()
 
-    @settings(
-        max_examples=120,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(REPEATABLE, max_examples=120)
     @given(call=calls())
     def agrees(call: RandomCall) -> None:
         ids = torch.tensor(call.prompt)

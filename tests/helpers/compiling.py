@@ -14,9 +14,9 @@ from lookahead_hf.ngram_pool import compilation
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
     """What there is to compile, in place of our functions; nothing has failed yet."""
     pending: list[Callable[[], None]] = []
-    for name, value in {"_pending": pending, "_modules": [], "_failure": None}.items():
-        monkeypatch.setattr(compilation, name, value)
-    monkeypatch.setattr(compilation, "_background", None)
+    monkeypatch.setattr(compilation, "_pending", pending)
+    for name in ("_background", "_child", "_failure"):
+        monkeypatch.setattr(compilation, name, None)
     yield pending
     settle()
 

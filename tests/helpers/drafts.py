@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.tree import head
+from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 
 
@@ -56,10 +58,10 @@ def decided(draft: DraftTree, truth: Sequence[int]) -> Verdict:
 
 def draft_two_steps() -> None:
     """Draft for two rows from all sources, as a call does."""
-    sources = build(None, {}, Resources([np.array([1, 2, 3])] * 2))
+    sources = build(Request(SpeculativeConfig(), prediction=[np.array([1, 2, 3])] * 2))
     text = [*range(6), *range(6), 0]
     rows = rows_of([text[1:], text])
-    ensemble = Ensemble(sources, Calibration(sources), vocab_size=50, max_new_tokens=9)
+    ensemble = Ensemble(sources, Calibration(sources), 2, vocab_size=50, max_new_tokens=9)
     ensemble.begin(rows)
     for _ in range(2):
         draft = head(ensemble.propose(rows, 8), 4)
@@ -68,4 +70,3 @@ def draft_two_steps() -> None:
         emit(rows, [[7], [8]])
         logits = torch.zeros(2, 1 + draft.max_nodes + 3, 60)[:, : 1 + draft.max_nodes, :50]
         ensemble.observe(rows, draft, verdict, logits)
-    assert ensemble.working

@@ -8,12 +8,20 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.ngram_pool import Continuations, NgramPool
-from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
+from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS, NUM_SHARES, NUM_TOTALS
 
 EVEN = np.full(NUM_BUCKETS, 0.5)
 TEXT = np.random.default_rng(0).zipf(1.3, 4_000) % 500
 
-_FIELDS = ("token_ids", "parents", "depth", "match_len", "count", "total", "bucket", "score")
+_FIELDS = ("token_ids", "parents", "depth", "bucket", "score")
+
+
+def pool_of(*texts: Any, **options: Any) -> NgramPool:
+    """A pool of these texts."""
+    pool = NgramPool(**options)
+    for text in texts:
+        pool.add(text)
+    return pool
 
 
 def paths(tree: Continuations) -> list[list[int]]:
@@ -24,11 +32,9 @@ def paths(tree: Continuations) -> list[list[int]]:
     return found
 
 
-def roots(tree: Continuations) -> dict[int, tuple[int, int, int]]:
-    """Match length, count and total of each token that follows the text directly."""
-    columns = tree.token_ids, tree.match_len, tree.count, tree.total
-    nodes = np.stack(columns, 1)[tree.parents == -1].tolist()
-    return {token: tuple(numbers) for token, *numbers in nodes}
+def match_lengths(tree: Continuations) -> list[int]:
+    """Shortest match length of each node's bucket."""
+    return [LEVELS[bucket // (NUM_SHARES * NUM_TOTALS)] for bucket in tree.bucket.tolist()]
 
 
 def assert_same_tree(got: Continuations, want: Continuations) -> None:

@@ -97,6 +97,19 @@ class Once(LogitsProcessor):
         return scores
 
 
+def in_a_forward(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Put a change to a model off until the first layer has run in the next forward."""
+
+    def prepare(model: Any) -> None:
+        def hook(*_: Any) -> None:
+            handle.remove()
+            change(model)
+
+        handle = model.model.layers[0].register_forward_hook(hook)
+
+    return prepare
+
+
 class Lora(nn.Module):
     """An adapter around a linear layer, as PEFT's."""
 

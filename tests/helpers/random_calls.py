@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from packaging import version
 from transformers import (
@@ -30,6 +31,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PAIRS = ("bart", "t5")
 """Encoder-decoder models."""
+
+REPEATABLE = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+"""Draws the same examples in every run, however long they take."""
 
 DRAFTING = ("scripted", "default", "lookahead", "pool", "prediction")
 """Who drafts: random trees around plain's text, or a drafter of ours."""

@@ -81,46 +81,6 @@ def test_a_thread_that_cannot_be_started_costs_no_call(
     assert not compilation.ready() and not compilation.available()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_another_process_compiles_what_is_not_saved(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    done: list[str] = []
-
-    class Child:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            if fails:
-                raise OSError("no more processes")
-            compile(command[-1], "child", "exec")
-
-        def poll(self) -> int:
-            done.append("child")
-            return 0
-
-    monkeypatch.setattr(compilation.subprocess, "Popen", Child)
-    monkeypatch.setattr(jit, "is_saved", lambda module: module != "json")
-    compilation.register(lambda: done.append("first"), "math")
-    compilation.wait_until_loaded(60)
-    compilation.register(lambda: done.append("second"), "json")
-    compilation.wait_until_loaded(60)
-    settle()
-    assert done == ["first", *([] if fails else ["child"]), "second"]
-    assert compilation.ready()
-
-
-def test_all_enables_of_a_process_wait_no_longer_than_one(
-    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = threading.Event()
-    compilation.register(lambda: bool(go.wait(60)))
-    compilation.wait_until_loaded(0.1)
-    monkeypatch.setattr(compilation, "_started", compilation._started - 600)
-    compilation.wait_until_loaded(500)  # else longer than a test may take
-    assert not compilation.compiled()
-    go.set()
-    settle()
-
-
 def test_without_numba_nothing_waits(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,3 +167,31 @@ def test_damaged_files_are_written_anew(folder: Path, kind: str) -> None:
     assert module.double(3) == 8 and num_found(module) == 0
     again = toy(folder)
     assert again.double(3) == 8 and num_found(again) == 1
+
+
+@pytest.mark.parametrize("other", ["is forbidden", "fails", "compiles"])
+def test_another_process_compiles_what_is_not_saved(
+    work: list[Callable[[], None]], folder: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    done: list[Any] = []
+    module = toy(folder)
+
+    class Child:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            if other == "is forbidden":
+                raise OSError("no more processes")
+            compile(command[-1], "child", "exec")
+            done.append("child")
+
+        def poll(self) -> int:
+            if other == "compiles":
+                toy(folder).double(3)
+            return 0
+
+    monkeypatch.setattr(compilation.subprocess, "Popen", Child)
+    compilation.register(lambda: done.append("first"))
+    compilation.register(lambda: done.append(module.double(3)))
+    for _ in range(2):
+        compilation.wait_until_loaded(60)
+    assert done == ["first", *([] if other == "is forbidden" else ["child"]), 8]
+    assert compilation.ready() and num_found(module) == (other == "compiles")

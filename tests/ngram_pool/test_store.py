@@ -147,13 +147,13 @@ def test_a_header_that_does_not_fit_the_data_is_refused(
 
 
 def test_a_changed_bit_is_found_on_demand(path: Path) -> None:
-    store.check(path)
+    store.read(path, verifies=True)
     content = bytearray(path.read_bytes())
     content[-5_000] ^= 1
     path.write_bytes(content)
     NgramPool.load(path)
     with pytest.raises(ValueError, match="checksum"):
-        store.check(path)
+        store.read(path, verifies=True)
 
 
 def test_a_file_that_is_deleted_or_replaced_stays_as_it_was(path: Path) -> None:
@@ -244,7 +244,7 @@ pool.save(sys.argv[1])
             assert writer.poll() is None
         os.kill(writer.pid, signal.SIGKILL)
     assert sizes() != before
-    assert store.check(path).num_added == len(TEXT) + 1
+    assert store.read(path, verifies=True).num_added == len(TEXT) + 1
 
 
 def test_a_writer_that_fails_leaves_the_old_file(

@@ -1,23 +1,42 @@
-"""The suffix index: hand cases, the oracle, borders, growth, compilation."""
+"""The suffix index: hand cases, the oracle, borders, growth."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_hf.ngram_pool import SuffixIndex
-from lookahead_hf.ngram_pool.matches import LEVELS, NUM_BUCKETS
-from tests.helpers.ngrams import EVEN, assert_same_tree, paths, roots
+from lookahead_hf.ngram_pool import Continuations, SuffixIndexes
+from lookahead_hf.ngram_pool.matches import BORDER, LEVELS, NUM_BUCKETS, level_of
+from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths
 from tests.oracles import suffix_index as oracle
 
 
-def build(text: list[int], references: tuple[list[int], ...] = (), **options: int) -> SuffixIndex:
-    index = SuffixIndex(**options)
-    for other in references:
-        index.add_reference(other)
-    index.extend(text)
+class SuffixIndex(SuffixIndexes):
+    """The index of a single row."""
+
+    def __init__(self, *limits: int) -> None:
+        super().__init__(1, *limits)
+
+    def add(self, text: Sequence[int] | np.ndarray) -> None:
+        self.extend(np.array([0, len(text)]), text)
+
+    def tree(self, rates: np.ndarray, max_nodes: int, **options: float) -> Continuations:
+        offsets, *fields, score, bucket = self.grow(rates, max_nodes, np.ones(1, bool), **options)
+        assert offsets.tolist() == [0, len(score)]
+        return Continuations(score, *fields, bucket)
+
+
+def build(*texts: Any) -> SuffixIndex:
+    """An index of the last text, with a border behind each of the others."""
+    index = SuffixIndex()
+    for text in texts[:-1]:
+        index.add([*text, BORDER])
+    index.add(texts[-1])
     return index
 
 
@@ -29,32 +48,32 @@ def rates_by_length() -> np.ndarray:
 
 
 def test_a_copy_is_followed_past_its_own_beginning() -> None:
-    tree = build([5, 6, 7, 8, 5, 6]).grow(rates_by_length(), 6, min_score=0.0)
+    tree = build([5, 6, 7, 8, 5, 6]).tree(rates_by_length(), 6, min_score=0.0)
     assert paths(tree)[0] == [7]
     assert [7, 8, 5, 6, 7, 8] in paths(tree)
-    assert tree.match_len[0] == 2
+    assert match_lengths(tree)[0] == 2
     assert tree.depth.tolist() == [len(path) for path in paths(tree)]
 
 
 def test_the_longest_match_decides_about_a_token() -> None:
     # 3 followed "1 2" once and "9 1 2" once, 4 followed "1 2" twice.
     text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 9, 1, 2]
-    assert roots(build(text).grow(EVEN, 64)) == {3: (3, 1, 1), 4: (2, 2, 3)}
+    tree = build(text).tree(EVEN, 64)
+    buckets = dict(zip(tree.token_ids[:2].tolist(), tree.bucket[:2].tolist(), strict=True))
+    # One match of three tokens; two of the three that have two tokens or more.
+    assert buckets == {
+        3: oracle.bucket_of(level_of(3), 1, 1),
+        4: oracle.bucket_of(level_of(2), 2, 3),
+    }
+    assert tree.parents[:3].tolist() == [-1, -1, 0]
 
 
 def test_matches_do_not_cross_a_border() -> None:
-    index = build([7, 8, 1], references=([1, 2, 3], [4, 7, 8]))
-    tree = index.grow(EVEN, 8)
+    tree = build([1, 2, 3], [4, 7, 8], [7, 8, 1]).tree(EVEN, 8)
     assert paths(tree) == [[2], [2, 3]]
-    assert len(index) == 3
-    assert tree.match_len[0] == 1
-    # The match of "7 8" ends where the second reference does; "8" continues in the text.
-    assert paths(build([7, 8], references=([7, 8],)).grow(EVEN, 8)) == []
-
-
-def test_references_come_first() -> None:
-    with pytest.raises(ValueError, match="references come first"):
-        build([1]).add_reference([2])
+    assert match_lengths(tree)[0] == 1
+    # The only match of "7 8" ends where its text does.
+    assert paths(build([7, 8], [7, 8]).tree(EVEN, 8)) == []
 
 
 @pytest.mark.parametrize("limits", [(0, 8), (5, 4), (1, 33)])
@@ -86,28 +105,28 @@ def test_equals_the_oracle(
 ) -> None:
     rates = np.random.default_rng(seed).random(NUM_BUCKETS).astype(np.float32)
     index, twin = SuffixIndex(*limits), oracle.SuffixIndex(*limits)
-    for each in (index, twin):
-        each.add_reference(other)
+    index.add([*other, BORDER])
+    twin.extend([*other, BORDER])
     pieces = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, stop in zip(pieces, pieces[1:], strict=False):
-        index.extend(text[start:stop])
+        index.add(text[start:stop])
         twin.extend(text[start:stop])
-        assert_same_tree(index.grow(rates, max_nodes), twin.grow(rates, max_nodes))
-    assert len(index) == len(twin) == len(text)
+        assert_same_tree(index.tree(rates, max_nodes), twin.grow(rates, max_nodes))
+    assert index.length(0) == len(other) + 1 + len(text)
 
 
 def test_a_long_text_in_many_pieces_equals_one_insertion() -> None:
     rng = np.random.default_rng(0)
     text = rng.zipf(1.3, 20_000) % 3_000
     whole, grown = SuffixIndex(), SuffixIndex()
-    whole.extend(text)
+    whole.add(text)
     for piece in np.array_split(text, 997):
-        grown.extend(piece)
-    tree = grown.grow(EVEN, 64)
+        grown.add(piece)
+    tree = grown.tree(EVEN, 64)
     assert len(tree.token_ids) == 64
-    assert_same_tree(tree, whole.grow(EVEN, 64))
-    assert grown.nbytes <= 64 * len(text)
-    assert whole.nbytes <= 64 * len(text)
+    assert_same_tree(tree, whole.tree(EVEN, 64))
+    for index in (grown, whole):
+        assert sum(array.nbytes for array in index._arrays[0]) <= 64 * len(text)
 
 
 def test_any_integer_array_may_be_indexed() -> None:
@@ -115,4 +134,4 @@ def test_any_integer_array_may_be_indexed() -> None:
     read_only = text.copy()
     read_only.setflags(write=False)
     for ids in (text, text.astype(np.int32), np.repeat(text, 2)[::2], read_only, text.tolist()):
-        assert build(ids).grow(EVEN, 1).token_ids.tolist() == [7]
+        assert build(ids).tree(EVEN, 1).token_ids.tolist() == [7]

@@ -33,13 +33,11 @@ def merge_trees(
         known: dict[tuple[int, int], int] = {}
         for source in range(len(row_offsets)):
             first = int(row_offsets[source, row])
-            num_buckets = int(bucket_starts[source + 1] - bucket_starts[source])
             united = {-1: -1}
             for node in range(first, int(row_offsets[source, row + 1])):
                 token, parent = int(token_ids[node]), int(parents[node])
                 own = buckets[entry_offsets[node] : entry_offsets[node + 1]].tolist()
-                own = [b for b in own if 0 <= b < num_buckets]
-                if parent not in united or not own or not 0 <= token < vocab_size:
+                if parent not in united or not 0 <= token < vocab_size:
                     continue
                 at = united[parent]
                 depth = 1 if at < 0 else nodes[at].depth + 1
@@ -142,6 +140,7 @@ def learn_rates(
 
 
 def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, counts):
+    before = counts[:, 2].sum(0)
     for row in range(len(row_offsets) - 1):
         first = int(row_offsets[row])
         accepted = set(path[path_offsets[row] : path_offsets[row + 1]].tolist())
@@ -149,4 +148,5 @@ def count_sources(row_offsets, entry_offsets, entry_source, path_offsets, path, 
             sources = set(entry_source[entry_offsets[node] : entry_offsets[node + 1]].tolist())
             hit = node - first in accepted
             for source in sources:
-                counts[:, source] += 1, hit, hit and len(sources) == 1
+                counts[row, :, source] += 1, hit, hit and len(sources) == 1
+    return counts[:, 2].sum(0) - before

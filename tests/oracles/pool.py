@@ -51,17 +51,16 @@ class NgramPool:
     ) -> Continuations:
         nodes: list[tuple[int, ...]] = []
         scores: list[float] = []
-        # (-score, arrival, (token, parent, depth, match, count, total, bucket), occurrences)
+        # (-score, arrival, (token, parent, depth, bucket), occurrences)
         waiting: list[tuple[float, int, tuple[int, ...], list[Occurrence]]] = []
         arrived = 0
         found = list(self._look_up(list(context[-max_ngram:]), min_ngram))
         parent, depth, score = -1, 0, 1.0
         while len(nodes) < max_nodes:
-            for token, behind, (match_len, count, total) in self._children(found):
-                bucket = bucket_of(match_len, count, total)
+            for token, behind, bucket in self._children(found):
                 reach = score * float(rates[bucket])
                 if reach >= min_score:
-                    node = (token, parent, depth + 1, match_len, count, total, bucket)
+                    node = (token, parent, depth + 1, bucket)
                     longer = [Occurrence(at + 1, min(n + 1, max_ngram)) for at, n in behind]
                     heapq.heappush(waiting, (-reach, arrived, node, longer))
                     arrived += 1
@@ -71,7 +70,7 @@ class NgramPool:
             parent, depth, score = len(nodes), best[2], -negative
             nodes.append(best)
             scores.append(score)
-        return Continuations(np.array(scores), *np.array(nodes, np.int32).reshape(-1, 7).T)
+        return Continuations(np.array(scores), *np.array(nodes, np.int32).reshape(-1, 4).T)
 
     def _look_up(self, context: list[int], min_ngram: int) -> Iterator[Occurrence]:
         """Yield the newest occurrences of each key of the context, the longest key first."""
@@ -99,13 +98,11 @@ class NgramPool:
             length += 1
         return length
 
-    def _children(
-        self, found: list[Occurrence]
-    ) -> Iterator[tuple[int, list[Occurrence], tuple[int, int, int]]]:
-        """Yield the next tokens, each with its occurrences, match length, count and total.
+    def _children(self, found: list[Occurrence]) -> Iterator[tuple[int, list[Occurrence], int]]:
+        """Yield the next tokens, each with its occurrences and its bucket.
 
-        The longest matches decide about a token; `total` counts all occurrences of their level and
-        above.
+        The longest matches decide about a token; its share is that of all occurrences of their
+        level and above.
         """
         followers: dict[int, list[Occurrence]] = {}
         for occurrence in found:
@@ -113,7 +110,7 @@ class NgramPool:
                 followers.setdefault(self._log[occurrence.place], []).append(occurrence)
         levels = [level_of(n) for behind in followers.values() for _, n in behind]
         for token, behind in followers.items():
-            match_len = max(n for _, n in behind)
-            level = level_of(match_len)
+            level = level_of(max(n for _, n in behind))
             count = sum(level_of(n) == level for _, n in behind)
-            yield token, behind, (match_len, count, sum(other >= level for other in levels))
+            total = sum(other >= level for other in levels)
+            yield token, behind, bucket_of(level, count, total)

@@ -24,28 +24,19 @@ from lookahead_hf.ngram_pool.matches import (
 
 @dataclass
 class _Found:
-    """A token that followed a context: its longest match, and its count at that level."""
+    """A token that followed a context: the level of its longest matches, and how many those are."""
 
     level: int
-    match_len: int
     count: int = 1
 
 
 class SuffixIndex:
-    """Finds what `ngram_pool.SuffixIndex` finds; checks no arguments."""
+    """Finds in one row what `ngram_pool.SuffixIndexes` finds; checks no arguments."""
 
     def __init__(self, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._text: list[int] = []
-        self._start = 0
         self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-
-    def __len__(self) -> int:
-        return len(self._text) - self._start
-
-    def add_reference(self, token_ids: Sequence[int]) -> None:
-        self.extend([*token_ids, BORDER])
-        self._start = len(self._text)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
@@ -58,16 +49,15 @@ class SuffixIndex:
     ) -> Continuations:
         nodes: list[tuple[int, ...]] = []
         scores: list[float] = []
-        # (-score, order of arrival, path, (token, parent, depth, match, count, total, bucket))
+        # (-score, order of arrival, path, (token, parent, depth, bucket))
         waiting: list[tuple[float, int, list[int], tuple[int, ...]]] = []
         arrived = 0
         parent, path, score = -1, list[int](), 1.0
         while len(nodes) < max_nodes:
-            for token, (match_len, count, total) in self._followers(self._text + path):
-                bucket = bucket_of(match_len, count, total)
+            for token, bucket in self._followers(self._text + path):
                 reach = score * float(rates[bucket])
                 if reach >= min_score:
-                    node = (token, parent, len(path) + 1, match_len, count, total, bucket)
+                    node = (token, parent, len(path) + 1, bucket)
                     heapq.heappush(waiting, (-reach, arrived, [*path, token], node))
                     arrived += 1
             if not waiting:
@@ -76,8 +66,8 @@ class SuffixIndex:
             parent, score = len(nodes), -negative
             nodes.append(best)
             scores.append(score)
-        table = np.array(nodes, np.int32).reshape(-1, 7).T
-        return Continuations(np.array(scores), *table)
+        table = np.array(nodes, np.int32).reshape(-1, 4).T
+        return Continuations(np.array(scores, np.float32), *table)
 
     def _keys(self, context: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the context's last 1, 2, 4 and 8 tokens, as far as they contain no border."""
@@ -87,11 +77,11 @@ class SuffixIndex:
                 return
             yield key
 
-    def _followers(self, context: list[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield the tokens that followed the context, with their match length, count and total.
+    def _followers(self, context: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield the tokens that followed the context, each with its bucket.
 
         The newest occurrences of each key are visited, those of long keys first. The longest
-        matches decide about a token; `total` counts all occurrences of their level and above.
+        matches decide about a token; its share is that of all occurrences of their level and above.
         """
         found: dict[int, _Found] = {}
         occurrences = [0] * len(LEVELS)
@@ -100,13 +90,12 @@ class SuffixIndex:
             occurrences[level] += 1
             known = found.get(token)
             if known is None or level > known.level:
-                found[token] = _Found(level, match_len)
+                found[token] = _Found(level)
             elif level == known.level:
                 known.count += 1
-                known.match_len = max(known.match_len, match_len)
         for token, follower in found.items():
             total = sum(occurrences[follower.level :])
-            yield token, (follower.match_len, follower.count, total)
+            yield token, bucket_of(follower.level, follower.count, total)
 
     def _occurrences(self, context: list[int]) -> Iterator[tuple[int, int]]:
         """Yield place and match length of every occurrence to visit, none of them twice."""
@@ -128,8 +117,7 @@ class SuffixIndex:
         return length
 
 
-def bucket_of(match_len: int, count: int, total: int) -> int:
-    """Return the class of a continuation by match length, share in quarters, and total."""
+def bucket_of(level: int, count: int, total: int) -> int:
+    """Return the class of a continuation by match level, share in quarters, and total."""
     share = -(-NUM_SHARES * count // total) - 1
-    level = level_of(match_len)
     return (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1

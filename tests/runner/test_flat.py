@@ -74,10 +74,16 @@ def test_a_few_queries_of_padding_join_rows_of_other_widths() -> None:
     counts = np.array([1, 3, 2, 17, 1, 1, 4])
     first, alone, last, read = runs_of(counts, np.full(7, 9), may_pad=np.arange(7) < 6)
     assert (first.rows, first.width, alone.width, read.counts) == (slice(0, 3), 3, 17, [4])
-    assert first.padding is not None
-    assert first.padding.places.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 5]
-    assert first.padding.queries.tolist() == [0, 3, 4, 5, 6, 7]
-    assert last.rows == slice(4, 6) and last.padding is None
+    assert first.padded is not None
+    assert first.padded.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 5]]
+    assert last.rows == slice(4, 6) and last.padded is None
+    block = torch.randn(1, 2, int(counts.sum()), 4)
+    for run in (first, alone, last, read):
+        own, queries = block[:, :, run.tokens], run.by_row(block)
+        for row, of_row in enumerate(own.split(run.counts.tolist(), 2)):
+            repeated = of_row[0, :, -1:].expand(-1, run.width - of_row.shape[2], -1)
+            assert torch.equal(queries[row], torch.cat([of_row[0], repeated], 1))
+        assert torch.equal(run.by_token(queries.transpose(1, 2)), own.transpose(1, 2))
 
 
 def serves(model: Any, **kwargs: Any) -> bool:

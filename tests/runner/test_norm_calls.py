@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lookahead_hf.runner import linear_calls, norm_calls
 from tests.helpers.models import tiny
-from tests.helpers.packing import Bits, run
+from tests.helpers.packing import Bits, in_a_forward, run
 
 
 @pytest.fixture
@@ -169,12 +169,13 @@ CHANGES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("in_mid_call", [False, True])
+@pytest.mark.parametrize("when", ["before the call", "in mid call", "in a forward"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_counts_at_once(
-    change: Callable[[Any], None], in_mid_call: bool, computed: list[int]
+    change: Callable[[Any], None], when: str, computed: list[int]
 ) -> None:
-    found = []
+    found, in_mid_call = [], when != "before the call"
+    change = in_a_forward(change) if when == "in a forward" else change
     for runs in RUNS:
         model = half()
         found.append(changed(runs, model, lambda model=model: change(model), in_mid_call))

@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,25 @@ import lookahead_hf
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import linear_calls, packed_linear, packed_steps, packed_weights
 from lookahead_hf.runner.packed_steps import PackedSteps
+from tests.helpers.changes import (
+    adapted,
+    given_a_bias,
+    hooked,
+    lora_of,
+    merged,
+    replaced_data,
+    replaced_parameter,
+)
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
-from tests.helpers.packing import Lora, in_threads, num_products, pack_all, run, run_packed
+from tests.helpers.packing import (
+    in_a_forward,
+    in_threads,
+    num_products,
+    pack_all,
+    run,
+    run_packed,
+)
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 
@@ -124,18 +141,6 @@ def changed_alike(make: Callable[[], Any], change: Callable[..., None], in_mid_c
 # What modules hold.
 
 
-def adapted() -> Any:
-    torch.manual_seed(3)
-    model = half()
-    attended = model.model.layers[1].self_attn
-    attended.q_proj = Lora(attended.q_proj)
-    return model
-
-
-def lora_of(model: Any) -> Lora:
-    return model.model.layers[1].self_attn.q_proj
-
-
 def switched(model: Any) -> None:
     lora_of(model).is_on = False
 
@@ -145,31 +150,9 @@ def trained(model: Any) -> None:
     lora_of(model).up.weight.mul_(-9.0)
 
 
-def merged(model: Any) -> None:
-    lora_of(model).merge()
-
-
-def replaced_parameter(model: Any) -> None:
-    layer = model.model.layers[1].self_attn.k_proj
-    layer.weight = nn.Parameter(-layer.weight.detach())
-
-
-def replaced_data(model: Any) -> None:
-    weight = model.model.layers[1].mlp.up_proj.weight
-    weight.data = -weight.data
-
-
 def replaced_module(model: Any) -> None:
     model.model.layers[1].mlp.up_proj = nn.Linear(48, 96, bias=False, dtype=torch.bfloat16)
     model.model.layers[1].mlp.up_proj.weight.data.fill_(0.1)
-
-
-def given_a_bias(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.bias = nn.Parameter(torch.ones(96, dtype=torch.bfloat16))
-
-
-def hooked(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, args, out: out * 2)
 
 
 def pre_hooked(model: Any) -> None:
@@ -202,14 +185,21 @@ CHANGES = (
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("in_mid_call", [False, True])
 def test_a_change_to_the_model_counts_at_once(change: Any, in_mid_call: bool) -> None:
-    before = run_packed(adapted())
-    assert changed_alike(adapted, change, in_mid_call).logits != before.logits
+    before = run_packed(adapted(half))
+    assert changed_alike(partial(adapted, half), change, in_mid_call).logits != before.logits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_within_a_forward_counts_at_once(change: Any) -> None:
+    before = run(adapted(half), packed=False)
+    changed = changed_alike(partial(adapted, half), in_a_forward(change), in_mid_call=True)
+    assert changed.logits != before.logits
 
 
 def test_writes_through_data_count_from_the_next_call_on() -> None:
-    before = run_packed(adapted())
-    assert changed_alike(adapted, merged, in_mid_call=False).logits != before.logits
-    model = adapted()
+    before = run_packed(adapted(half))
+    assert changed_alike(partial(adapted, half), merged, in_mid_call=False).logits != before.logits
+    model = adapted(half)
     run_packed(model)
     run(model, True, lambda: lora_of(model).merge())
     assert run(model, packed=True)[:2] == run(model, packed=False)[:2]

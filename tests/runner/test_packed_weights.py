@@ -34,11 +34,11 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weights, "time_share", lambda *_: 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_packed_layers_give_the_layers_results(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "first"), [(torch.bfloat16, 1), (torch.float32, 4)])
+def test_packed_layers_give_the_layers_results(dtype: torch.dtype, first: int) -> None:
     for group in groups(dtype):
         served, multiply = served_tokens(group)
-        assert served[0] == 1 and served[-1] >= packed_weights.FEWEST_SERVED
+        assert served[0] == first and served[-1] >= packed_weights.FEWEST_SERVED
         assert multiply is not None
         for rows, width in ((1, 1), (1, 9), (3, 7)):
             x = torch.randn(rows, width, group[0][0].shape[1]).to(dtype)
@@ -48,46 +48,36 @@ def test_packed_layers_give_the_layers_results(dtype: torch.dtype) -> None:
                 assert (each(x, group[0][1]) - own).abs().max() <= slack
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("wrong_from", "served"), [(17, 0), (128, 65)])
+@pytest.mark.parametrize(
+    ("dtype", "wrong_from", "served"),
+    [
+        (torch.bfloat16, 17, range(0)),
+        (torch.bfloat16, 128, range(1, 66)),
+        (torch.float32, 17, range(0)),
+        (torch.float32, 128, range(4, 66)),
+    ],
+)
 def test_other_results_limit_the_tokens_served(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wrong_from: int, served: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wrong_from: int, served: range
 ) -> None:
     def off_by_a_little(group: Any, room: Any = None) -> Any:
         multiply = pack(group)
         return lambda x, bias: multiply(x, bias) * (1.0 + (x.shape[1] >= wrong_from) * 0.01)
 
     monkeypatch.setattr(packed_weights, "pack", off_by_a_little)
-    assert [len(served_tokens(group)[0]) for group in groups(dtype)] == [served] * 3
+    assert [served_tokens(group)[0] for group in groups(dtype)] == [served] * 3
 
 
-@pytest.mark.parametrize(
-    ("dtype", "share_of_few", "share", "first"),
-    [
-        (torch.float32, 0.9, 0.9, 1),
-        (torch.float32, 1.1, 0.9, 4),
-        (torch.float32, 0.9, 2.0, None),
-        (torch.bfloat16, 1.1, 0.9, 1),  # few tokens gain, too
-        (torch.bfloat16, 0.9, 2.0, None),
-    ],
-)
-def test_copies_serve_where_they_are_faster(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    share_of_few: float,
-    share: float,
-    first: int | None,
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copies_that_are_slower_serve_nothing(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    def time_share(packed: Any, own: Any, weight: torch.Tensor, num_tokens: int) -> float:
-        return share_of_few if num_tokens == packed_weights.FEW_TOKENS else share
-
-    monkeypatch.setattr(packed_weights, "time_share", time_share)
-    served = [served_tokens(group)[0] for group in groups(dtype)]
-    assert [next(iter(tokens), None) for tokens in served] == [first] * 3
+    monkeypatch.setattr(packed_weights, "time_share", lambda *_: 2.0)
+    assert [served_tokens(group)[0] for group in groups(dtype)] == [range(0)] * 3
 
 
 @pytest.mark.parametrize(
-    ("seconds", "rounds"), [((1e-4, 2e-4), 2), ((2e-4, 2e-4), 12), ((0.01, 0.01), 2)]
+    ("seconds", "rounds"), [((1e-4, 2e-4), 2), ((2e-4, 2e-4), 12), ((0.05, 0.05), 5)]
 )
 def test_timing_ends_when_it_is_clear_or_takes_long(
     monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], rounds: int

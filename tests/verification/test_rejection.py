@@ -125,7 +125,7 @@ def generate(*drafters: Drafter, processors: Any = (), nodes: int = 64) -> tuple
     """Many texts of the target, [texts, LENGTH], and how many tokens a step emitted."""
     rows = Rows(np.zeros((TEXTS, 1), np.int64))
     verifier = engine(TEXTS, processors=processors)
-    ensemble = Ensemble(drafters, Calibration(drafters))
+    ensemble = Ensemble(drafters, Calibration(drafters), TEXTS)
     ensemble.begin(rows)
     row_steps = 0
     while rows.live.any():

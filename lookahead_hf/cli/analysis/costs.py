@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from lookahead_hf.cli.measuring import Call, timed_call
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.cost_model import SIZES
 
 if TYPE_CHECKING:
@@ -54,26 +56,17 @@ def length_class(num_tokens: int) -> int:
     return int(num_tokens).bit_length()
 
 
-def write(
-    model: Any, inputs: dict[str, Any], new_tokens: int
-) -> tuple[np.ndarray, SpeculativeStats]:
-    """Generate speculatively with the default setting; return the new tokens and statistics.
+def write(model: Any, inputs: dict[str, Any], new_tokens: int) -> Call:
+    """Generate a text speculatively with the default setting.
 
     Raises:
         SpeculationFallbackError: The model's calls cannot be speculated.
     """
-    import lookahead_hf
-
-    config = lookahead_hf.SpeculativeConfig(on_fallback="error")
-    output = model.generate(**inputs, max_new_tokens=new_tokens, speculative=config)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None
-    return output[0, inputs["input_ids"].shape[1] :].cpu().numpy(), stats
+    config = SpeculativeConfig(on_fallback="error")
+    return timed_call(model, {**inputs, "max_new_tokens": new_tokens, "speculative": config})
 
 
-def measure(
-    model: Any, inputs: dict[str, Any]
-) -> tuple[Costs, tuple[np.ndarray, SpeculativeStats]]:
+def measure(model: Any, inputs: dict[str, Any]) -> tuple[Costs, Call]:
     """Measure the costs of calls on prompts of about one length, plain and speculative in turn.
 
     Args:
@@ -81,7 +74,7 @@ def measure(
         inputs: A prompt as arguments of `generate`.
 
     Returns:
-        The costs, and what a speculative call of `OUR_TOKENS` tokens wrote and did.
+        The costs, and a speculative call of `OUR_TOKENS` tokens.
     """
     import lookahead_hf
 
@@ -90,11 +83,10 @@ def measure(
     plain, once, drafting = [], [], []
     for _ in range(ROUNDS):
         plain.append(_plain_times(model, inputs))
-        start = time.perf_counter()
-        written = write(model, inputs, OUR_TOKENS)
-        seconds, stats = time.perf_counter() - start, written[1]
+        call = write(model, inputs, OUR_TOKENS)
+        stats: Any = call.stats
         in_steps = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
-        once.append(seconds - in_steps / 1e3)
+        once.append(call.seconds - in_steps / 1e3)
         drafting.append(stats.draft_ms / 1e3 / max(stats.num_steps, 1))
     gaps = np.concatenate([np.diff(times) for times in plain])
     costs = Costs(
@@ -104,7 +96,7 @@ def measure(
         plain_prefill=min(times[0] for times in plain) / columns,
         prefill=min(once) / columns,
     )
-    return costs, written
+    return costs, call
 
 
 def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:

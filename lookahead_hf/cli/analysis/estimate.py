@@ -10,20 +10,14 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.cli.analysis.costs import Costs, length_class
-from lookahead_hf.cli.analysis.replay import (
-    MemoryHolder,
-    RecordedRecycling,
-    Replayed,
-    Text,
-    replay,
-)
+from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Replayed, Text, replay
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.cost_model import KEPT_SAMPLES
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.drafting.registry import Resources
-from lookahead_hf.drafting.session import sources_of
+from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
+from lookahead_hf.generation.call import Request
 
 TOP = 64
 """Likeliest next tokens that are recorded per position, as many as any drafter uses."""
@@ -119,7 +113,7 @@ def _sources(text: Text, model: Any, config: SpeculativeConfig) -> list[Drafter]
     """The drafters of a call, those that read logits only where these were recorded."""
     return [
         RecordedRecycling() if isinstance(source, RecyclingDrafter) else source
-        for source in sources_of(model, config, 1, Resources(learn=config.learn))
+        for source in build(Request(config), model)
         if text.has_logits or not isinstance(source, RecyclingDrafter)
     ]
 

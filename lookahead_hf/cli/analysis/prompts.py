@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lookahead_hf.cli.loading import user
 from lookahead_hf.cli.screen import CommandError
 
 OUTPUTS = ("reference", "output", "completion")
@@ -49,7 +50,7 @@ def read_samples(file: Path, limit: int) -> list[Sample]:
     if file.suffix == ".jsonl" or numbered[0][1].lstrip().startswith("{"):
         samples = [_sample(line, f"{file}, line {number}") for number, line in numbered]
     else:
-        samples = [Sample(UNGROUPED, _asked(line)) for _, line in numbered]
+        samples = [Sample(UNGROUPED, tuple(user(line))) for _, line in numbered]
     chosen: list[int] = []
     for group in {sample.group for sample in samples}:
         own = [at for at, sample in enumerate(samples) if sample.group == group]
@@ -68,7 +69,7 @@ def _sample(line: str, where: str) -> Sample:
     prompt, messages = record.get("prompt"), record.get("messages")
     is_conversation = not (isinstance(prompt, str) and prompt.strip())
     if not is_conversation:
-        messages = _asked(str(prompt))
+        messages = user(str(prompt))
     elif not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise CommandError(
             f"{where} has neither a text `prompt` nor a list `messages` of records with `role` and "
@@ -86,7 +87,3 @@ def _sample(line: str, where: str) -> Sample:
 def _is_message(value: Any) -> bool:
     parts = [value.get("role"), value.get("content")] if isinstance(value, dict) else [None]
     return all(isinstance(part, str) for part in parts)
-
-
-def _asked(prompt: str) -> tuple[dict[str, str], ...]:
-    return ({"role": "user", "content": prompt},)

@@ -127,7 +127,7 @@ class Replayed:
 
 
 class MemoryHolder:
-    """Stands in for a model: what drafting keeps of a model between calls is kept of it."""
+    """Stands in for a model: drafting keeps for it what it keeps for a model between calls."""
 
     device, dtype = "cpu", "replayed"
 
@@ -153,7 +153,11 @@ def replay(
     tokens, length = text.tokens[: len(text.prompt) + max_new_tokens], len(text.prompt) + 1
     rows = Rows(tokens[None, : length - 1])
     rows.emit(0, int(tokens[length - 1]))
-    drafts = _session(model, config, rows, sources, max_new_tokens)
+    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
+    drafts = DraftSession(
+        model, config, rows, list(sources), do_sample=False,
+        vocab_size=2**31, max_new_tokens=max_new_tokens, runner=runner,
+    )  # fmt: skip
     recycling = [source for source in sources if isinstance(source, RecordedRecycling)]
     drafts.begin(rows)
     budgets: Counter[int] = Counter()
@@ -171,14 +175,4 @@ def replay(
         budgets[draft.max_nodes] += 1
         length += len(new)
     drafts.end(rows)
-    return Replayed(len(tokens) - len(text.prompt) - 1, budgets, drafts.source_stats)
-
-
-def _session(
-    model: Any, config: SpeculativeConfig, rows: Rows, sources: Sequence[Drafter], most: int
-) -> DraftSession:
-    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
-    return DraftSession(
-        model, config, rows, list(sources), do_sample=False,
-        vocab_size=2**31, max_new_tokens=most, runner=runner,
-    )  # fmt: skip
+    return Replayed(len(tokens) - len(text.prompt) - 1, budgets, drafts.source_stats())

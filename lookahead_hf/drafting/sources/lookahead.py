@@ -67,9 +67,9 @@ class _RowWindow:
         self.pool, self._ngram_size = pool, ngram_size
         self._random = np.random.default_rng(seed)
         self.levels = self._pieces(context, num_columns)  # [levels, columns]
-        self.collect(context, len(context))
+        self._collect(context, len(context))
 
-    def collect(self, context: np.ndarray, num_new: int) -> None:
+    def _collect(self, context: np.ndarray, num_new: int) -> None:
         """Collect the n-grams that end with one of the newest tokens of the text."""
         first = max(0, len(context) - num_new - self._ngram_size + 1)
         tokens = context[first:].tolist()
@@ -77,7 +77,7 @@ class _RowWindow:
             self.pool.add(tokens[start : start + self._ngram_size])
 
     def advance(self, context: np.ndarray, num_new: int, written: np.ndarray) -> None:
-        """Move the window behind the text.
+        """Move the window behind the text, and collect the n-grams of both.
 
         Args:
             context: The text so far, [tokens].
@@ -96,6 +96,7 @@ class _RowWindow:
         kept = self.levels[:, min(shift, num_columns) :]
         filled = self._pieces(context, num_columns - kept.shape[1])
         self.levels = np.hstack([kept, filled])
+        self._collect(context, num_new)
 
     def _pieces(self, context: np.ndarray, count: int) -> np.ndarray:
         """Pieces of the text from anywhere, one per column, [levels, count]."""
@@ -194,7 +195,6 @@ class LookaheadDrafter(BuiltInDrafter):
         for index, of_row in zip(live, written, strict=True):
             num_new = len(verdict.emitted(index))
             self._rows[index].advance(rows.context(index), num_new, of_row)
-            self._rows[index].collect(rows.context(index), num_new)
 
     def end(self, rows: Rows) -> None:
         self._rows = []

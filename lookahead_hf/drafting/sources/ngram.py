@@ -14,7 +14,7 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.drafter import BuiltInDrafter
-from lookahead_hf.ngram_pool import Continuations, SuffixIndexes
+from lookahead_hf.ngram_pool import SuffixIndexes
 from lookahead_hf.ngram_pool.matches import BORDER, LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
@@ -133,26 +133,3 @@ def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
     # [match lengths, shares, totals]
     rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]
     return rates.astype(np.float32).ravel()
-
-
-def joined(grown: Sequence[Continuations | None]) -> DraftTree:
-    """One draft from the trees of all rows, None for rows without; buckets become evidence."""
-    sizes = [0 if tree is None else len(tree.score) for tree in grown]
-    parts = [tree for tree in grown if tree is not None]
-    if not parts:
-        return DraftTree.empty(len(grown))
-    tree = DraftTree(
-        np.array([0, *accumulate(sizes)], np.int64),
-        _flat([part.token_ids for part in parts], np.int64),
-        _flat([part.parents for part in parts], np.int32),
-        _flat([part.depth for part in parts], np.int32),
-        _flat([part.score for part in parts], np.float32),
-    )
-    return tree.with_buckets(_flat([part.bucket for part in parts], np.int32))
-
-
-def _flat(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    """Join arrays; a single one is only converted, which is cheaper."""
-    if len(parts) == 1:
-        return parts[0].astype(dtype, copy=False)
-    return np.concatenate(parts, dtype=dtype)

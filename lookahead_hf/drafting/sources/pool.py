@@ -13,7 +13,9 @@ import json
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,7 +23,7 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import BuiltInDrafter
-from lookahead_hf.drafting.sources.ngram import joined, rates_of
+from lookahead_hf.drafting.sources.ngram import rates_of
 from lookahead_hf.ngram_pool import Continuations, NgramPool
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
@@ -82,23 +84,18 @@ class PoolDrafter(BuiltInDrafter):
         check_limits(min_ngram, max_ngram)
         _check_tokenizer(pool, vocab_size, getattr(tokenizer, "tokenizer", tokenizer))
         self._pool, self._learn = pool, learn
-        self._min_ngram, self._max_ngram = min_ngram, max_ngram
+        self._limits = {"min_ngram": min_ngram, "max_ngram": max_ngram}
         self.rates = self.prior()
 
     def prior(self) -> np.ndarray:
         return rates_of(ONLY_CONTINUATION)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        return joined(
-            [
-                None if finished else self._grow(rows.context(row), max_nodes)
-                for row, finished in enumerate(rows.finished.tolist())
-            ]
-        )
+        def grown(row: int) -> Continuations:
+            return self._pool.grow(rows.context(row), self.rates, max_nodes, **self._limits)
 
-    def _grow(self, context: np.ndarray, max_nodes: int) -> Continuations:
-        limits = {"min_ngram": self._min_ngram, "max_ngram": self._max_ngram}
-        return self._pool.grow(context, self.rates, max_nodes, **limits)
+        finished = enumerate(rows.finished.tolist())
+        return _tree_of([None if has_ended else grown(row) for row, has_ended in finished])
 
     def begin_row(self, rows: Rows, row: int) -> None:
         """Nothing is kept of single rows."""
@@ -112,6 +109,25 @@ class PoolDrafter(BuiltInDrafter):
     def end(self, rows: Rows) -> None:
         for row in range(rows.num_rows):
             self.end_row(rows, row)
+
+
+def _tree_of(grown: Sequence[Continuations | None]) -> DraftTree:
+    """One draft from the trees of all rows, None for rows without; buckets become evidence."""
+    parts = [tree for tree in grown if tree is not None]
+    if not parts:
+        return DraftTree.empty(len(grown))
+
+    def flat(name: str, dtype: type[np.generic]) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts], dtype=dtype)
+
+    tree = DraftTree(
+        np.array([0, *accumulate(0 if tree is None else len(tree.score) for tree in grown)]),
+        flat("token_ids", np.int64),
+        flat("parents", np.int32),
+        flat("depth", np.int32),
+        flat("score", np.float32),
+    )
+    return tree.with_buckets(flat("bucket", np.int32))
 
 
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:

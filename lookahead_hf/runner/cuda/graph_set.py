@@ -154,8 +154,7 @@ class GraphSet:
 
 def bytes_per_slot(cache: AdoptedCache) -> int:
     """Return the bytes of one slot in K and V of all layers and rows."""
-    layers = only_group(cache).layers
-    return sum(store[:, 0].nbytes for la in layers for store in (la.k_store, la.v_store))
+    return sum(store[:, 0].nbytes for store in only_group(cache).stores)
 
 
 def new_set(

@@ -71,12 +71,7 @@ class ModelGraphs:
         self._failed: dict[tuple[Any, ...], tuple[str, int]] = {}  # why, and calls to let pass
 
     def enter(
-        self,
-        kind: tuple[Any, ...],
-        cache: AdoptedCache,
-        state: StepState,
-        slots: int,
-        create: bool,
+        self, kind: tuple[Any, ...], cache: AdoptedCache, state: StepState, slots: int, create: bool
     ) -> GraphSet:
         """Move a call into the set of its kind, a new one where none fits.
 
@@ -187,7 +182,7 @@ def of_model(model: Any) -> ModelGraphs:
 
 def _limit(cache: AdoptedCache, sets: list[GraphSet]) -> float:
     """Return the bytes that K and V of graphs may take; what torch holds unused is free, too."""
-    device = only_group(cache).layers[0].k_store.device
+    device = only_group(cache).stores[0].device
     if device.type != "cuda":
         return math.inf
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -200,9 +195,5 @@ def _nbytes(sets: list[GraphSet]) -> int:
 
 def _sizes(cache: AdoptedCache, state: StepState) -> tuple[Any, ...]:
     """Shapes and types of all that is copied in, but for the number of slots."""
-    stores = [
-        (tuple(store.shape[2:]), store.dtype, store.device)
-        for layer in only_group(cache).layers
-        for store in (layer.k_store, layer.v_store)
-    ]
-    return state.shapes(), tuple(stores)
+    stores = only_group(cache).stores
+    return state.shapes(), *((tuple(each.shape[2:]), each.dtype, each.device) for each in stores)

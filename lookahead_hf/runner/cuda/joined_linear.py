@@ -17,10 +17,9 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._device import DeviceContext
 
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner.guards import addresses
+from lookahead_hf.runner.guards import addresses, functions_are_watched
 from lookahead_hf.runner.linear_calls import (
     InputObserver,
     OnThread,
@@ -153,8 +152,7 @@ class JoinedLinears:
 
 def _is_watched() -> bool:
     """Whether anything but torch itself looks at what linear layers do."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return not linear_is_torchs() or any(type(mode) is not DeviceContext for mode in modes)
+    return not linear_is_torchs() or functions_are_watched()
 
 
 def joined(model: nn.Module, step: Callable[[], torch.Tensor]) -> JoinedLinears | None:

@@ -73,9 +73,8 @@ class CudaRunner(Runner):
         if self._wanted is not False:
             self._enter_graphs(joined is not None)
         self._function = self._step_function(joined)
-        tries = (
-            self._shape is None and self._room > 1
-        )  # else no step follows, nor has it a position
+        # Where the call ends with its first token, no step follows, nor has one a position.
+        tries = self._shape is None and self._room > 1
         if tries and self._set is not None and self._set.reads_masks is None:
             self._try_masks(self._set)
 
@@ -176,7 +175,7 @@ class CudaRunner(Runner):
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._set is not None or self._is_compiled:
-            width = min((w for w in self._widths if w >= width), default=width)
+            width = torch_compile.width_for(width, self._widths)
         return width, self._visible(self.cache.slots.longest + width)
 
     @property

@@ -280,7 +280,7 @@ class StepFunction:
         place = torch.arange(width, device=draft.tokens.device)
         row = torch.arange(len(draft.tokens), device=place.device)[:, None]
         flat = row * group.capacity + self._state.lengths[:, None] + place
-        group.place_at(flat.reshape(-1), width, visible)
+        group.place_at(flat.reshape(-1), visible)
         made = {kind.name: partial(self._mask, kind, draft, visible) for kind in self._kinds}
         if not self._is_served(draft):
             return {name: make() for name, make in made.items()}

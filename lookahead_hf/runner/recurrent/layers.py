@@ -38,6 +38,8 @@ class RecurrentLayers:
             if by_token or index in (stepwise or ()):
                 kind = TokenByToken
             self._mixers[id(module)] = kind(module, cache, num_rows)
+        # Tokens behind the prompt, [rows]; None in `keep`, and after an exception there.
+        self._kept: np.ndarray | None = np.zeros(num_rows, np.int64)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -51,15 +53,14 @@ class RecurrentLayers:
 
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]; 0 for an ended row."""
+        kept, self._kept = self._kept, None
         for mixer in self._mixers.values():
-            kept, mixer.kept = mixer.kept, None
             mixer.keep(counts)
-            mixer.kept = None if kept is None else kept + counts
+        self._kept = None if kept is None else kept + counts
 
     def are_at(self, num_kept: int) -> bool:
         """Whether every mixer has kept so many tokens behind the prompt in every row."""
-        kept = [mixer.kept for mixer in self._mixers.values()]
-        return all(counts is not None and bool((counts == num_kept).all()) for counts in kept)
+        return self._kept is not None and bool((self._kept == num_kept).all())
 
     def settle(self) -> None:
         """Bring the state of every row to its last kept token."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,6 @@ class Mixer:
     put before the inputs of the next block, and of the outputs those of the block are returned. The
     rest of the model sees an ordinary block. Padding is to the right of a row's tokens, where it
     cannot reach them, so that ragged rows need no mask.
-
-    Attributes:
-        kept: Tokens of each row that were kept behind the prompt, [rows]; None while that changes,
-            and after an exception there.
     """
 
     def __init__(self, module: Any, cache: Any, num_rows: int) -> None:
@@ -42,7 +38,6 @@ class Mixer:
         self._names = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._run: Callable[..., Any] = module.forward
         self._given: dict[str, Any] = {}
-        self.kept: np.ndarray | None = np.zeros(num_rows, np.int64)
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block from the state of every row; the states stay as they are.
@@ -149,36 +144,29 @@ class Stash(Mixer):
             kept = self._inputs[row, :count]
             waiting = torch.cat([self._waiting[row], kept]) if len(self._waiting[row]) else kept
             self._waiting[row] = kept[:0] if is_whole[row] else waiting
-        self._advance(MOST_PENDING)
-        for row in np.flatnonzero(counts == 0).tolist():
-            self._advance(len(self._waiting[row]), [row])
+        while full := [r for r, tokens in enumerate(self._waiting) if len(tokens) >= MOST_PENDING]:
+            self._advance(full, MOST_PENDING)
+        self._settle(np.flatnonzero(counts == 0).tolist())
 
     def settle(self) -> None:
-        for count in {len(tokens) for tokens in self._waiting}:
-            self._advance(count, [r for r, t in enumerate(self._waiting) if len(t) == count])
+        self._settle(range(len(self._waiting)))
 
-    def _advance(self, count: int, rows: list[int] | None = None) -> None:
-        """Move the states of rows over the first `count` tokens that wait.
+    def _settle(self, rows: Sequence[int]) -> None:
+        """Bring the states of these rows to their last kept tokens."""
+        for count in {len(self._waiting[row]) for row in rows} - {0}:
+            self._advance([row for row in rows if len(self._waiting[row]) == count], count)
 
-        Args:
-            count: Tokens of each row.
-            rows: The rows; None for those in which so many wait.
-        """
-        while count and (found := self._rows_with(count) if rows is None else rows):
-            index = torch.tensor(found)
-            with self._unchanged() as states:
-                self._set([state[index] for state in states])
-                self._call(torch.stack([self._waiting[row][:count] for row in found]))
-                moved = self._states()
-            for state, new in zip(states, moved, strict=True):
-                state[index] = new
-            for row in found:
-                self._waiting[row] = self._waiting[row][count:]
-            if rows is not None:
-                return
-
-    def _rows_with(self, count: int) -> list[int]:
-        return [row for row, tokens in enumerate(self._waiting) if len(tokens) >= count]
+    def _advance(self, rows: list[int], count: int) -> None:
+        """Move the states of rows over the first `count` of the tokens that wait in each."""
+        index = torch.tensor(rows)
+        with self._unchanged() as states:
+            self._set([state[index] for state in states])
+            self._call(torch.stack([self._waiting[row][:count] for row in rows]))
+            moved = self._states()
+        for state, new in zip(states, moved, strict=True):
+            state[index] = new
+        for row in rows:
+            self._waiting[row] = self._waiting[row][count:]
 
 
 class TokenByToken(Mixer):

@@ -13,8 +13,8 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.cli.analysis.estimate import likeliest
 from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Text, replay
-from lookahead_hf.drafting.registry import Resources
-from lookahead_hf.drafting.session import sources_of
+from lookahead_hf.drafting.registry import build
+from lookahead_hf.generation.call import Request
 
 NEW_TOKENS = 48
 
@@ -55,7 +55,7 @@ def test_a_replay_takes_the_steps_of_the_call(model: Any, fields: dict[str, Any]
     accepted = 0
     for ids in ([5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 8], [9, 9, 5, 6]):
         text, stats = called(fresh, ids, config)
-        sources = sources_of(memory, config, 1, Resources(learn=config.learn))
+        sources = build(Request(config), memory)
         done = replay(text, memory, config, sources, NEW_TOKENS, lambda nodes, length: 1.0)
         assert dict(done.budgets) == stats.budget_histogram
         assert (done.emitted, done.steps) == (stats.num_emitted - 1, stats.num_steps)

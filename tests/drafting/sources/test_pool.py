@@ -14,21 +14,16 @@ import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
-from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.pool import PoolDrafter, fingerprint, open_pool
+from lookahead_hf.generation.call import Request
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.drafts import emit, paths, rows_of
 from tests.helpers.models import prompt, tiny
+from tests.helpers.ngrams import pool_of
 from tests.helpers.tiny_chat import byte_tokenizer
-
-
-def pool_of(*texts: Any, **options: Any) -> NgramPool:
-    pool = NgramPool(**options)
-    for text in texts:
-        pool.add(text)
-    return pool
 
 
 def test_each_row_drafts_what_followed_its_tokens_elsewhere() -> None:
@@ -64,7 +59,7 @@ def test_the_requests_own_text_is_believed_more_until_the_pool_has_earned_it() -
     assert (prior < NgramDrafter().prior()).all()
     pool, own = PoolDrafter(pool_of([1, 2, 3])), NgramDrafter()
     calibration = Calibration([own, pool])
-    ensemble = Ensemble([own, pool], calibration)
+    ensemble = Ensemble([own, pool], calibration, 1)
     rows = rows_of([[1, 2, 4, 9, 1, 2]])
     ensemble.begin(rows)
     assert ensemble.propose(rows, 1).token_ids.tolist() == [4]
@@ -93,8 +88,7 @@ def test_a_pool_of_another_tokenizer_is_refused(tmp_path: Path, is_processor: bo
     pool_of([1, 2, 3], tokenizer_fingerprint=fingerprint(tokenizer)).save(tmp_path / "pool")
 
     def built() -> None:
-        resources = Resources(pool=tmp_path / "pool", tokenizers=(given, None))
-        build(("pool",), {}, resources)
+        build(Request(SpeculativeConfig(("pool",), pool=tmp_path / "pool"), tokenizer=given))
 
     built()
     tokenizer.add_tokens(["<new>"])

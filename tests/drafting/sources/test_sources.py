@@ -15,8 +15,9 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.config import BUILT_IN_DRAFTERS
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
-from lookahead_hf.drafting.registry import Resources, build
+from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
+from lookahead_hf.generation.call import Request
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.drafts import rows_of
 from tests.helpers.models import VOCAB, characters, prompt, tiny
@@ -97,8 +98,12 @@ def test_a_finished_row_gets_no_draft(name: str) -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2]
     pool = NgramPool()
     pool.add(text)
-    given = Resources([np.array([2, 3, 1, 2])], tiny("llama"), pool=pool)
-    drafter, *_ = [each for each in build([name], {}, given) if each.name == name]
+    request = Request(
+        SpeculativeConfig((name,), pool=pool),
+        assistant_model=tiny("llama"),
+        prediction=[np.array([2, 3, 1, 2])],
+    )
+    drafter, *_ = [each for each in build(request) if each.name == name]
     Calibration([drafter])
     rows = rows_of([text, text])
     drafter.begin(rows)

@@ -19,9 +19,16 @@ from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.cuda import joined_linear
 from lookahead_hf.runner.cuda.joined_linear import JoinedLinears, joined
 from tests.helpers.calls import GREEDY, padded
+from tests.helpers.changes import (
+    adapted,
+    given_a_bias,
+    hooked,
+    merged,
+    replaced_data,
+    replaced_parameter,
+)
 from tests.helpers.device import HostReads, Tape, TapeRecorder, on_device
 from tests.helpers.models import prompt, tiny
-from tests.helpers.packing import Lora
 from tests.helpers.replayed import Switch, compare, compare_calls, sets_of, small
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
@@ -161,18 +168,6 @@ def text(
 # Changes to the model.
 
 
-def adapted() -> Any:
-    torch.manual_seed(3)
-    model = small()
-    attended = model.model.layers[1].self_attn
-    attended.q_proj = Lora(attended.q_proj)
-    return model
-
-
-def merged(model: Any) -> None:
-    model.model.layers[1].self_attn.q_proj.merge()
-
-
 @torch.no_grad()
 def written(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.weight.mul_(-2)
@@ -182,27 +177,9 @@ def loaded(model: Any) -> None:
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
 
 
-def replaced_data(model: Any) -> None:
-    weight = model.model.layers[1].mlp.up_proj.weight
-    weight.data = -weight.data
-
-
 def transposed_data(model: Any) -> None:
     weight = model.model.layers[1].self_attn.q_proj.base.weight
     weight.data = weight.data.t()
-
-
-def replaced_parameter(model: Any) -> None:
-    layer = model.model.layers[1].self_attn.k_proj
-    layer.weight = nn.Parameter(-layer.weight.detach())
-
-
-def given_a_bias(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.bias = nn.Parameter(torch.ones(96))
-
-
-def hooked(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, args, out: out * 2)
 
 
 def replaced_forward(model: Any) -> None:
@@ -232,7 +209,7 @@ CHANGES = (
 def test_a_change_counts_at_once(
     change: Callable[[Any], None], graphs: bool, made: list[TapeRecorder]
 ) -> None:
-    own, ours = adapted(), adapted()
+    own, ours = adapted(small), adapted(small)
     first = text(ours, JOINED, graphs=graphs)
     in_call = [
         text(model, fields, Switch({8: lambda model=model: change(model)}), is_captured)

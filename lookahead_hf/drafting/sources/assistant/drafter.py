@@ -139,7 +139,10 @@ class AssistantDrafter(BuiltInDrafter):
         config = compat.text_config(self._assistant)
         table = compat.position_table(self._assistant)
         self._limit = int(table or getattr(config, "max_position_embeddings", None) or 2**31)
-        self._texts = [self._text(int(config.vocab_size)) for _ in range(rows.num_rows)]
+        self._texts = [
+            Bridge(*self._tokenizers) if self._tokenizers else SameTokens(int(config.vocab_size))
+            for _ in range(rows.num_rows)
+        ]
         self._num_agreed = [0] * rows.num_rows
         contexts = [self._first_read(rows, row) for row in range(rows.num_rows)]
         self._is_served = np.array([len(context) > 0 for context in contexts])
@@ -150,9 +153,6 @@ class AssistantDrafter(BuiltInDrafter):
                 self._laid_under.push(change)  # before it is entered, for interrupts
                 change.__enter__()
             self._model = AssistantModel(self._assistant, contexts, self._encoder_inputs)
-
-    def _text(self, vocab_size: int) -> SameTokens | Bridge:
-        return Bridge(*self._tokenizers) if self._tokenizers else SameTokens(vocab_size)
 
     def _first_read(self, rows: Rows, row: int) -> np.ndarray:
         """Tokens that the assistant reads once and for all; none of a text that is too long."""

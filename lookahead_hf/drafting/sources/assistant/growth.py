@@ -15,7 +15,7 @@ from lookahead_hf.drafting.sources.assistant.model import Branches
 from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.logits.row_processors import SCORES_ONLY, RowProcessors
 
-_CLASS_OF_DEPTH = (0, 1, 2, 2)
+_CLASS_OF_DEPTH = (0, 1, 2, 2, 3)
 DEPTH_CLASSES = 4
 """Depths 1, 2, 3 to 4, and beyond."""
 
@@ -145,7 +145,8 @@ class Growth(RowDraft):
         self, parent: int, token: int, likeliness: int, rates: np.ndarray, most: float = 1.0
     ) -> None:
         """Add a node; its rate is the learned one, but at most `most`."""
-        bucket = _bucket(self.depth_below(parent), likeliness)
+        depth = min(self.depth_below(parent), len(_CLASS_OF_DEPTH))
+        bucket = _CLASS_OF_DEPTH[depth - 1] * (TENTHS + 1) + likeliness
         above = 1.0 if parent == ROOT else self.scores[parent]
         self.child(parent, token, bucket, above * min(float(rates[bucket]), most))
 
@@ -185,8 +186,3 @@ def tree_of(growths: Sequence[Growth]) -> DraftTree:
     drawn_from = [probs for growth in growths for probs in growth.drawn_from]
     tree = DraftTree.from_drafts(growths)
     return replace(tree, probs=torch.stack(drawn_from)) if drawn_from else tree
-
-
-def _bucket(depth: int, likeliness: int) -> int:
-    depth_class = _CLASS_OF_DEPTH[depth - 1] if depth <= len(_CLASS_OF_DEPTH) else DEPTH_CLASSES - 1
-    return depth_class * (TENTHS + 1) + likeliness

@@ -141,9 +141,7 @@ def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
             "assistant_tokenizer= needs tokenizer= beside it, the target's: drafts are translated "
             "from one vocabulary to the other as text (leave both out if they are the same)"
         )
-    if target_tokenizer is None or assistant_tokenizer is None:
-        return False
-    if target_tokenizer is assistant_tokenizer:
+    if assistant_tokenizer is None or target_tokenizer is assistant_tokenizer:
         return False
     if len(target_tokenizer) != len(assistant_tokenizer):
         return True
