@@ -45,7 +45,7 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     Returns:
         What was found, empty for no fault; and what to do about it, empty where nothing helps.
     """
-    if _is_tried(model):
+    if compat.text_config(model).model_type in TRIED and compat.has_stock_forward(model):
         return "", ""
     trials = state_of(model).trials
     if is_flat not in trials:
