@@ -80,10 +80,12 @@ def has_hooks(model: nn.Module) -> bool:
     )
 
 
-def has_stock_forward(model: Any) -> bool:
-    """Return whether the forwards of the model and of its decoder are transformers' own."""
-    kinds: tuple[Any, Any] = type(model), type(model.get_decoder())
-    return all(kind.forward.__module__.startswith("transformers.") for kind in kinds)
+def is_stock(model: Any) -> bool:
+    """Return whether what runs the model and its decoder in `generate` is transformers' own."""
+    kind, decoder = type(model), type(model.get_decoder())
+    parts = [kind.forward, decoder.forward]
+    parts += [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
+    return all(part.__module__.startswith("transformers.") for part in parts)
 
 
 def text_config(model: Any) -> Any:
