@@ -11,6 +11,7 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.cost_model import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved
@@ -116,8 +117,8 @@ def _measure(runner: Runner, context_length: int, most_nodes: int) -> None:
     vocab = int(compat.text_config(model).vocab_size)
     ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
     rows = Rows(ids)
-    counts, states = implicit_positions.laid_under(model), recurrent.laid_under(model)
-    with attention.laid_under(model), counts, states:
+    columns, states = implicit_positions.laid_under(model), recurrent.laid_under(model)
+    with attention.laid_under(model), columns, states:
         prompt = torch.from_numpy(ids).to(model.device)
         cache = compat.DynamicCache(config=model.config)
         runner.start(prompt, cache, position_ids=compat.text_positions(model, prompt))
@@ -129,13 +130,17 @@ def _measure(runner: Runner, context_length: int, most_nodes: int) -> None:
             _time_step(runner, rows, ids[0, 0] % vocab, 0)  # packs weights
         setting = num_rows, context_length, placement(model), runner.mode, runner.sizes
         curve = memory_of(model).costs.curve(*setting, runner.is_flat)
-        sizes = [size for size in curve.sizes if size <= curve.size_for(most_nodes)]
+        if runner.is_flat:  # nothing is kept of greater blocks
+            most_nodes = max(0, min(most_nodes, curve.sizes[-1] // num_rows - 1))
+        known = SIZES if runner.is_flat else curve.sizes
+        counts = {min(size, most_nodes) for size in known}
         for turn in range(REPEATS + 1):
-            for size in sizes:
-                num_nodes = min(size, most_nodes)
-                seconds = _time_step(runner, rows, ids[0, 0] % vocab, num_nodes)
+            # Downwards, since a step after a much larger one takes longer.
+            for count in sorted(counts, reverse=True):
+                seconds = _time_step(runner, rows, ids[0, 0] % vocab, count)
                 if turn:  # the first of a shape allocates
-                    curve.observe(size * num_rows if runner.is_flat else size, seconds)
+                    size = (1 + count) * num_rows if runner.is_flat else count
+                    curve.observe(size, seconds)
 
 
 def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:

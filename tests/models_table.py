@@ -61,7 +61,8 @@ and the logits of every step. `python -m tests.models_table` writes it anew.
   read with the prompt; a batch has one in every row.
 
 A type that this page lacks, for example one of a repository's own code, is tested by a few short
-forwards before its first call, and served if they give plain's logits.
+forwards before its first call, and served if they give plain's logits. So is a class with a forward
+of its own, whatever its type.
 
 {counts}
 """

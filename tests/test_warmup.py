@@ -34,11 +34,15 @@ def test_costs_are_known_afterwards(
     model = tiny("llama")
     before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
     lookahead_hf.warm_up(model, batch_size=batch_size, context_length=20, max_draft_nodes=16)
-    is_flat = batch_size > 1  # nodes of all rows count together then
+    is_flat = batch_size > 1  # tokens of all rows count together then
     setting = batch_size, 20, placement(model), mode, None, is_flat
     curve = memory_of(model).costs.curve(*setting)
-    assert all(curve.num_samples(size * batch_size) >= 3 for size in (0, 1, 2, 4, 8, 16))
-    assert curve.num_samples(32 * batch_size) == 0
+
+    def num_samples(num_nodes: int) -> int:
+        return curve.num_samples((1 + num_nodes) * batch_size if is_flat else num_nodes)
+
+    assert all(num_samples(num_nodes) >= 3 for num_nodes in (0, 1, 2, 4, 8, 16))
+    assert num_samples(32) == 0
     assert ngram_pool.compiled()
     assert model.config._attn_implementation == "sdpa"
     assert model.generate(prompt(), max_new_tokens=8, do_sample=False).tolist() == before.tolist()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
-from lookahead_hf.batching.request import OBJECTS, plain
+from lookahead_hf import compat
+from lookahead_hf.batching.request import OBJECTS
 
 _drawing = threading.RLock()
 """Held while plain `generate` draws from the default generator, which all runs share."""
@@ -53,7 +54,7 @@ def write(
     draws = _seeded(model.device, seed) if _may_draw(model, settings) else nullcontext()
     with draws:
         given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
-        ids = plain(model, **given)
+        ids = compat.plain_generate(model, **given)
     tokens: list[int] = ids[0, settings["input_ids"].shape[1] :].tolist()
     return tokens
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +91,7 @@ class Maker:
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
-        if len(prompt) == 0 or isinstance(prompt[0], str):
+        if len(prompt) == 0 or isinstance(prompt[0], (str, list)):
             raise ValueError(f"a prompt is a list of one token id or more, not {prompt!r}")
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
         own = dict(state.logit_processor_kwargs)
@@ -144,7 +143,7 @@ class Maker:
             calls.append(PreparedCall(model, input_ids, *given, self.request, is_checked=True))
             return input_ids
 
-        plain(self.model, **self.settings(job), custom_generate=keep)
+        compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
         support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
@@ -210,8 +209,3 @@ class Maker:
     def trial(self) -> PreparedCall:
         """Return the call of a request that nobody made, whose prompt is one token."""
         return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0))
-
-
-def plain(model: Any, **settings: Any) -> Any:
-    """Call transformers' own `generate`, past any hook."""
-    return inspect.unwrap(type(model).generate)(model, **settings)

@@ -34,6 +34,9 @@ def unserved_layer(cache: Cache) -> str | None:
     """Return the first layer type that cannot be taken over, None if all can."""
     if cache.offloading:
         return "offloaded cache"
+    windowed = (each for each in cache.layers if isinstance(each, DynamicSlidingWindowLayer))
+    if any(layer.record_past for layer in windowed):
+        return "a window whose past is recorded"  # all of which the caller may crop
     kinds = [type(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is not None:
         kinds.append(cache.layer_class_to_replicate)

@@ -80,6 +80,14 @@ def has_hooks(model: nn.Module) -> bool:
     )
 
 
+def is_stock(model: Any) -> bool:
+    """Return whether what runs the model and its decoder in `generate` is transformers' own."""
+    kind, decoder = type(model), type(model.get_decoder())
+    parts = [kind.forward, decoder.forward]
+    parts += [kind.prepare_inputs_for_generation, kind._update_model_kwargs_for_generation]
+    return all(part.__module__.startswith("transformers.") for part in parts)
+
+
 def text_config(model: Any) -> Any:
     """Return the configuration of the part that decodes text."""
     return model.config.get_text_config(decoder=True)

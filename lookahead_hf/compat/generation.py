@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +12,11 @@ from transformers.generation import utils as generation_utils
 
 MOST_GATHERED = 8
 """Rows up to which a step of single tokens copies the weights of their experts, as plain does."""
+
+
+def plain_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the `generate` of the model's class, past any hook."""
+    return inspect.unwrap(type(model).generate)(model, *args, **kwargs)
 
 
 def prefill(

@@ -17,10 +17,8 @@ PRIOR_WEIGHT = 10.0
 """Number of tests that a source's own estimate of an acceptance rate counts for."""
 
 MEMORY = 100.0
-"""Number of tests from which on a bucket forgets as much as it learns."""
-
-KEPT_WEIGHT = 30.0
-"""Most tests that a call inherits per bucket; its own text soon outweighs them."""
+"""Number of tests from which on a bucket forgets as much as it learns, and most tests of a bucket
+that later calls inherit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ class KeptRates:
         with self._lock:
             found = [self._kept.get(key) for key in _keys(sources, do_sample)]
         counts = [
-            np.zeros((2, source.num_buckets)) if kept is None else _at_most(kept[0], KEPT_WEIGHT)
+            np.zeros((2, source.num_buckets)) if kept is None else kept[0]
             for source, kept in zip(sources, found, strict=True)
         ]
         return Calibration(sources, kept=np.hstack([np.empty((2, 0)), *counts]))
@@ -125,7 +123,9 @@ class KeptRates:
                 gained, prior = calibration.of_source(index)
                 kept = self._kept.pop(key, None)
                 total = gained if kept is None else kept[0] + gained
-                self._kept[key] = _at_most(total, MEMORY), prior
+                # The same rates from at most so many tests.
+                total = total * np.minimum(1.0, MEMORY / np.maximum(total[1], 1.0))
+                self._kept[key] = total, prior
             while len(self._kept) > self._capacity:
                 self._kept.popitem(last=False)
 
@@ -173,8 +173,3 @@ def unique_names(sources: Sequence[Drafter]) -> list[str]:
         same = sum(other.name == source.name for other in sources[: len(names)])
         names.append(f"{source.name}_{same + 1}" if same else source.name)
     return names
-
-
-def _at_most(counts: np.ndarray, weight: float) -> np.ndarray:
-    """Counts [2, buckets] with the same rates and at most `weight` tests each."""
-    return counts * np.minimum(1.0, weight / np.maximum(counts[1], 1.0))

@@ -10,7 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Node counts whose costs are told apart: nodes per row, or in flat blocks those of all rows."""
+"""Draft nodes per row whose costs are told apart, in blocks padded to their widest row."""
+
+FLAT_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens of all rows whose costs are told apart in flat blocks. In float32, four tokens take a
+fifth longer than three, and the next ones much less."""
 
 KEPT_SAMPLES = 9
 """Latest durations kept per size."""
@@ -27,16 +31,17 @@ SLOPE = 0.02
 
 
 class CostCurve:
-    """Seconds of a step by draft nodes, in one setting (rows, length of the texts).
+    """Seconds of a step by its size, in one setting (rows, length of the texts).
 
-    Nodes count per row if the block is padded to its widest row, and together if the block is flat.
+    The size is the number of draft nodes per row if the block is padded to its widest row. It is
+    the number of tokens of all rows, their last ones included, if the block is flat.
 
     The estimate of a size is a low quantile of its latest durations, since whatever disturbs a step
     makes it longer. Sizes that were never measured follow the curve of a similar setting or a line
     of slope `SLOPE` per row, scaled to the measured sizes around them.
 
     Attributes:
-        sizes: Node counts whose costs are told apart.
+        sizes: Sizes whose costs are told apart.
         greatest_size: The greatest size that was measured, here or in the similar setting.
     """
 
@@ -45,6 +50,7 @@ class CostCurve:
         like: CostCurve | None = None,
         num_rows: int = 1,
         sizes: tuple[int, ...] | None = None,
+        is_flat: bool = False,
     ) -> None:
         """Start from the curve of a similar setting, if there is one.
 
@@ -52,8 +58,10 @@ class CostCurve:
             like: The curve of that setting.
             num_rows: Tokens that a node adds to the block.
             sizes: As in `CostModel.curve`.
+            is_flat: As there.
         """
-        self.sizes, self._is_stepped = sizes or SIZES, sizes is not None
+        self._is_stepped = sizes is not None
+        self.sizes = sizes or (FLAT_SIZES if is_flat else SIZES)
         self._lock = threading.Lock()
         self._samples: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
@@ -64,9 +72,12 @@ class CostCurve:
         self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
         self.greatest_size: int = 0 if like is None else like.greatest_size
 
-    def observe(self, num_nodes: int, seconds: float) -> None:
-        """Learn how long a step with `num_nodes` draft nodes took."""
-        size = self.size_for(num_nodes)
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn how long a step of a size took."""
+        exact, size = size, self.size_for(size)
+        if exact != size:  # what it would have taken with the size that it counts for
+            least, most = self.seconds(np.array([exact, size])).tolist()
+            seconds *= most / least
         with self._lock:
             samples = self._samples.setdefault(size, deque(maxlen=KEPT_SAMPLES))
             if samples and self.is_due(size):  # the machine may have changed since then
@@ -82,40 +93,41 @@ class CostCurve:
             self._factors = dict(sorted({**self._factors, size: factor}.items()))
             self.greatest_size = max(self.greatest_size, size)
 
-    def num_samples(self, num_nodes: int) -> int:
-        """How often the size that holds so many nodes was measured, at most `KEPT_SAMPLES`."""
-        return self._counts.get(self.size_for(num_nodes), 0)
+    def num_samples(self, size: int) -> int:
+        """How often a size was measured, at most `KEPT_SAMPLES`."""
+        return self._counts.get(self.size_for(size), 0)
 
     def is_due(self, size: int) -> bool:
-        """Whether a size of `sizes` was never measured, or too long ago."""
-        return self._clock >= self._due.get(size, 0)
+        """Whether a size was never measured, or too long ago."""
+        return self._clock >= self._due.get(self.size_for(size), 0)
 
-    def seconds(self, num_nodes: np.ndarray, hopeful: bool = False) -> np.ndarray:
-        """Estimated seconds of steps with so many nodes.
-
-        Args:
-            num_nodes: Nodes.
-            hopeful: Whether to assume, every `TRY_EVERY` steps, that a size that is due costs less
-                than its estimate: the geometric mean of that and of a plain step. So it is tried
-                unless it seems far too dear.
-        """
+    def seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """Estimated seconds of steps of these sizes."""
         factors = self._factors
         estimates = self._assumed
         if factors:
             estimates = estimates * np.interp(self.sizes, list(factors), list(factors.values()))
-        if hopeful and self._clock % TRY_EVERY == TRY_EVERY - 1:
-            due = [self.is_due(size) for size in self.sizes]
-            hopes = np.minimum(estimates, (estimates * estimates[0]) ** 0.5)
-            estimates = np.where(due, hopes, estimates)
         if self._is_stepped:  # what lies between two sizes is padded to the larger one
-            places = np.searchsorted(self.sizes, num_nodes).clip(max=len(self.sizes) - 1)
+            places = np.searchsorted(self.sizes, sizes).clip(max=len(self.sizes) - 1)
             return np.asarray(estimates[places])
-        seconds: np.ndarray = np.interp(num_nodes, self.sizes, estimates)
+        seconds: np.ndarray = np.interp(sizes, self.sizes, estimates)
         return seconds
 
-    def size_for(self, num_nodes: int) -> int:
-        """Return the smallest of `sizes` that holds so many nodes, the greatest if none does."""
-        return next((size for size in self.sizes if size >= num_nodes), self.sizes[-1])
+    def hopeful_seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """Estimated seconds of steps of these sizes, of which the first is a plain step.
+
+        Every `TRY_EVERY` steps, a size that is due is assumed to cost less than its estimate: the
+        geometric mean of that and of a plain step. So it is tried unless it seems far too dear.
+        """
+        seconds = self.seconds(sizes)
+        if self._clock % TRY_EVERY != TRY_EVERY - 1:
+            return seconds
+        due = [self.is_due(size) for size in sizes.tolist()]
+        return np.where(due, np.minimum(seconds, (seconds * seconds[0]) ** 0.5), seconds)
+
+    def size_for(self, size: int) -> int:
+        """Return the smallest of `sizes` that is as large, the greatest if none is."""
+        return next((each for each in self.sizes if each >= size), self.sizes[-1])
 
 
 def _low_quantile(samples: Collection[float]) -> float:
@@ -142,7 +154,7 @@ class CostModel:
         """The curve for a batch of `num_rows` texts of about `context_length` tokens.
 
         Lengths count by powers of two; a new length or mode starts from the nearest known one. So
-        do rows in flat blocks, where a node costs much the same beside any number of rows.
+        do rows in flat blocks, where a token costs much the same beside any number of rows.
 
         Args:
             num_rows: Rows of the block.
@@ -151,7 +163,7 @@ class CostModel:
             mode: How the runner runs its steps, which may change from step to step.
             sizes: The only node counts that steps are run with, if drafts of other sizes are
                 padded; then each of these sizes costs what it holds, and 0 is one of them.
-            is_flat: Whether blocks are flat, and the curve counts the nodes of all rows together.
+            is_flat: Whether blocks are flat, and the curve counts the tokens of all rows together.
         """
         length = max(context_length, 1).bit_length()
         rows = (num_rows - 1).bit_length() if is_flat else num_rows
@@ -160,7 +172,7 @@ class CostModel:
             if key not in self._curves:
                 nearest = min(filter(key.is_like, self._curves), key=key.distance, default=None)
                 like = None if nearest is None else self._curves[nearest]
-                self._curves[key] = CostCurve(like, 1 if is_flat else num_rows, sizes)
+                self._curves[key] = CostCurve(like, 1 if is_flat else num_rows, sizes, is_flat)
             self._curves.move_to_end(key)
             if len(self._curves) > self._capacity:
                 self._curves.popitem(last=False)

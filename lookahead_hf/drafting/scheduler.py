@@ -33,7 +33,6 @@ class Scheduler:
         """Schedule so many sources; where none may rest, all are asked in every step."""
         self._may_rest = may_rest
         self._lost = [0.0] * num_sources  # in steps' worth of time
-        self._seconds = [float("inf")] * num_sources  # when it was asked last
         self._left = [0] * num_sources  # steps to rest
         self._length = [0] * num_sources  # of the latest rest
         self._num_tokens = 0.0
@@ -67,9 +66,7 @@ class Scheduler:
         worth = (1.0 + sum(seconds) / step_seconds) / self._num_tokens  # of a token, in steps
         debtors = []
         for index in np.flatnonzero(self.asked).tolist():
-            # What took long only once was disturbed.
-            price = min(seconds[index], self._seconds[index]) / step_seconds
-            self._seconds[index] = seconds[index]
+            price = seconds[index] / step_seconds
             lost = KEPT * self._lost[index] + price - worth * alone[index]
             self._lost[index] = min(max(lost, -CREDIT), DEBT)
             if lost < DEBT:
@@ -80,10 +77,5 @@ class Scheduler:
             self._rest(*max(debtors))
 
     def _rest(self, price: float, debtor: int) -> None:
-        if not self._length[debtor]:  # what others lost may be what this one took from them
-            self._lost = [
-                min(lost, 0.0) if is_asked and index != debtor else lost
-                for index, (lost, is_asked) in enumerate(zip(self._lost, self.asked, strict=True))
-            ]
         longest = max(1, round(price / PRICE))
         self._length[debtor] = self._left[debtor] = min(max(1, 2 * self._length[debtor]), longest)

@@ -51,9 +51,10 @@ def may_leave_padding(
         return False  # where a row ends with a pad, plain goes on from that
     if generation_config.return_dict_in_generate or compat.is_users_cache(cache):
         return False
-    chunk, embeds = generation_config.prefill_chunk_size, model_kwargs.get("inputs_embeds")
-    if chunk is not None or embeds is not None or model_kwargs.get("output_hidden_states"):
+    if generation_config.prefill_chunk_size is not None or model_kwargs.get("output_hidden_states"):
         return False
+    if any(model_kwargs.get(name) is not None for name in compat.PROMPT_ONLY):
+        return False  # embeddings or pictures, which the tokens alone do not show
     if type(cache) is not compat.DynamicCache or not cache.layers or cache.get_seq_length():
         return False
     windows = [hf_layers.window(layer) for layer in cache.layers]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig, LogitsProcessorList
 
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     """Return why blocks of draft trees over ragged rows give other logits than plain forwards.
 
-    The types in `TRIED` are trusted. Any other model is tested once, with ten forwards over a dozen
-    tokens.
+    The types in `TRIED` are trusted where transformers' own methods run them. Any other model is
+    tested once, with ten forwards over a dozen tokens.
 
     Args:
         model: The target.
@@ -45,7 +46,7 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     Returns:
         What was found, empty for no fault; and what to do about it, empty where nothing helps.
     """
-    if compat.text_config(model).model_type in TRIED:
+    if compat.text_config(model).model_type in TRIED and compat.is_stock(model):
         return "", ""
     trials = state_of(model).trials
     if is_flat not in trials:
@@ -54,6 +55,11 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
         except (RuntimeError, MemoryError):  # not the model's fault, and it may be over soon
             return "there was no memory for the self test", "free some and call again"
     return trials[is_flat], ""
+
+
+def _is_tried(model: Any) -> bool:
+    """Whether the model is of a tried type, and transformers' own methods run it."""
+    return compat.text_config(model).model_type in TRIED and compat.is_stock(model)
 
 
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
@@ -121,18 +127,28 @@ def _differs_by(model: Any, is_flat: bool) -> float:
 
 
 def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Plain's logits of the tokens behind the prompt, [rows, tokens, vocab]; a token a step."""
-    given: dict[str, Any] = {"use_cache": True, "return_dict": True}
-    given["past_key_values"] = compat.DynamicCache(config=model.config)
-    positions = compat.positions_by_mask(mask)
-    logits = []
-    for first, last in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, TEXT))]:
-        fed = slice(first, last)
-        if not compat.counts_positions(model):
-            given["position_ids"] = positions[:, fed]
-        outputs = model(input_ids=ids[:, fed], attention_mask=mask[:, :last], **given)
-        logits.append(outputs.logits[:, -1:].float())
-    return torch.cat(logits[1:], 1)
+    """Plain's logits of the tokens behind the prompt, [rows, tokens, vocab]; a token a step.
+
+    They are those of `generate`, since a class may prepare the inputs of each step in its own way.
+    """
+
+    def text(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        following = ids[:, seen.shape[1] % TEXT, None]
+        return torch.full_like(scores, -torch.inf).scatter(1, following, 0.0)
+
+    settings = GenerationConfig(
+        max_new_tokens=TEXT - PROMPT + 1,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=int(compat.text_config(model).vocab_size),  # no token
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    given = {"attention_mask": mask[:, :PROMPT], "generation_config": settings}
+    processors = LogitsProcessorList([text])
+    outputs = compat.plain_generate(model, ids[:, :PROMPT], logits_processor=processors, **given)
+    return torch.stack(outputs.logits[1:], 1).float()
 
 
 def _ragged(

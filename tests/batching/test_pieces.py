@@ -99,6 +99,7 @@ def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.Monkey
     [
         ([], "list of one token id or more"),
         ("text", "list of one token id or more"),
+        ([[1, 2]], "list of one token id or more"),
         ([torch.tensor([1, 2])] * 3, "TypeError"),
         ([None, 1], "TypeError"),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import lookahead_hf
 from tests.helpers.caches import assert_same_cache
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared
@@ -73,6 +74,20 @@ def test_columns_that_nobody_attended_come_back_as_plain_leaves_them(name: str) 
     call = {"attention_mask": torch.ones_like(again), **KWARGS}
     expected, got = (model.generate(again, past_key_values=cache, **call) for cache in caches)
     assert got.tolist() == expected.tolist()
+
+
+def test_a_cache_that_records_its_past_is_left_to_plain() -> None:
+    """The caller may crop it afterwards, beyond what a window keeps."""
+    model, ids = tiny("gemma3"), prompt()
+    cache = new_cache(model, True)
+    cache.activate_past_recording()
+    call = {**KWARGS, "past_key_values": cache, "speculative": {"budget": 8}}
+    with lookahead_hf.enabled(model):
+        with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="past is recorded"):
+            text = model.generate(ids, **call)
+        cache.crop(-5)
+        again = model.generate(text[:, :-4], **call)
+        assert again.tolist() == model.generate(text[:, :-4], **KWARGS).tolist()
 
 
 def test_only_the_new_tokens_with_the_whole_mask() -> None:

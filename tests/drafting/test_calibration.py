@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting import _learning_numba
 from lookahead_hf.drafting.calibration import (
-    KEPT_WEIGHT,
     MEMORY,
     PRIOR_WEIGHT,
     Calibration,
@@ -135,7 +134,7 @@ def test_calls_inherit_rates_but_can_outweigh_them() -> None:
     learn(kept, source)
     second = kept.lease([source], do_sample=False)
     assert second.rates[0] > 0.8
-    assert second.counts[1, 0] == pytest.approx(KEPT_WEIGHT)
+    assert second.counts[1, 0] == pytest.approx(MEMORY)
     assert second.gained.sum() == 0
     assert kept.lease([source], do_sample=True).rates[0] == 0.5
 

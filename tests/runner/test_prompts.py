@@ -10,6 +10,8 @@ from transformers import DynamicCache
 
 import lookahead_hf
 from lookahead_hf.runner import prompts
+from tests.helpers import multimodal
+from tests.helpers.compared import compared
 from tests.helpers.models import tiny
 
 PADS = (0, 20, 7, 23)
@@ -81,3 +83,12 @@ def test_what_shows_the_padding_keeps_it(case: str) -> None:
         plain, ours = plain.sequences, ours.sequences
     assert torch.equal(plain, ours)
     assert stats.num_fed == 4 * COLUMNS + stats.row_steps + stats.num_drafted
+
+
+def test_pictures_beside_padding_are_seen() -> None:
+    """The tokens of a picture do not show it: such prompts are read with all their arguments."""
+    model = multimodal.build("llava")
+    given = multimodal.call(model, (1, 2), (7, 9))
+    assert (given["attention_mask"] == 0).float().mean() > prompts.LEAST_SAVED
+    settings = {"max_new_tokens": 16, "do_sample": False}
+    compared(model, lambda: {**given, **settings}, given["input_ids"].shape[1])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import lookahead_hf
 from lookahead_hf.runner import self_test
@@ -48,6 +49,85 @@ def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
 
     unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
     assert "gives other logits for blocks" in self_test.refusal(unknown)[0]
+
+
+class Leaning(LlamaForCausalLM):
+    """Treats the last token of every forward in its own way."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = input_ids, attention_mask, position_ids, past_key_values
+        outputs = super().forward(*given, **kwargs)
+        assert outputs.logits is not None
+        outputs.logits[:, -1] += torch.arange(outputs.logits.shape[-1]) % 7
+        return outputs
+
+
+class Preparing(LlamaForCausalLM):
+    """Shifts the positions of every step behind the prompt."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if not kwargs.get("is_first_iteration"):
+            inputs["position_ids"] = inputs["position_ids"] + 5
+        return inputs
+
+
+class Remembering(LlamaForCausalLM):
+    """Counts its steps, and leans its logits by that."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        steps: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        given = input_ids, attention_mask, position_ids, past_key_values
+        outputs = super().forward(*given, **kwargs)
+        assert outputs.logits is not None
+        outputs.logits += torch.arange(outputs.logits.shape[-1]) % (2 + steps)
+        return outputs
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        return {**updated, "steps": updated.get("steps", 0) + 1}
+
+
+@pytest.mark.parametrize("kind", [Leaning, Preparing, Remembering])
+def test_a_subclass_of_a_trusted_type_is_tested(kind: Any) -> None:
+    model = kind(tiny("llama").config).eval()
+    call = {"inputs": prompt(2), "max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**call)
+    lookahead_hf.enable(model)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="other logits for blocks"):
+        ours = model.generate(**call, speculative={"budget": 8})
+    assert torch.equal(ours, plain)
+
+
+class Harmless(LlamaForCausalLM):
+    """Prepares the inputs of steps itself, as plain does."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+def test_a_subclass_that_passes_the_test_is_served() -> None:
+    model = Harmless(tiny("llama").config).eval()
+    call = {"inputs": prompt(2), "max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(**call)
+    lookahead_hf.enable(model)
+    assert torch.equal(model.generate(**call, speculative={"budget": 8}), plain)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
 
 
 @pytest.mark.parametrize(
