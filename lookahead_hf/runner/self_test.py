@@ -57,11 +57,6 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     return trials[is_flat], ""
 
 
-def _is_tried(model: Any) -> bool:
-    """Whether the model is of a tried type, and transformers' own methods run it."""
-    return compat.text_config(model).model_type in TRIED and compat.is_stock(model)
-
-
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
     """Return whether a token has the same bits in any draft tree, in blocks of `width` tokens.
 
