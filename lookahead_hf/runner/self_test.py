@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -125,7 +126,11 @@ def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.
     """Plain's logits of the tokens behind the prompt, [rows, tokens, vocab]; a token a step.
 
     They are those of `generate`, since a class may prepare the inputs of each step in its own way.
+    The settings that are stored with the model, such as strings that end a text, do not count.
     """
+    model = copy.copy(model)
+    model.generation_config = copy.copy(model.generation_config)  # a class may keep more in it
+    vars(model.generation_config).update(vars(GenerationConfig()))
 
     def text(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         following = ids[:, seen.shape[1] % TEXT, None]

@@ -30,6 +30,20 @@ def test_a_sound_model_is_tested_once(unknown: Any, caplog: pytest.LogCaptureFix
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"stop_strings": ["a"]},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+)
+def test_settings_stored_with_a_model_do_not_count(unknown: Any, stored: dict[str, Any]) -> None:
+    unknown.generation_config.update(**stored)
+    assert self_test.refusal(unknown) == self_test.refusal(unknown, is_flat=True) == ("", "")
+    assert stored.items() <= vars(unknown.generation_config).items()
+
+
 def test_a_model_that_fails_is_not_served_and_says_why(
     unknown: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
