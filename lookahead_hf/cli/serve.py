@@ -66,7 +66,8 @@ def _check_port(host: str | None, port: int | None) -> None:
         return
     if not 0 <= port < 2**16:
         raise CommandError(f"--port takes a number from 0 to 65535, not {port}.")
-    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    hosts = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)  # "" stands for all
+    for family, *_, address in hosts:
         try:
             socket.create_server((address[0], port), family=family).close()
         except OSError as error:  # of addresses that this machine lacks, the server knows more

@@ -79,17 +79,18 @@ def test_what_is_wrong_is_said_before_the_server_starts(
     assert message in re.sub(r"\s+", " ", capfd.readouterr().err)
 
 
+@pytest.mark.parametrize("host", ["localhost", ""])
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: str, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _server_packages()
     loads = "transformers.AutoModelForCausalLM.from_pretrained"
     monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("the model is loaded"))
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "--host", "localhost", "--port", str(port), folder]) == 1
+        assert main(["serve", "--host", host, "--port", str(port), folder]) == 1
     error = capsys.readouterr().err
-    assert f"cannot listen on localhost:{port} (Address already in use)" in error
+    assert f"cannot listen on {host}:{port} (Address already in use)" in error
 
 
 def test_a_name_that_nobody_can_look_up_is_one_sentence(
