@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
-from lookahead_hf.batching import alone as alone_texts
+from lookahead_hf import compat
 from lookahead_hf.batching import progress, runner
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
@@ -168,7 +168,7 @@ def test_two_managers_take_turns_with_the_default_generator(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, texts = settings(model, do_sample=True, max_new_tokens=6), prompts(3)
-    write, draws = alone_texts.plain, threading.Lock()
+    write, draws = compat.plain_generate, threading.Lock()
 
     def drawing(*given: Any, **more: Any) -> Any:
         assert draws.acquire(blocking=False)
@@ -178,7 +178,7 @@ def test_two_managers_take_turns_with_the_default_generator(
         finally:
             draws.release()
 
-    monkeypatch.setattr(alone_texts, "plain", drawing)
+    monkeypatch.setattr(compat, "plain_generate", drawing)
     with running(model, config) as one, running(model, config) as other:
         for manager in (one, other):
             manager.add_requests(texts, **broken_after(1000))  # which rows cannot keep
