@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 import lookahead_hf
 from lookahead_hf import compat
+from lookahead_hf.batching import alone as alone_texts
 from lookahead_hf.batching import progress, runner
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
@@ -178,7 +180,7 @@ def test_two_managers_take_turns_with_the_default_generator(
         finally:
             draws.release()
 
-    monkeypatch.setattr(compat, "plain_generate", drawing)
+    monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
     with running(model, config) as one, running(model, config) as other:
         for manager in (one, other):
             manager.add_requests(texts, **broken_after(1000))  # which rows cannot keep
