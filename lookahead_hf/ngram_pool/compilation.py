@@ -151,7 +151,9 @@ def _load_or_compile() -> None:
 
 def _forget_threads() -> None:
     """Begin anew in a forked process, which has none of the threads and processes."""
-    global _compiling, _background, _child
+    global _compiling, _background, _child, _failure
+    if _compiling.locked():  # so is a lock of numba's, which nobody will release here
+        _failure = RuntimeError("the process was forked while its functions were loaded")
     _compiling, _background, _child = threading.Lock(), None, None
 
 

@@ -96,6 +96,20 @@ def test_a_thread_that_cannot_be_started_costs_no_call(
     assert not compilation.ready() and not compilation.available()
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_process_that_is_forked_in_mid_loading_loads_nothing(
+    work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch, loads: bool
+) -> None:
+    lock = threading.Lock()
+    monkeypatch.setattr(compilation, "_compiling", lock)
+    compilation.register(lambda: None)
+    if loads:
+        lock.acquire()
+    compilation._forget_threads()  # which a fork calls
+    compilation.wait_until_loaded(60)
+    assert compilation.available() == compilation.compiled() == (not loads)
+
+
 def test_without_numba_nothing_waits(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
