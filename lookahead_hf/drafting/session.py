@@ -160,6 +160,7 @@ class DraftSession:
             self._begun = True
             self._guarded(self._ensemble.begin, rows, prompt)
         else:
+            ngram_pool.give_way()
             _check_numba()
 
     def begin_row(self, rows: Rows, row: int) -> None:

@@ -9,6 +9,7 @@ from lookahead_hf.ngram_pool.compilation import (
     compile_in_background,
     compile_now,
     compiled,
+    give_way,
     ready,
     wait_until_loaded,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "compile_in_background",
     "compile_now",
     "compiled",
+    "give_way",
     "ready",
     "wait_until_loaded",
 ]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ _compiling = threading.Lock()
 _background: threading.Thread | None = None
 _child: subprocess.Popen[bytes] | None = None
 """The process that compiles what is not on disk; None where none was needed so far."""
+_child_started = 0.0
+"""When it was started, in seconds of `time.monotonic`."""
 _failure: Exception | None = None
 """Why the last attempt to compile failed; None if it succeeded or there was none."""
 
@@ -129,6 +132,16 @@ def _is_busy() -> bool:
     return is_loading or (_child is not None and _child.poll() is None)
 
 
+def give_way() -> None:
+    """Leave the cores for a moment to the process that compiles, once it has worked for long.
+
+    Steps without a pause keep two cores busy, with threads that wait for each other, too. The
+    process would hardly ever run.
+    """
+    if _child is not None and time.monotonic() > _child_started + PATIENCE and _is_busy():
+        time.sleep(MOMENT)
+
+
 def _load_or_compile() -> None:
     """Load the functions; if one is not on disk, let another process compile, or else this one."""
     global _failure
@@ -161,6 +174,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_threads)
 
 
+PATIENCE = 20.0
+"""Seconds from which on steps give way to the process that compiles."""
+
+MOMENT = 0.005
+"""Seconds for which a step does so: about a seventh of a step's time on two cores."""
+
 _IN_CHILD = "LOOKAHEAD_HF_COMPILING"
 """Set in the environment of the process that compiles, which starts no other."""
 
@@ -190,7 +209,7 @@ def _compile_elsewhere() -> bool:
     Returns:
         Whether it compiles. It is started once: if it cannot compile or write, this one must.
     """
-    global _child
+    global _child, _child_started
     if _child is not None:  # another call has just started it, or it has ended in vain
         return _child.poll() is None
     # The executable of a packaged program is the program.
@@ -207,6 +226,7 @@ def _compile_elsewhere() -> bool:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        _child_started = time.monotonic()
     except Exception as error:  # whatever forbids processes here
         logger.info("no process compiles numba's functions: %r", error)
     return _child is not None

@@ -7,8 +7,10 @@ import importlib
 import importlib.util
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,3 +252,16 @@ def test_the_other_process_imports_as_this_one_does(
     importlib.import_module("pending_work")
     assert compilation._compile_elsewhere() and compilation._child is not None
     assert compilation._child.wait() == 0 and (tmp_path / "compiled").exists()
+
+
+def test_steps_give_way_to_a_process_that_gets_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[float] = []
+    monkeypatch.setattr(compilation.time, "sleep", moments.append)
+    monkeypatch.setattr(compilation, "_background", None)
+    for ended, seconds, gives_way in [(None, 1, False), (None, 30, True), (0, 30, False)]:
+        child = SimpleNamespace(poll=lambda ended=ended: ended)
+        monkeypatch.setattr(compilation, "_child", child)
+        monkeypatch.setattr(compilation, "_child_started", time.monotonic() - seconds)
+        compilation.give_way()
+        assert bool(moments) is gives_way
+        moments.clear()
