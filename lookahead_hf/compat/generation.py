@@ -26,6 +26,30 @@ def prefill(
     return model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
 
 
+def plain_step(
+    model: Any, input_ids: torch.Tensor, is_prompt: bool, model_kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Run a forward of a decoder as the loop of plain `generate` does.
+
+    Args:
+        model: The model.
+        input_ids: The whole text, [rows, tokens], of which only the last token is fed.
+        is_prompt: Whether all of it is fed.
+        model_kwargs: As prepared by `generate`.
+
+    Returns:
+        The outputs, and the arguments for the next step.
+    """
+    count = input_ids.shape[1] if is_prompt else 1
+    first = {"is_first_iteration": True} if is_prompt else {}
+    inputs = model.prepare_inputs_for_generation(
+        input_ids, next_sequence_length=count, **first, **model_kwargs
+    )
+    outputs = model(**inputs, return_dict=True)
+    update = model._update_model_kwargs_for_generation
+    return outputs, update(outputs, model_kwargs, is_encoder_decoder=False)
+
+
 def prepared_positions(
     model: Any, name: str, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> torch.Tensor | None:

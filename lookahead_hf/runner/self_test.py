@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
 
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
@@ -125,30 +123,17 @@ def _differs_by(model: Any, is_flat: bool) -> float:
 def _plain_by_steps(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Plain's logits of the tokens behind the prompt, [rows, tokens, vocab]; a token a step.
 
-    They are those of `generate`, since a class may prepare the inputs of each step in its own way.
-    The settings that are stored with the model, such as strings that end a text, do not count.
+    The inputs of a step are prepared as in `generate`, since a class may do so in its own way.
     """
-    model = copy.copy(model)
-    model.generation_config = copy.copy(model.generation_config)  # a class may keep more in it
-    vars(model.generation_config).update(vars(GenerationConfig()))
-
-    def text(seen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        following = ids[:, seen.shape[1] % TEXT, None]
-        return torch.full_like(scores, -torch.inf).scatter(1, following, 0.0)
-
-    settings = GenerationConfig(
-        max_new_tokens=TEXT - PROMPT + 1,
-        do_sample=False,
-        num_beams=1,
-        eos_token_id=int(compat.text_config(model).vocab_size),  # no token
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    given = {"attention_mask": mask[:, :PROMPT], "generation_config": settings}
-    processors = LogitsProcessorList([text])
-    outputs = compat.plain_generate(model, ids[:, :PROMPT], logits_processor=processors, **given)
-    return torch.stack(outputs.logits[1:], 1).float()
+    given: dict[str, Any] = {"use_cache": True, "attention_mask": mask[:, :PROMPT]}
+    given["past_key_values"] = compat.DynamicCache(config=model.config)
+    if not compat.counts_positions(model):
+        given["position_ids"] = compat.positions_by_mask(mask[:, :PROMPT])
+    logits = []
+    for count in range(PROMPT, TEXT + 1):
+        outputs, given = compat.plain_step(model, ids[:, :count], count == PROMPT, given)
+        logits.append(outputs.logits[:, -1:].float())
+    return torch.cat(logits[1:], 1)
 
 
 def _ragged(
