@@ -81,13 +81,10 @@ def test_a_cache_that_records_its_past_is_left_to_plain() -> None:
     model, ids = tiny("gemma3"), prompt()
     cache = new_cache(model, True)
     cache.activate_past_recording()
-    call = {**KWARGS, "past_key_values": cache, "speculative": {"budget": 8}}
-    with lookahead_hf.enabled(model):
-        with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="past is recorded"):
-            text = model.generate(ids, **call)
-        cache.crop(-5)
-        again = model.generate(text[:, :-4], **call)
-        assert again.tolist() == model.generate(text[:, :-4], **KWARGS).tolist()
+    call = {**KWARGS, "past_key_values": cache, "speculative": {"on_fallback": "error"}}
+    error = pytest.raises(lookahead_hf.SpeculationFallbackError, match="past is recorded")
+    with lookahead_hf.enabled(model), error:
+        model.generate(ids, **call)
 
 
 def test_only_the_new_tokens_with_the_whole_mask() -> None:
