@@ -76,8 +76,8 @@ class CostCurve:
         """Learn how long a step of a size took."""
         exact, size = size, self.size_for(size)
         if exact != size:  # what it would have taken with the size that it counts for
-            least, most = self.seconds(np.array([exact, size])).tolist()
-            seconds *= most / least
+            of_exact, of_size = self.seconds(np.array([exact, size])).tolist()
+            seconds *= of_size / of_exact
         with self._lock:
             samples = self._samples.setdefault(size, deque(maxlen=KEPT_SAMPLES))
             if samples and self.is_due(size):  # the machine may have changed since then

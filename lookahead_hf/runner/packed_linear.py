@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread, only_computes
+from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread, only_multiplies
 from lookahead_hf.runner.packed_weights import (
     Group,
     Multiply,
@@ -86,9 +86,8 @@ class _StandIn:
             or input.dtype is not self.dtype
             or not self.fewest <= input.numel() <= self.most
             or not input.is_contiguous()
-            or type(module) is not nn.Linear
             or not self._holds(parameters)
-            or not only_computes(module)
+            or not only_multiplies(module)
         ):
             own: torch.Tensor = module._call_impl(input)
             return own
