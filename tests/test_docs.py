@@ -29,6 +29,8 @@ GENERATING = [*sorted(DOCS.glob("howto/*.md")), DOCS / "quickstart.md", DOCS / "
 CONFIGURING = [DOCS / "settings.md", DOCS / "comparison.md"]
 EXCERPTS = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
 """Pages whose snippets use what the reader has: a model, its inputs, a pipeline."""
+BATCHING = ("README", "generate_batch")
+"""Names of pages that decode by continuous batching."""
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(lookahead_hf.SpeculativeConfig)}
 THEIR_OPTIONS = ("serve",)
 """Commands that take options of other programs."""
@@ -131,16 +133,19 @@ def run(page: Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", GENERATING, ids=name_of)
-def test_snippets_generate_speculatively(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if page.stem == "generate_batch" and not IS_KNOWN:
+@pytest.fixture
+def hub(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a page runs, where the names of models are folders."""
+    if page.stem in BATCHING and not IS_KNOWN:
         pytest.skip("this version's continuous batching is its own")
-    monkeypatch.chdir(tmp_path)  # where the names of models are folders
-    (tmp_path / "Qwen").mkdir()
-    model = save_tiny_chat(tmp_path / "Qwen" / "Qwen3-0.6B")
-    (tmp_path / "Qwen" / "Qwen3-4B").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", GENERATING, ids=name_of)
+def test_snippets_generate_speculatively(page: Path, hub: Path) -> None:
+    model = save_tiny_chat(hub / "Qwen" / "Qwen3-0.6B")
+    (hub / "Qwen" / "Qwen3-4B").symlink_to(model)
     names = run(page)
     totals = lookahead_hf.totals(names["pipe"].model if "pipe" in names else names["model"])
     assert totals.num_calls
@@ -149,14 +154,8 @@ def test_snippets_generate_speculatively(
 
 
 @pytest.mark.parametrize("page", EXCERPTS, ids=name_of)
-def test_excerpts_generate_speculatively(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if page.stem == "README" and not IS_KNOWN:
-        pytest.skip("this version's continuous batching is its own")
-    monkeypatch.chdir(tmp_path)  # where the names of models are folders
-    (tmp_path / "HuggingFaceTB").mkdir()
-    folder = save_tiny_chat(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+def test_excerpts_generate_speculatively(page: Path, hub: Path) -> None:
+    folder = save_tiny_chat(hub / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config.max_new_tokens = 24  # which excerpts leave out
     model.save_pretrained(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 import pytest
@@ -65,36 +66,8 @@ def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
     assert "gives other logits for blocks" in self_test.refusal(unknown)[0]
 
 
-class Leaning(LlamaForCausalLM):
-    """Treats the last token of every forward in its own way."""
-
-    def forward(
-        self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = input_ids, attention_mask, position_ids, past_key_values
-        outputs = super().forward(*given, **kwargs)
-        assert outputs.logits is not None
-        outputs.logits[:, -1] += torch.arange(outputs.logits.shape[-1]) % 7
-        return outputs
-
-
-class Preparing(LlamaForCausalLM):
-    """Shifts the positions of every step behind the prompt."""
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if not kwargs.get("is_first_iteration"):
-            inputs["position_ids"] = inputs["position_ids"] + 5
-        return inputs
-
-
-class Remembering(LlamaForCausalLM):
-    """Counts its steps, and leans its logits by that."""
+class Changing(LlamaForCausalLM, ABC):
+    """Changes the logits of its forwards."""
 
     def forward(
         self,
@@ -108,8 +81,36 @@ class Remembering(LlamaForCausalLM):
         given = input_ids, attention_mask, position_ids, past_key_values
         outputs = super().forward(*given, **kwargs)
         assert outputs.logits is not None
-        outputs.logits += torch.arange(outputs.logits.shape[-1]) % (2 + steps)
+        self.change(outputs.logits, steps)
         return outputs
+
+    @abstractmethod
+    def change(self, logits: torch.Tensor, steps: int) -> None:
+        """Change logits, [rows, tokens, vocab]; `steps` is what the call's loop carries."""
+
+
+class Leaning(Changing):
+    """Treats the last token of every forward in its own way."""
+
+    def change(self, logits: torch.Tensor, steps: int) -> None:
+        logits[:, -1] += torch.arange(logits.shape[-1]) % 7
+
+
+class Preparing(LlamaForCausalLM):
+    """Shifts the positions of every step behind the prompt."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if not kwargs.get("is_first_iteration"):
+            inputs["position_ids"] = inputs["position_ids"] + 5
+        return inputs
+
+
+class Remembering(Changing):
+    """Counts its steps, and leans its logits by that."""
+
+    def change(self, logits: torch.Tensor, steps: int) -> None:
+        logits += torch.arange(logits.shape[-1]) % (2 + steps)
 
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
