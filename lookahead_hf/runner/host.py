@@ -13,6 +13,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, execution, implicit_positions, non_finite, torch_compile
+from lookahead_hf.runner.below_autograd import BelowAutograd
 from lookahead_hf.runner.layout import BlockInputs
 from lookahead_hf.runner.norm_calls import NormCalls
 from lookahead_hf.runner.outputs import StepOutputs
@@ -51,6 +52,10 @@ class Runner(PromptRunner):
     def _norms(self) -> NormCalls:
         """The norms of the model; a runner that only reads a prompt does not look for them."""
         return NormCalls(() if self._is_compiled else self.model.modules())
+
+    @cached_property
+    def _below_autograd(self) -> BelowAutograd:
+        return BelowAutograd(() if self._is_compiled else self.model.modules())
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.
@@ -109,8 +114,15 @@ class Runner(PromptRunner):
         given, device = inputs.model_inputs, self._next_position.device
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
         linears = self._packed.prefill() if is_prompt else self._packed.step()
-        in_step, norms = attention.step(device, inputs.trees, inputs.flat), self._norms.step()
-        with in_step, implicit_positions.step(inputs.columns), remembers, experts, linears, norms:
+        with (
+            attention.step(device, inputs.trees, inputs.flat),
+            implicit_positions.step(inputs.columns),
+            remembers,
+            experts,
+            linears,
+            self._norms.step(),
+            self._below_autograd.step(),
+        ):
             outputs = self.model(**given, return_dict=True)
         if self._packed.is_used:
             self.execution = execution.PACKED

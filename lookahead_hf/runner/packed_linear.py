@@ -17,7 +17,12 @@ from weakref import ref
 import torch
 from torch import nn
 
-from lookahead_hf.runner.linear_calls import OnThread, laid_on_thread, only_multiplies
+from lookahead_hf.runner.linear_calls import (
+    NO_PRODUCT,
+    OnThread,
+    laid_on_thread,
+    only_multiplies,
+)
 from lookahead_hf.runner.packed_weights import (
     Group,
     Multiply,
@@ -89,6 +94,7 @@ class _StandIn:
             or not self._holds(parameters)
             or not only_multiplies(module)
         ):
+            thread.product = NO_PRODUCT  # other code runs, which may write to the joined input
             own: torch.Tensor = module._call_impl(input)
             return own
         thread.num_products += 1

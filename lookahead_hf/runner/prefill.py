@@ -130,15 +130,11 @@ class PromptRunner(ABC):
 
     def _read(self, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
         """Read prompts, [rows, columns], without their pads, into a cache that lacks them."""
-
-        def run(pieces: list[np.ndarray]) -> torch.Tensor:
-            step = self.run(pieces, DraftTree.empty(self.num_rows), is_prompt=True)
-            self.keep(np.array([min(len(piece), 1) for piece in pieces]))
-            return step.logits
-
         self.cache.slots.reserve(int(attended.sum(1).max()))
         rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
-        return StepOutputs(logits=prompts.read(rows, run))
+        step = self.run(rows, DraftTree.empty(self.num_rows), is_prompt=True)
+        self.keep(np.ones(self.num_rows, np.int64))
+        return StepOutputs(logits=step.logits)
 
     def start(
         self,

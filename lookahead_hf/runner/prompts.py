@@ -1,8 +1,7 @@
-"""The prompts of a batch, read without the padding between them where that saves much."""
+"""The prompts of a batch, read without the padding between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,6 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache import hf_layers
-
-MOST_AT_ONCE = 2048
-"""Most tokens of one forward, which bounds the memory for its hidden states and masks."""
-
-LEAST_SAVED = 0.1
-"""Share of padding from which leaving it out pays. Below, the prompts are read as plain does."""
 
 
 def attended_columns(
@@ -47,7 +40,7 @@ def may_leave_padding(
     the prompt is read.
     """
     cache: Any = model_kwargs.get("past_key_values")
-    if attended.mean() > 1 - LEAST_SAVED or not attended[:, -1].all():
+    if attended.all() or not attended[:, -1].all():
         return False  # where a row ends with a pad, plain goes on from that
     if generation_config.return_dict_in_generate or compat.is_users_cache(cache):
         return False
@@ -60,33 +53,3 @@ def may_leave_padding(
     windows = [hf_layers.window(layer) for layer in cache.layers]
     shares = getattr(compat.text_config(model), "num_kv_shared_layers", None)
     return not shares and all(each is None or each >= attended.shape[1] for each in windows)
-
-
-def read(
-    tokens: Sequence[np.ndarray], run: Callable[[list[np.ndarray]], torch.Tensor]
-) -> torch.Tensor:
-    """Feed prompts in flat blocks of bounded size; return the logits after them, [rows, 1, vocab].
-
-    Args:
-        tokens: Attended tokens of every row, [tokens] int64 each; every row has some.
-        run: Feeds pieces of the rows, [tokens] each, and returns logits after the last token of
-            each, [rows, 1, vocab].
-    """
-    after: list[torch.Tensor | None] = [None] * len(tokens)
-    for pieces in _blocks(tokens):
-        logits = run(pieces)
-        for row, piece in enumerate(pieces):
-            if len(piece):
-                after[row] = logits[row]
-    return torch.stack([each for each in after if each is not None])
-
-
-def _blocks(tokens: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Cut the rows, one after another, into blocks of `MOST_AT_ONCE` tokens."""
-    ends = np.cumsum([len(each) for each in tokens])
-    for first in range(0, int(ends[-1]), MOST_AT_ONCE):
-        begins = first - (ends - [len(each) for each in tokens])
-        yield [
-            each[max(begin, 0) : max(begin + MOST_AT_ONCE, 0)]
-            for each, begin in zip(tokens, begins.tolist(), strict=True)
-        ]

@@ -9,7 +9,6 @@ import torch
 from transformers import DynamicCache
 
 import lookahead_hf
-from lookahead_hf.runner import prompts
 from tests.helpers import multimodal
 from tests.helpers.compared import compared
 from tests.helpers.models import tiny
@@ -39,13 +38,9 @@ def texts(model: Any, **kwargs: Any) -> tuple[Any, Any, lookahead_hf.Speculative
     return plain, ours, stats
 
 
-@pytest.mark.parametrize("at_once", [9, 2048])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "mixtral"])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_only_tokens_of_live_rows_are_fed(
-    name: str, at_once: int, do_sample: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompts, "MOST_AT_ONCE", at_once)
+def test_only_tokens_of_live_rows_are_fed(name: str, do_sample: bool) -> None:
     model = tiny(name)
     with lookahead_hf.enabled(model):
         plain, ours, stats = texts(model, **batch(), do_sample=do_sample, eos_token_id=[7, 8, 9])
@@ -89,6 +84,6 @@ def test_pictures_beside_padding_are_seen() -> None:
     """The tokens of a picture do not show it: such prompts are read with all their arguments."""
     model = multimodal.build("llava")
     given = multimodal.call(model, (1, 2), (7, 9))
-    assert (given["attention_mask"] == 0).float().mean() > prompts.LEAST_SAVED
+    assert (given["attention_mask"] == 0).any()
     settings = {"max_new_tokens": 16, "do_sample": False}
     compared(model, lambda: {**given, **settings}, given["input_ids"].shape[1])
