@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lookahead_hf.cli.loading import load_tokenizer, text_of
+from lookahead_hf.cli.loading import load_tokenizer
 from lookahead_hf.cli.parsing import Arguments, as_written, command
+from lookahead_hf.cli.records import text_of
 from lookahead_hf.cli.screen import CommandError, Screen
 
 if TYPE_CHECKING:

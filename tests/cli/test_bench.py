@@ -56,9 +56,9 @@ def test_without_a_file_the_demos_prompts_are_taken(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("nothing.txt", None, "could not be read: No such file"),
+        ("nothing.txt", None, "cannot be read (No such file"),
         ("empty.txt", "\n\n", "no prompt"),
-        ("broken.jsonl", "{", "could not be read"),
+        ("broken.jsonl", "{", "line 1: this is not JSON"),
         ("other.jsonl", '{"text": "a"}', "line 1: no field 'prompt', only text"),
         ("number.jsonl", "5", "line 1: no field 'prompt', only a int"),
     ],

@@ -14,7 +14,6 @@ import pytest
 from lookahead_hf.cli import main
 from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
-from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
 from tests.helpers.tiny_chat import stage_on
 
@@ -59,7 +58,7 @@ def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
     before: list[int] = []
     for turn in TURNS:
         messages.append({"role": "user", "content": turn})
-        inputs = encode_chat(stage.model, stage.tokenizer, messages)
+        inputs = stage.encode(messages)
         expected = stage.model.generate(**inputs, **stage.generation, speculative=False)
         prompt = inputs["input_ids"][0].tolist()
         fed.clear()
