@@ -61,10 +61,10 @@ def _read_prompts(arguments: Arguments) -> dict[str, list[str]]:
     file, limit = arguments.prompts, arguments.limit
     if file is None:
         return {name: [text] for name, text in [*PROMPTS.items()][:limit]}
-    texts = [line for _, line in read_lines(file)]
+    lines = read_lines(file)
     if file.suffix == ".jsonl":
-        records = [text_of(line, arguments.field, place) for place, line in read_lines(file)]
-        texts = [text for text in records if text.strip()]
+        lines = [(place, text_of(line, arguments.field, place)) for place, line in lines]
+    texts = [text for _, text in lines if text.strip()]
     if not texts:
         raise CommandError(f"There is no prompt in {file}.")
     return {file.name: texts[:limit]}

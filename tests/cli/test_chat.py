@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf.cli import main
 from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.screen import JsonScreen
+from tests.helpers.commands import Run
 from tests.helpers.tiny_chat import stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
@@ -93,15 +93,12 @@ def test_a_cache_that_cannot_be_shortened_is_made_anew(
 
 @pytest.mark.parametrize("plain", [[], ["--plain"]])
 def test_json_has_a_line_per_turn(
-    plain: list[str],
-    folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    plain: list[str], folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     say(monkeypatch, "", "abc", "  ", "abcd", "")
-    assert main(["chat", "--model", folder, "--new-tokens", "16", "--json", *plain]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    shown = run("chat", "--model", folder, "--new-tokens", "16", "--json", *plain)
+    first, second = map(json.loads, shown.out.splitlines())
     assert (first["prompt"], first["cached_tokens"]) == ("abc", 0)
     assert second["cached_tokens"] > 4
     if plain:
@@ -111,11 +108,10 @@ def test_json_has_a_line_per_turn(
 
 
 def test_on_a_terminal_an_empty_line_ends(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     say(monkeypatch, "", "abc")
-    assert main(["chat", "--model", folder]) == 0
-    shown = capsys.readouterr()
+    shown = run("chat", "--model", folder)
     assert shown.out == "" and "An empty line or Ctrl-D ends.\n" in shown.err
