@@ -31,10 +31,16 @@ def open_model(arguments: Arguments, screen: Screen) -> tuple[Any, Any]:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     model, tokenizer = load(model_name(arguments, screen), "--model", arguments, screen)
-    lookahead_hf.enable(model)
+    warm_up(screen, lookahead_hf.enable(model))
+    return model, tokenizer
+
+
+def warm_up(screen: Screen, model: Any) -> None:
+    """Warm an enabled model up."""
+    import lookahead_hf
+
     with screen.task("warming up: compiling (once per installation) and measuring"):
         lookahead_hf.warm_up(model)
-    return model, tokenizer
 
 
 def model_name(arguments: Arguments, screen: Screen) -> str:
