@@ -122,7 +122,7 @@ def _analyse(
     texts = _texts(stage, prompted, arguments.references)
     if not texts:
         raise CommandError("All outputs have fewer than two tokens: there is nothing to speed up.")
-    with stage.screen.task("replaying", len(SETTINGS) * len(texts), "replays") as report:
+    with stage.screen.task("replaying", len(SETTINGS) * len(texts)) as report:
         trace(probes, costs, OUR_TOKENS, lambda done: None)
         trace(texts, costs, arguments.new_tokens, report)
     for traced in texts:
@@ -142,7 +142,7 @@ def _costs(
     if curve is not None:
         return {each: Costs(plain_step=1.0, steps=curve) for each in by_class}, []
     costs, probes = {}, []
-    with stage.screen.task("measuring the costs of steps", len(by_class), "lengths") as report:
+    with stage.screen.task("measuring the costs of steps", len(by_class)) as report:
         for done, (each, members) in enumerate(by_class.items(), 1):
             sample, inputs = members[len(members) // 2]
             costs[each], call = measure(stage.model, inputs)
@@ -155,7 +155,7 @@ def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
     """The texts to replay: the file's outputs, or what the model writes speculatively."""
     limit, texts = stage.generation["max_new_tokens"], []
     label = "reading the outputs" if references else "generating"
-    with stage.screen.task(label, len(prompted), "prompts") as report:
+    with stage.screen.task(label, len(prompted)) as report:
         for done, (sample, inputs) in enumerate(prompted, 1):
             if references:
                 ids = stage.tokenizer(sample.output, add_special_tokens=False)["input_ids"]

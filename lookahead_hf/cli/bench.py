@@ -85,7 +85,7 @@ def _measure(stage: Stage, prompts: dict[str, list[str]], rounds: int, size: int
     label, total = f"measuring ({len(ways)} calls per batch and round)", rounds * len(batches)
     runs: list[Run] = []
     try:
-        with stage.screen.task(label, total, "batches") as report:
+        with stage.screen.task(label, total) as report:
             measured = measure(
                 stage.model, batches, ways, stage.generation, rounds, stage.seed or 0
             )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 Report = Callable[[int], None]
-"""Takes how much of a task is done, in the unit of its total."""
+"""Takes how much of a task is done."""
 
 PIPE_WIDTH = 200
 """Columns of a table in a pipe or a file, where no terminal limits them."""
@@ -93,8 +93,10 @@ class Screen:
         """Write what a program reads instead of text; people see nothing of it."""
 
     @contextmanager
-    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
-        """Show that a task is under way and, with a `total` of a `unit`, how much of it is done."""
+    def task(
+        self, label: str, total: int | None = None, in_bytes: bool = False
+    ) -> Iterator[Report]:
+        """Show that a task is under way and, with a `total`, how much of it is done."""
         from rich import progress
 
         if not self._err.is_terminal:
@@ -103,9 +105,8 @@ class Screen:
             return
         columns: list[Any] = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
         if total is not None:
-            is_size = unit == "bytes"
             columns.append(progress.BarColumn())
-            columns.append(progress.DownloadColumn() if is_size else progress.MofNCompleteColumn())
+            columns.append(progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn())
         with progress.Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=done)
