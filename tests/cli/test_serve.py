@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
-import urllib.request
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +13,7 @@ from lookahead_hf.cli import main
 from lookahead_hf.cli.serve import NEEDS
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.commands import Run
-from tests.helpers.served import free_port, running, wait_for
+from tests.helpers.served import free_port, running
 
 
 def _server_packages() -> Any:
@@ -36,23 +34,16 @@ def test_the_command_serves_a_model_with_its_options(
     def ask(server: Any) -> None:
         """In place of waiting for requests: make one."""
         monkeypatch.setattr(uvicorn.Server, "run", wait)
-        body = {"model": folder, "prompt": "abc", "max_tokens": 30, "temperature": 0}
-        with running(server):
-            wait_for(port)
-            call = urllib.request.Request(
-                f"http://localhost:{port}/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(call, timeout=60) as answer:
-                answers.append(json.load(answer))
+        asked: dict[str, Any] = {"prompt": "abc", "max_tokens": 30, "temperature": 0}
+        with running(server, port) as client:
+            answers.append(client.completions.create(model=folder, **asked))
 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
     monkeypatch.setattr("lookahead_hf.warm_up", lambda model: None)
     ours = ["--pool", "pool.safetensors", "--config", '{"budget": 6}']
     theirs = ["--port", str(port), "--host", "localhost", "--device", "cpu"]
     run("serve", *ours, *theirs, folder)
-    counts = answers[0]["metrics"]["speculative_decoding"]
+    counts = answers[0].metrics["speculative_decoding"]
     assert counts["num_accepted_draft_tokens"] > 0
     assert len(counts["acceptance_histogram"]) <= 7
 
