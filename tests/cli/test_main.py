@@ -111,7 +111,7 @@ def test_an_empty_prompt_is_one_message(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal)
     message = run("generate", code=1).err
     assert "prompt is empty" in message and ("Type the prompt" in message) is is_terminal
 
