@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -18,13 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted.
     """
-    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"lookahead-hf: the command line needs {' and '.join(missing)}; install what is "
-            'missing with: pip install "lookahead-hf[cli]"',
-            file=sys.stderr,
-        )
+    from lookahead_hf.cli.screen import CommandError, check_installed
+
+    try:
+        check_installed("The command line", ("click", "rich"), "cli")
+    except CommandError as error:
+        print(f"lookahead-hf: {error}", file=sys.stderr)
         return 1
     from lookahead_hf.cli.commands import run
 

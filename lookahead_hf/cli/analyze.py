@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +20,7 @@ from lookahead_hf.cli.analysis.costs import (
 )
 from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
 from lookahead_hf.cli.comparison import Stage
-from lookahead_hf.cli.loading import encode_chat, load_tokenizer, open_model
+from lookahead_hf.cli.loading import load_tokenizer, model_name, open_model
 from lookahead_hf.cli.measuring import Call
 from lookahead_hf.cli.parsing import (
     DTYPE,
@@ -31,7 +30,6 @@ from lookahead_hf.cli.parsing import (
     command,
     model_options,
 )
-from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
 
 if TYPE_CHECKING:
@@ -100,15 +98,12 @@ def _read(arguments: Arguments) -> list[Sample]:
 
 def _open(arguments: Arguments, screen: Screen) -> Stage:
     """The model, or None where costs are given, and its tokenizer."""
-    model = None
     if arguments.costs is None:
-        model, tokenizer = open_model(
-            arguments.model, arguments.dtype, screen, arguments.threads, arguments.device
-        )
+        model, tokenizer = open_model(arguments, screen)
     else:
         from lookahead_hf.drafting.session import compile_or_warn
 
-        tokenizer = load_tokenizer(arguments.model or str(ensure_demo_model(screen)), "--model")
+        model, tokenizer = None, load_tokenizer(model_name(arguments, screen), "--model")
         with screen.task("compiling (once per installation)"):
             compile_or_warn()
     return Stage(model, tokenizer, {"max_new_tokens": arguments.new_tokens}, screen)
@@ -120,16 +115,14 @@ def _analyse(
     """The texts with the steps that they take, and the costs by length of the prompt."""
     from lookahead_hf.cli.analysis.estimate import SETTINGS, shortfall, trace
 
-    model = stage.model or SimpleNamespace(device="cpu")
     prompted: Prompted = [
-        (each, encode_chat(model, stage.tokenizer, list(each.messages)) | {"do_sample": False})
-        for each in samples
+        (each, stage.encode(each.messages) | {"do_sample": False}) for each in samples
     ]
     costs, probes = _costs(stage, prompted, arguments.costs)
     texts = _texts(stage, prompted, arguments.references)
     if not texts:
         raise CommandError("All outputs have fewer than two tokens: there is nothing to speed up.")
-    with stage.screen.task("replaying", len(SETTINGS) * len(texts), "replays") as report:
+    with stage.screen.task("replaying", len(SETTINGS) * len(texts)) as report:
         trace(probes, costs, OUR_TOKENS, lambda done: None)
         trace(texts, costs, arguments.new_tokens, report)
     for traced in texts:
@@ -149,7 +142,7 @@ def _costs(
     if curve is not None:
         return {each: Costs(plain_step=1.0, steps=curve) for each in by_class}, []
     costs, probes = {}, []
-    with stage.screen.task("measuring the costs of steps", len(by_class), "lengths") as report:
+    with stage.screen.task("measuring the costs of steps", len(by_class)) as report:
         for done, (each, members) in enumerate(by_class.items(), 1):
             sample, inputs = members[len(members) // 2]
             costs[each], call = measure(stage.model, inputs)
@@ -162,7 +155,7 @@ def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
     """The texts to replay: the file's outputs, or what the model writes speculatively."""
     limit, texts = stage.generation["max_new_tokens"], []
     label = "reading the outputs" if references else "generating"
-    with stage.screen.task(label, len(prompted), "prompts") as report:
+    with stage.screen.task(label, len(prompted)) as report:
         for done, (sample, inputs) in enumerate(prompted, 1):
             if references:
                 ids = stage.tokenizer(sample.output, add_special_tokens=False)["input_ids"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ from lookahead_hf.cli import env
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.generate import open_stage
-from lookahead_hf.cli.loading import encode_chat, text_of, user
 from lookahead_hf.cli.measuring import OURS, Batch, Run, measure, systems
 from lookahead_hf.cli.parsing import BATCH_SIZE, POSITIVE, Arguments, command, generation_options
+from lookahead_hf.cli.records import read_lines, text_of
 from lookahead_hf.cli.screen import CommandError, Screen
 from lookahead_hf.cli.summary import Line, summarize
 
@@ -58,44 +56,36 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     _show(lines, about, screen)
 
 
-def _read_prompts(arguments: Arguments) -> list[tuple[str, str]]:
-    """Name and text of each prompt."""
-    file, named = arguments.prompts, list(PROMPTS.items())
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-            if file.suffix == ".jsonl":
-                numbered = [(at, line) for at, line in enumerate(lines, 1) if line.strip()]
-                lines = [text_of(line, arguments.field, f"line {at}") for at, line in numbered]
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CommandError(f"{file} could not be read: {reason}") from error
-        named = [(file.name, text) for text in lines if text.strip()]
-    if not named:
+def _read_prompts(arguments: Arguments) -> dict[str, list[str]]:
+    """The prompts by family: those of a file are one family, and each of the demo's is its own."""
+    file, limit = arguments.prompts, arguments.limit
+    if file is None:
+        return {name: [text] for name, text in [*PROMPTS.items()][:limit]}
+    lines = read_lines(file)
+    if file.suffix == ".jsonl":
+        lines = [(place, text_of(line, arguments.field, place)) for place, line in lines]
+    texts = [text for _, text in lines if text.strip()]
+    if not texts:
         raise CommandError(f"There is no prompt in {file}.")
-    return named[: arguments.limit]
+    return {file.name: texts[:limit]}
 
 
-def _batches(stage: Stage, prompts: list[tuple[str, str]], size: int) -> Iterator[Batch]:
+def _batches(stage: Stage, prompts: dict[str, list[str]], size: int) -> Iterator[Batch]:
     """Batches of prompts of one family."""
-    at = 0
-    for name, family in groupby(prompts, itemgetter(0)):
-        texts = [text for _, text in family]
-        for start in range(0, len(texts), size):
-            chosen = texts[start : start + size]
-            inputs = encode_chat(stage.model, stage.tokenizer, *map(user, chosen))
-            yield Batch(name, tuple(range(at, at + len(chosen))), inputs)
-            at += len(chosen)
+    for name, texts in prompts.items():
+        for at in range(0, len(texts), size):
+            chosen = texts[at : at + size]
+            yield Batch(name, tuple(range(at, at + len(chosen))), stage.encode(*chosen))
 
 
-def _measure(stage: Stage, prompts: list[tuple[str, str]], rounds: int, size: int) -> list[Run]:
+def _measure(stage: Stage, prompts: dict[str, list[str]], rounds: int, size: int) -> list[Run]:
     """Time every batch in every round; an interrupt returns the runs so far."""
     batches = list(_batches(stage, prompts, size))
     ways = {**systems(size), OURS: stage.drafting}
     label, total = f"measuring ({len(ways)} calls per batch and round)", rounds * len(batches)
     runs: list[Run] = []
     try:
-        with stage.screen.task(label, total, "batches") as report:
+        with stage.screen.task(label, total) as report:
             measured = measure(
                 stage.model, batches, ways, stage.generation, rounds, stage.seed or 0
             )

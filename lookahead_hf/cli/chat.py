@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
+from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative, user
 from lookahead_hf.cli.generate import as_data, open_stage
-from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.measuring import Call
 from lookahead_hf.cli.near_ties import first_difference
 from lookahead_hf.cli.parsing import Arguments, command, generation_options
@@ -51,8 +50,8 @@ class Conversation:
     def answer(self, message: str) -> tuple[Call, int]:
         """Generate the answer to a message; return it and how many prompt tokens were cached."""
         stage = self._stage
-        self._messages.append({"role": "user", "content": message})
-        inputs = encode_chat(stage.model, stage.tokenizer, self._messages)
+        self._messages += user(message)
+        inputs = stage.encode(self._messages)
         prompt = inputs["input_ids"][0].tolist()
         known = self._keep_prefix(prompt)
         inputs["past_key_values"] = self._cache

@@ -11,6 +11,14 @@ from lookahead_hf.cli.measuring import Call, timed_call
 from lookahead_hf.cli.screen import Screen
 from lookahead_hf.config import DEFAULT_DRAFTERS, SpeculativeConfig
 
+Messages = Sequence[dict[str, str]]
+"""A conversation, each message with its role and its content."""
+
+
+def user(text: str) -> list[dict[str, str]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -31,6 +39,29 @@ class Stage:
     def config(self) -> SpeculativeConfig:
         """How to speculate."""
         return self.drafting.get("speculative") or SpeculativeConfig()
+
+    def encode(self, *chats: str | Messages) -> dict[str, Any]:
+        """Encode questions or conversations as arguments of `generate`.
+
+        Returns:
+            Ids and mask, [rows, columns], and the pad token.
+        """
+        tokenizer = self.tokenizer
+        conversations = [user(chat) if isinstance(chat, str) else list(chat) for chat in chats]
+        is_chat = bool(tokenizer.chat_template)
+        if is_chat:
+            texts = tokenizer.apply_chat_template(
+                conversations, add_generation_prompt=True, tokenize=False
+            )
+        else:
+            texts = ["\n\n".join(message["content"] for message in each) for each in conversations]
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        padding = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
+        inputs = tokenizer(texts, return_tensors="pt", add_special_tokens=not is_chat, **padding)
+        device = "cpu" if self.model is None else self.model.device
+        chosen = {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+        return {**chosen, "pad_token_id": tokenizer.pad_token_id}
 
 
 def run_plain(stage: Stage, inputs: dict[str, Any]) -> Call:

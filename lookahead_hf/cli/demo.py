@@ -9,7 +9,6 @@ import click
 from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
 from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.generate import open_stage
-from lookahead_hf.cli.loading import encode_chat, user
 from lookahead_hf.cli.near_ties import MOST_ULPS, Parting, describe, find_partings
 from lookahead_hf.cli.parsing import (
     BATCH_SIZE,
@@ -90,7 +89,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
 def _show_prompts(stage: Stage, title: str, prompts: tuple[str, ...]) -> Outcome:
     """Generate from prompts that share a call, plainly and speculatively, and compare."""
     screen = stage.screen
-    inputs = encode_chat(stage.model, stage.tokenizer, *map(user, prompts))
+    inputs = stage.encode(*prompts)
     length = inputs["input_ids"].shape[1]
     screen.line(f"\n=== {stage.dtype}, {title} ({length} prompt tokens) ===", "bold")
     screen.line("\n--- plain generate", "bold")

@@ -82,6 +82,7 @@ def machine(model: Any) -> dict[str, Any]:
     """The facts that a reader needs to judge speeds measured with a model."""
     import torch
 
+    installed = versions()
     gpu = torch.cuda.get_device_name() if model.device.type == "cuda" else None
     return {
         "device": gpu or cpu_name(),
@@ -91,7 +92,7 @@ def machine(model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "model": Path(model.config.name_or_path).name,
         "parameters": model.num_parameters(),
-        **{name: versions()[name] for name in ("torch", "transformers", "lookahead-hf")},
+        **{name: installed[name] for name in ("torch", "transformers", "lookahead-hf")},
     }
 
 

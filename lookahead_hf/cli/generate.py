@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lookahead_hf.cli.comparison import Stage, run_plain, run_speculative
-from lookahead_hf.cli.loading import encode_chat, load, open_model, user
+from lookahead_hf.cli.loading import load, open_model
 from lookahead_hf.cli.measuring import Call
 from lookahead_hf.cli.parsing import (
     BATCH_SIZE,
@@ -46,7 +46,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     run = run_plain if arguments.plain else run_speculative
     for at in range(0, len(prompts), arguments.batch_size):
         batch = prompts[at : at + arguments.batch_size]
-        call = run(stage, encode_chat(stage.model, stage.tokenizer, *map(user, batch)))
+        call = run(stage, stage.encode(*batch))
         for row, prompt in enumerate(batch):
             screen.result({"prompt": prompt, **as_data(call, stage.tokenizer, row)})
         screen.note(f"\n{call.num_tokens} tokens, {call.speed:.1f} tokens/s", "dim")
@@ -72,14 +72,13 @@ def read_prompt(given: str | None) -> str:
 
 def open_stage(arguments: Arguments, screen: Screen) -> Stage:
     """Open the model and the assistant that a command's options name."""
-    dtype, device = arguments.dtype, arguments.device
     config = with_pool(arguments.config, arguments.pool)  # a bad file fails before the model loads
-    model, tokenizer = open_model(arguments.model, dtype, screen, arguments.threads, device)
+    model, tokenizer = open_model(arguments, screen)
     drafting = {"speculative": config, "speculative_tokenizer": tokenizer}
     if arguments.prediction:
         drafting["prediction"] = arguments.prediction.read_text(encoding="utf-8")
     if name := arguments.assistant:
-        assistant, its_tokenizer = load(name, dtype, screen, device, "--assistant")
+        assistant, its_tokenizer = load(name, "--assistant", arguments, screen)
         drafting |= {"assistant_model": assistant, "assistant_tokenizer": its_tokenizer}
     generation = generation_arguments(arguments)
     return Stage(model, tokenizer, generation, screen, drafting, arguments.seed)

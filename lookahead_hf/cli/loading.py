@@ -1,13 +1,13 @@
-"""Load the models of a command and encode its prompts."""
+"""Load the models of a command."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lookahead_hf.cli.parsing import Arguments
 from lookahead_hf.cli.real_model import ensure_demo_model
 from lookahead_hf.cli.screen import CommandError, Screen
 
@@ -18,21 +18,8 @@ HUB_TIMEOUT = 5.0
 """Seconds in which the hub has to answer."""
 
 
-def open_model(
-    name: str | None,
-    dtype: str,
-    screen: Screen,
-    threads: int | None = None,
-    device: str | None = None,
-) -> tuple[Any, Any]:
-    """Load a model and its tokenizer; enable the model and warm it up.
-
-    Args:
-        name: A folder or a name of the Hugging Face hub; None takes the demo's model.
-        dtype: A torch dtype by name, "float32" or "bfloat16".
-        screen: Where progress is shown.
-        threads: Torch's threads; None leaves the number to torch.
-        device: A torch device by name; None takes a GPU if there is one.
+def open_model(arguments: Arguments, screen: Screen) -> tuple[Any, Any]:
+    """Load the model that `model_options` name, and its tokenizer; enable it and warm it up.
 
     Raises:
         CommandError: The model cannot be loaded, or the device cannot be used.
@@ -41,23 +28,33 @@ def open_model(
 
     import lookahead_hf
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model, tokenizer = load(name or str(ensure_demo_model(screen)), dtype, screen, device)
-    lookahead_hf.enable(model)
-    with screen.task("warming up: compiling (once per installation) and measuring"):
-        lookahead_hf.warm_up(model)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    model, tokenizer = load(model_name(arguments, screen), "--model", arguments, screen)
+    warm_up(screen, lookahead_hf.enable(model))
     return model, tokenizer
 
 
-def load(
-    name: str, dtype: str, screen: Screen, device: str | None = None, option: str = "--model"
-) -> tuple[Any, Any]:
+def warm_up(screen: Screen, model: Any) -> None:
+    """Warm an enabled model up."""
+    import lookahead_hf
+
+    with screen.task("warming up: compiling (once per installation) and measuring"):
+        lookahead_hf.warm_up(model)
+
+
+def model_name(arguments: Arguments, screen: Screen) -> str:
+    """The model that `--model` names, or the folder of the demo's."""
+    return arguments.model or str(ensure_demo_model(screen))
+
+
+def load(name: str, option: str, arguments: Arguments, screen: Screen) -> tuple[Any, Any]:
     """Load a model and its tokenizer; `option` is the option that names them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    dtype, device = arguments.dtype, arguments.device
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
@@ -65,12 +62,13 @@ def load(
         reason = str(error).partition("\n")[0]
         raise CommandError(f"--device {device} cannot be used here, take cpu: {reason}") from error
     logging.disable_progress_bar()
-    with screen.task(f"loading {name} in {dtype}"), _explained(name, option):
+    with screen.task(f"loading {name} in {dtype}"):
         source = {"local_files_only": not reaches_hub(name)}
         with _explained(name, option, "the tokenizer of "):
             tokenizer = AutoTokenizer.from_pretrained(name, **source)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **source)
-        return model.to(device).eval(), tokenizer
+        with _explained(name, option):
+            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **source)
+            return loaded.to(device).eval(), tokenizer
 
 
 def load_tokenizer(name: str, option: str) -> Any:
@@ -119,8 +117,6 @@ def _explained(name: str, option: str, part: str = "") -> Iterator[None]:
     """Turn whatever loading raises into one sentence that says what to do."""
     try:
         yield
-    except CommandError:
-        raise
     except Exception as error:  # a damaged file or a missing package may raise anything
         if is_out_of_memory(error):
             raise
@@ -142,51 +138,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     # For the host's memory, torch raises a RuntimeError that only its message tells apart.
     is_host = "can't allocate memory" in str(error)
     return is_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-def user(text: str) -> list[dict[str, str]]:
-    """A conversation of one message."""
-    return [{"role": "user", "content": text}]
-
-
-def encode_chat(
-    model: Any, tokenizer: Any, *conversations: Sequence[dict[str, str]]
-) -> dict[str, Any]:
-    """Encode conversations for `generate`: ids and mask, [rows, columns], and the pad token."""
-    is_chat = bool(tokenizer.chat_template)
-    if is_chat:
-        chats = list(conversations)
-        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    else:
-        texts = ["\n\n".join(message["content"] for message in each) for each in conversations]
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    padding = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
-    inputs = tokenizer(texts, return_tensors="pt", add_special_tokens=not is_chat, **padding)
-    chosen = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    return {**chosen, "pad_token_id": tokenizer.pad_token_id}
-
-
-def text_of(record: str | bytes, field: str, where: str) -> str:
-    """Return a field of a JSON record.
-
-    Args:
-        record: The JSON text of an object.
-        field: The field's name; dots lead into nested objects.
-        where: The record's place, for messages.
-
-    Raises:
-        ValueError: The record is not JSON, or it has no such field with a text.
-    """
-    try:
-        value = json.loads(record)
-    except ValueError as error:
-        raise ValueError(f"{where}: this is not JSON ({error})") from error
-    for name in field.split("."):
-        if not isinstance(value, dict) or name not in value:
-            known = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
-            raise ValueError(f"{where}: no field {name!r}, only {known}; --field names another")
-        value = value[name]
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: the field {field!r} is not a text; --field names another")
-    return value

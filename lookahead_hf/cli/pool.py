@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lookahead_hf.cli.loading import load_tokenizer, text_of
+from lookahead_hf.cli.loading import load_tokenizer
 from lookahead_hf.cli.parsing import Arguments, as_written, command
+from lookahead_hf.cli.records import text_of
 from lookahead_hf.cli.screen import CommandError, Screen
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _build(arguments: Arguments, screen: Screen) -> None:
         vocab_size=len(tokenizer),
         tokenizer_fingerprint=fingerprint(tokenizer),
     )
-    with screen.task(f"reading {len(files)} files", total) as report:
+    with screen.task(f"reading {len(files)} files", total, in_bytes=True) as report:
         done = 0
         for texts, num_bytes in chain.from_iterable(_texts(f, arguments.field) for f in files):
             for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:

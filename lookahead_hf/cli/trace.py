@@ -9,7 +9,6 @@ from itertools import groupby
 import click
 
 from lookahead_hf.cli.generate import open_stage, read_prompt
-from lookahead_hf.cli.loading import encode_chat, user
 from lookahead_hf.cli.measuring import timed_call
 from lookahead_hf.cli.parsing import NEW_FILE, Arguments, command, generation_options
 from lookahead_hf.cli.screen import Screen
@@ -36,7 +35,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     """
     prompt = read_prompt(arguments.prompt)
     stage = open_stage(arguments, screen)
-    inputs = encode_chat(stage.model, stage.tokenizer, user(prompt))
+    inputs = stage.encode(prompt)
     config = replace(stage.config, trace=True, on_fallback="error")
     drafting = {**stage.drafting, "speculative": config}
     call = timed_call(stage.model, {**inputs, **stage.generation, **drafting}, stage.seed)

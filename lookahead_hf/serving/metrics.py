@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
 from lookahead_hf.stats import SpeculativeStats
 
 PREFIX = "lookahead_hf:spec_decode_num_"
@@ -14,8 +16,6 @@ class Metrics:
     """Counts what all requests of one server drafted and accepted."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter
-
         self._registry = CollectorRegistry()
 
         def counter(name: str, what: str, *labels: str) -> Any:
@@ -40,6 +40,4 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all counters in Prometheus' text format."""
-        from prometheus_client import generate_latest
-
         return bytes(generate_latest(self._registry))

@@ -17,6 +17,8 @@ from operator import attrgetter
 from typing import Any
 
 import transformers
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from transformers import GenerationMixin
 
 import lookahead_hf
@@ -141,9 +143,6 @@ def _pass_requests_on(state: Any) -> None:
 
 
 def _add_route(app: Any, metrics: Metrics) -> None:
-    from fastapi.responses import Response
-    from prometheus_client import CONTENT_TYPE_LATEST
-
     def show() -> Any:
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 

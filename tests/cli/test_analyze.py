@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lookahead_hf.cli import main
 from lookahead_hf.cli.analysis.prompts import UNGROUPED, Sample, read_samples
 from lookahead_hf.cli.screen import CommandError
+from tests.helpers.commands import Run
 
 COPY = {
     "group": "copy",
@@ -21,23 +21,17 @@ NEW = {"group": "new", "prompt": "abc", "output": "ZYXWVUTSRQPONMLKJIHG"}
 FLAT = ["--references", "--costs", "0:1,64:1"]
 
 
-def written(path: Path, *records: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def result_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["analyze", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def written(file: str, *records: dict[str, Any]) -> str:
+    Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
 
 
 def test_outputs_are_replayed_without_the_model(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("lookahead_hf.cli.analyze.open_model")
-    file = written(tmp_path / "log.jsonl", COPY, NEW, {**NEW, "output": None})
-    found = result_of([file, "--model", folder, *FLAT], capsys)
+    file = written("log.jsonl", COPY, NEW, {**NEW, "output": None})
+    found = run("analyze", file, "--model", folder, *FLAT, "--json").result
     copy, new = found["groups"]
     assert (copy["group"], copy["texts"], new["group"], new["texts"]) == ("copy", 1, "new", 1)
     assert copy["output_tokens"] == 23  # bytes, and the end of the text
@@ -56,11 +50,9 @@ def test_outputs_are_replayed_without_the_model(
     assert found["about"]["machine"] is None
 
 
-def test_a_pool_that_learns_is_advised_where_texts_repeat_each_other(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = written(tmp_path / "log.jsonl", *[NEW] * 6)
-    (group,) = result_of([file, "--model", folder, *FLAT], capsys)["groups"]
+def test_a_pool_that_learns_is_advised_where_texts_repeat_each_other(folder: str, run: Run) -> None:
+    file = written("log.jsonl", *[NEW] * 6)
+    (group,) = run("analyze", file, "--model", folder, *FLAT, "--json").result["groups"]
     assert group["repeats"]["earlier texts"] > 0.5
     assert group["best"] == "learning pool"
     assert group["use"].endswith('drafters=("ngram", "recycling", "pool"), learn=True)')
@@ -68,12 +60,9 @@ def test_a_pool_that_learns_is_advised_where_texts_repeat_each_other(
 
 
 @pytest.mark.parametrize("more", [[], ["--references"]])
-def test_costs_are_measured_on_the_model(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
-    file, page = written(tmp_path / "log.jsonl", COPY, COPY, NEW), tmp_path / "report.html"
-    words = [file, "--model", folder, "--new-tokens", "16", "--html", str(page), *more]
-    found = result_of(words, capsys)
+def test_costs_are_measured_on_the_model(folder: str, run: Run, more: list[str]) -> None:
+    words = [written("log.jsonl", COPY, COPY, NEW), "--model", folder, "--new-tokens", "16", *more]
+    found = run("analyze", *words, "--html", "report.html", "--json").result
     copy, new = found["groups"]
     assert (copy["texts"], new["texts"]) == (2, 1)
     assert copy["recycles"] and 1 < copy["output_tokens"] <= 16
@@ -82,25 +71,19 @@ def test_costs_are_measured_on_the_model(
         ratio = each["tokens_per_second"] / copy["plain_tokens_per_second"]
         assert ratio == pytest.approx(each["speed_up"])
     assert found["about"]["machine"]["dtype"] == "float32"
-    html = page.read_text()
+    html = Path("report.html").read_text()
     assert "copy: " in html and "speculative=" in html
     assert "src=" not in html and "href=" not in html
 
 
-def test_a_page_that_cannot_be_written_is_told_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, page = written(tmp_path / "log.jsonl", COPY), tmp_path / "nowhere" / "report.html"
-    assert main(["analyze", file, "--model", "./nothing", "--html", str(page)]) == 2
-    assert "No such file" in capsys.readouterr().err
+def test_a_page_that_cannot_be_written_is_told_first(run: Run) -> None:
+    words = [written("log.jsonl", COPY), "--model", "./nothing", "--html", "nowhere/report.html"]
+    assert "No such file" in run("analyze", *words, code=2).err
 
 
-def test_a_report_for_people(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = written(tmp_path / "my log.jsonl", COPY)
-    assert main(["analyze", file, "--model", folder, *FLAT]) == 0
-    shown = capsys.readouterr()
+def test_a_report_for_people(folder: str, run: Run) -> None:
+    file = written("my log.jsonl", COPY)
+    shown = run("analyze", file, "--model", folder, *FLAT)
     assert "83% repeat the prompt" in shown.out
     assert "speculative=SpeculativeConfig()" in shown.out
     assert f"lookahead-hf bench --model {folder}" in shown.out and f"'{file}'" in shown.out
@@ -126,34 +109,28 @@ def test_a_report_for_people(
     ],
 )
 def test_what_cannot_be_analysed_is_one_message(
-    name: str,
-    content: str | None,
-    more: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, content: str | None, more: list[str], message: str, run: Run
 ) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
-    assert main(["analyze", str(tmp_path / name), *more]) == (2 if "pairs" in message else 1)
-    assert message in capsys.readouterr().err
+        Path(name).write_text(content)
+    assert message in run("analyze", name, *more, code=2 if "pairs" in message else 1).err
 
 
 def asked_in(file: Path, limit: int) -> list[str]:
     return [sample.messages[0]["content"] for sample in read_samples(file, limit)]
 
 
-def test_prompts_are_read_in_all_their_forms(tmp_path: Path) -> None:
+def test_prompts_are_read_in_all_their_forms() -> None:
     asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    file = tmp_path / "log.jsonl"
-    written(file, {"messages": [asked, answered]}, {"messages": [asked], "family": 5})
+    file, lines = Path("log.jsonl"), Path("lines")
+    written("log.jsonl", {"messages": [asked, answered]}, {"messages": [asked], "family": 5})
     assert read_samples(file, 9) == [
         Sample(UNGROUPED, (asked,), "b", is_conversation=True),
         Sample("5", (asked,), is_conversation=True),
     ]
-    (tmp_path / "lines").write_text("a\n \nb\n")
-    assert asked_in(tmp_path / "lines", 9) == ["a", "b"]
-    written(file, *[{"prompt": str(number), "group": number % 2} for number in range(20)])
+    lines.write_text("a\n \nb\n")
+    assert asked_in(lines, 9) == ["a", "b"]
+    written("log.jsonl", *[{"prompt": str(number), "group": number % 2} for number in range(20)])
     taken = asked_in(file, 3)
     assert taken == ["0", "1", "6", "7", "12", "13"]  # three of each group, over the whole file
     with pytest.raises(CommandError, match="UTF-8"):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lookahead_hf.cli import main, measuring
+from lookahead_hf.cli import measuring
+from tests.helpers.commands import Run
 from tests.helpers.tiny_chat import DRAFTING
 
 SYSTEMS = ["plain", "HF prompt lookup", "speculative"]
@@ -18,14 +19,10 @@ def words(folder: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_lines_of_a_file_are_prompts(
-    size: int, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.txt").write_text("abc abc abc\n\nabcd\nleft out\n")
-    more = ["--prompts", str(tmp_path / "mine.txt"), "--limit", "2", "--json"]
-    more += ["--config", json.dumps(DRAFTING), "--batch-size", str(size)]
-    assert main(words(folder, *more)) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_lines_of_a_file_are_prompts(size: int, folder: str, run: Run) -> None:
+    Path("mine.txt").write_text("abc abc abc\n\nabcd\nleft out\n")
+    more = ["--config", json.dumps(DRAFTING), "--batch-size", str(size)]
+    found = run(*words(folder, "--prompts", "mine.txt", "--limit", "2", "--json", *more)).result
     assert found["about"]["dtype"] == "float32"
     assert [line["system"] for line in found["lines"]] == (SYSTEMS if size == 1 else SYSTEMS[::2])
     plain, *_, ours = found["lines"]
@@ -34,21 +31,14 @@ def test_lines_of_a_file_are_prompts(
     assert ours["identical"] == 1.0 and ours["tokens_per_step"] > 1.0
 
 
-def test_records_are_prompts(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_are_prompts(folder: str, run: Run) -> None:
     records = '{"asked": {"text": "abc abc"}}\n\n{"asked": {"text": "abcd"}}\n'
-    (tmp_path / "mine.jsonl").write_text(records)
-    more = ["--prompts", str(tmp_path / "mine.jsonl"), "--field", "asked.text"]
-    assert main(words(folder, *more)) == 0
-    assert "2 of 2" in capsys.readouterr().out
+    Path("mine.jsonl").write_text(records)
+    assert "2 of 2" in run(*words(folder, "--prompts", "mine.jsonl", "--field", "asked.text")).out
 
 
-def test_without_a_file_the_demos_prompts_are_taken(
-    folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words(folder)) == 0
-    shown = capsys.readouterr()
+def test_without_a_file_the_demos_prompts_are_taken(folder: str, run: Run) -> None:
+    shown = run(*words(folder))
     assert all(name in shown.out for name in ("code edit", "all", *SYSTEMS))
     assert "measuring" in shown.err
 
@@ -56,33 +46,25 @@ def test_without_a_file_the_demos_prompts_are_taken(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("nothing.txt", None, "could not be read: No such file"),
+        ("nothing.txt", None, "cannot be read (No such file"),
         ("empty.txt", "\n\n", "no prompt"),
-        ("broken.jsonl", "{", "could not be read"),
+        ("broken.jsonl", "{", "line 1: this is not JSON"),
         ("other.jsonl", '{"text": "a"}', "line 1: no field 'prompt', only text"),
         ("number.jsonl", "5", "line 1: no field 'prompt', only a int"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_one_message(
-    name: str,
-    content: str | None,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, content: str | None, message: str, run: Run
 ) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
-    assert main(["bench", "--prompts", str(tmp_path / name)]) == 1
-    assert message in capsys.readouterr().err
+        Path(name).write_text(content)
+    assert message in run("bench", "--prompts", name, code=1).err
 
 
 def test_an_interrupted_run_shows_what_there_is(
-    folder: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    (tmp_path / "mine.txt").write_text("abc abc\nabcd\n")
+    Path("mine.txt").write_text("abc abc\nabcd\n")
     whole = measuring.timed_call
     calls: list[object] = []
 
@@ -93,6 +75,5 @@ def test_an_interrupted_run_shows_what_there_is(
         return whole(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(measuring, "timed_call", interrupted)
-    assert main(words(folder, "--prompts", str(tmp_path / "mine.txt"))) == 0
-    shown = capsys.readouterr()
+    shown = run(*words(folder, "--prompts", "mine.txt"))
     assert "interrupted" in shown.err and shown.out.count("1 of 1") == 3

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from lookahead_hf.cli import main
 from lookahead_hf.cli.chat import Conversation
 from lookahead_hf.cli.comparison import Stage
-from lookahead_hf.cli.loading import encode_chat
 from lookahead_hf.cli.screen import JsonScreen
+from tests.helpers.commands import Run
 from tests.helpers.tiny_chat import stage_on
 
 TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
@@ -24,19 +23,6 @@ TURNS = ("abc abc abc", "abcd", "once more: abc abc abc")
 @pytest.fixture(scope="module")
 def stage(folder: str) -> Stage:
     return stage_on(folder, 24, JsonScreen())
-
-
-def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """Lines of a file, read by `input`."""
-    left = iter(lines)
-
-    def read() -> str:
-        try:
-            return next(left)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr(builtins, "input", read)
 
 
 @pytest.fixture
@@ -59,7 +45,7 @@ def test_each_turn_computes_what_is_new_and_says_what_a_fresh_start_says(
     before: list[int] = []
     for turn in TURNS:
         messages.append({"role": "user", "content": turn})
-        inputs = encode_chat(stage.model, stage.tokenizer, messages)
+        inputs = stage.encode(messages)
         expected = stage.model.generate(**inputs, **stage.generation, speculative=False)
         prompt = inputs["input_ids"][0].tolist()
         fed.clear()
@@ -84,25 +70,18 @@ def test_a_cache_that_cannot_be_shortened_is_made_anew(
     conversation._cached[5] = -1  # as if the template had changed what it wrote
     assert conversation.answer(TURNS[1])[1] == 5
     conversation._cached[5] = -1
-
-    def crop(count: int) -> None:
-        raise RuntimeError("a window has moved on")
-
-    monkeypatch.setattr(conversation._cache, "crop", crop)
+    moved = Mock(side_effect=RuntimeError("a window has moved on"))
+    monkeypatch.setattr(conversation._cache, "crop", moved)
     assert conversation.answer(TURNS[2])[1] == 0
 
 
 @pytest.mark.parametrize("plain", [[], ["--plain"]])
 def test_json_has_a_line_per_turn(
-    plain: list[str],
-    folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    plain: list[str], folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    say(monkeypatch, "", "abc", "  ", "abcd", "")
-    assert main(["chat", "--model", folder, "--new-tokens", "16", "--json", *plain]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\nabc\n  \nabcd\n\n"))
+    shown = run("chat", "--model", folder, "--new-tokens", "16", "--json", *plain)
+    first, second = map(json.loads, shown.out.splitlines())
     assert (first["prompt"], first["cached_tokens"]) == ("abc", 0)
     assert second["cached_tokens"] > 4
     if plain:
@@ -112,11 +91,9 @@ def test_json_has_a_line_per_turn(
 
 
 def test_on_a_terminal_an_empty_line_ends(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    say(monkeypatch, "", "abc")
-    assert main(["chat", "--model", folder]) == 0
-    shown = capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\nabc\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    shown = run("chat", "--model", folder)
     assert shown.out == "" and "An empty line or Ctrl-D ends.\n" in shown.err

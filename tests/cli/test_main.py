@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 
 import lookahead_hf
-from lookahead_hf.cli import loading, main
+from lookahead_hf.cli import loading
 from lookahead_hf.fallback import FallbackReason
-from tests.helpers.tiny_chat import save_tiny_chat
+from tests.helpers.commands import Run
 
 COMMANDS = ("demo", "generate", "trace", "chat", "bench", "pool", "env")
+ROOT = Path(__file__).parents[2]
 ACTIONS = ("pool build", "pool info", "pool merge", "pool check")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *ACTIONS])
-def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command.split(), "--help"]) == 0
-    assert f"  lookahead-hf {command}" in capsys.readouterr().out
+def test_help_has_examples(command: str, run: Run) -> None:
+    assert f"  lookahead-hf {command}" in run(*command.split(), "--help").out
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,14 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         ("demo --prediction nothing", "'nothing' does not exist"),
     ],
 )
-def test_wrong_usage(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
-    assert shown in capsys.readouterr().err
+def test_wrong_usage(words: str, shown: str, run: Run) -> None:
+    assert shown in run(*words.split(), code=2).err
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS[:-2]])
-def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command.split(), "--version"]) == 0
-    assert capsys.readouterr().out == f"lookahead-hf, version {lookahead_hf.__version__}\n"
+def test_version(command: str, run: Run) -> None:
+    shown = run(*command.split(), "--version").out
+    assert shown == f"lookahead-hf, version {lookahead_hf.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -65,12 +64,11 @@ def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_is_missing_is_one_sentence(
-    words: str, shown: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, shown: str, folder: str, tmp_path: Path, run: Run
 ) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff")
+    Path("bytes").write_bytes(b"\xff")
     filled = words.format(tmp=tmp_path, model=folder).split()
-    assert main(["generate", "Hello", *filled]) == 1
-    said = capsys.readouterr()
+    said = run("generate", "Hello", *filled, code=1)
     assert shown.format(tmp=tmp_path) in said.err.splitlines()[-1] and said.out == ""
 
 
@@ -87,67 +85,47 @@ def test_what_is_missing_is_one_sentence(
     ],
 )
 def test_an_error_while_loading_is_one_message(
-    error: Exception,
-    shown: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, shown: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
+    fails = Mock(side_effect=error)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)  # no network in tests
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fails)
     monkeypatch.setattr(loading, "ensure_demo_model", lambda screen: "OWNER/demo")
-    assert main(["generate", "Hello"]) == 1
-    message = capsys.readouterr().err
+    message = run("generate", "Hello", code=1).err
     assert shown in message and "More." not in message
 
 
 def test_the_hub_is_asked_once_where_it_cannot_be_reached(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    asked = []
-
-    def fails(url: str, **_: object) -> None:
-        asked.append(url)
-        raise ConnectionError
-
+    fails = Mock(side_effect=ConnectionError)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("something tries again"))
-    assert main(["generate", "Hello", "--model", "OWNER/none"]) == 1
-    assert "hub cannot be reached, and the model is not in its cache" in capsys.readouterr().err
-    assert len(asked) == 1
+    message = run("generate", "Hello", "--model", "OWNER/none", code=1).err
+    assert "hub cannot be reached, and the model is not in its cache" in message
+    assert fails.call_count == 1
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_empty_prompt_is_one_message(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal, raising=False)
-    assert main(["generate"]) == 1
-    message = capsys.readouterr().err
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal)
+    message = run("generate", code=1).err
     assert "prompt is empty" in message and ("Type the prompt" in message) is is_terminal
 
 
-def test_an_interrupt_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(screen: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loading, "ensure_demo_model", interrupted)
-    assert main(["generate", "Hello"]) == 130
-    assert capsys.readouterr() == ("", "\nlookahead-hf: interrupted\n")
+def test_an_interrupt_is_one_message(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setattr(loading, "ensure_demo_model", Mock(side_effect=KeyboardInterrupt))
+    assert run("generate", "Hello", code=130) == ("", "\nlookahead-hf: interrupted\n")
 
 
-def test_env_names_versions_and_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_env_names_versions_and_every_reason(run: Run) -> None:
+    found = run("env", "--json").result
     assert found["versions"]["transformers"].startswith("5.")
     assert set(found["reasons for plain generation"]) == {reason.value for reason in FallbackReason}
-    assert main(["env"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("env").out.splitlines()
     assert "versions" in lines
     assert any(line.startswith("  torch: ") for line in lines)
 
@@ -155,7 +133,7 @@ def test_env_names_versions_and_every_reason(capsys: pytest.CaptureFixture[str])
 def test_a_reader_that_stops_early_is_no_error() -> None:
     command = [sys.executable, "-m", "lookahead_hf", "env"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read().decode() == ""
@@ -164,14 +142,13 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_without_its_extra_the_command_says_what_to_install(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    missing: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     whole = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == missing else whole(name)
     )
-    assert main(["env"]) == 1
-    shown = capsys.readouterr()
+    shown = run("env", code=1)
     assert shown.out == ""
     assert missing in shown.err and 'pip install "lookahead-hf[cli]"' in shown.err
 
@@ -181,11 +158,9 @@ def test_the_package_works_without_the_commands_extra() -> None:
         "import sys; sys.modules['click'] = sys.modules['rich'] = None; import lookahead_hf.cli, "
         "lookahead_hf.cli.real_model, lookahead_hf.cli.measuring, lookahead_hf.cli.summary"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
-def test_a_prompt_that_is_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_tiny_chat(tmp_path)
-    words = ["generate", "--model", str(folder), "--new-tokens", "4", "AB\udce9CAB"]
-    assert main(words) == 0
-    assert "Error" not in capsys.readouterr().err
+def test_a_prompt_that_is_not_utf_8(folder: str, run: Run) -> None:
+    words = ["generate", "--model", folder, "--new-tokens", "4", "AB\udce9CAB"]
+    assert "Error" not in run(*words).err

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
-import urllib.request
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from lookahead_hf.cli import main
 from lookahead_hf.cli.serve import NEEDS
 from lookahead_hf.ngram_pool import NgramPool
-from tests.helpers.served import free_port, running, wait_for
+from tests.helpers.commands import Run
+from tests.helpers.served import free_port, running
 
 
 def _server_packages() -> Any:
@@ -23,35 +22,28 @@ def _server_packages() -> Any:
 
 
 def test_the_command_serves_a_model_with_its_options(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     uvicorn = _server_packages()
     pool = NgramPool(1000)
     pool.add(list(range(2, 40)))
-    pool.save(tmp_path / "pool.safetensors")
-    port, run = free_port(), uvicorn.Server.run
+    pool.save("pool.safetensors")
+    port, wait = free_port(), uvicorn.Server.run
     answers: list[Any] = []
 
     def ask(server: Any) -> None:
         """In place of waiting for requests: make one."""
-        monkeypatch.setattr(uvicorn.Server, "run", run)
-        body = {"model": folder, "prompt": "abc", "max_tokens": 30, "temperature": 0}
-        with running(server):
-            wait_for(port)
-            call = urllib.request.Request(
-                f"http://localhost:{port}/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(call, timeout=60) as answer:
-                answers.append(json.load(answer))
+        monkeypatch.setattr(uvicorn.Server, "run", wait)
+        asked: dict[str, Any] = {"prompt": "abc", "max_tokens": 30, "temperature": 0}
+        with running(server, port) as client:
+            answers.append(client.completions.create(model=folder, **asked))
 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
     monkeypatch.setattr("lookahead_hf.warm_up", lambda model: None)
-    ours = ["--pool", str(tmp_path / "pool.safetensors"), "--config", '{"budget": 6}']
+    ours = ["--pool", "pool.safetensors", "--config", '{"budget": 6}']
     theirs = ["--port", str(port), "--host", "localhost", "--device", "cpu"]
-    assert main(["serve", *ours, *theirs, folder]) == 0
-    counts = answers[0]["metrics"]["speculative_decoding"]
+    run("serve", *ours, *theirs, folder)
+    counts = answers[0].metrics["speculative_decoding"]
     assert counts["num_accepted_draft_tokens"] > 0
     assert len(counts["acceptance_histogram"]) <= 7
 
@@ -81,36 +73,30 @@ def test_what_is_wrong_is_said_before_the_server_starts(
 
 @pytest.mark.parametrize("host", ["localhost", ""])
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
-    host: str, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: str, folder: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     _server_packages()
     loads = "transformers.AutoModelForCausalLM.from_pretrained"
     monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("the model is loaded"))
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "--host", host, "--port", str(port), folder]) == 1
-    error = capsys.readouterr().err
+        error = run("serve", "--host", host, "--port", str(port), folder, code=1).err
     assert f"cannot listen on {host}:{port} (Address already in use)" in error
 
 
 def test_a_name_that_nobody_can_look_up_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     _server_packages()
-
-    def fails(*_: object, **__: object) -> None:
-        raise ConnectionError
-
+    fails = Mock(side_effect=ConnectionError)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fails)
-    assert main(["serve", "--port", "8123", "OWNER/none@main"]) == 1
-    error = capsys.readouterr().err
+    error = run("serve", "--port", "8123", "OWNER/none@main", code=1).err
     assert "OWNER/none could not be loaded (the Hugging Face hub cannot be reached" in error
 
 
 def test_without_the_packages_the_command_names_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr("lookahead_hf.cli.serve.NEEDS", ("json", "no_such_package"))
-    assert main(["serve", "m"]) == 1
-    error = capsys.readouterr().err
+    error = run("serve", "m", code=1).err
     assert "no_such_package" in error and 'pip install "lookahead-hf[serve]"' in error

@@ -61,7 +61,6 @@ class Served:
 def serving(folder: str, config: SpeculativeConfig, **options: Any) -> Iterator[Served]:
     """Run a server of a model in a folder; `options` are those of transformers' server."""
     import uvicorn
-    from openai import OpenAI
     from transformers.cli.serve import Serve
 
     from lookahead_hf.serving.server import speculating
@@ -70,22 +69,22 @@ def serving(folder: str, config: SpeculativeConfig, **options: Any) -> Iterator[
     # transformers' own way to run a server in the background leaves the event loop open.
     with speculating(config), mock.patch.object(uvicorn.Server, "run"):
         server = Serve(force_model=folder, port=port, device="cpu", **options)
-    address = f"http://localhost:{port}/v1"
-    with (
-        running(server.server),
-        OpenAI(base_url=address, api_key="-", max_retries=0, timeout=120) as client,
-    ):
-        wait_for(port)
+    with running(server.server, port) as client:
         yield Served(folder, port, server, client)
 
 
 @contextmanager
-def running(server: Any) -> Iterator[None]:
-    """Run uvicorn's server in a thread."""
+def running(server: Any, port: int) -> Iterator[Any]:
+    """Run uvicorn's server in a thread; yield a client of it once it answers."""
+    from openai import OpenAI
+
+    address = f"http://localhost:{port}/v1"
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        yield
+        wait_for(port)
+        with OpenAI(base_url=address, api_key="-", max_retries=0, timeout=120) as client:
+            yield client
     finally:
         server.should_exit = True
         thread.join()

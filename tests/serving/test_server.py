@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -120,37 +120,36 @@ def test_a_call_that_cannot_be_speculated_says_why(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("speculative", "allowed"),
+    ("fields", "allowed"),
     [
-        ("fast", "known: default"),
+        ({"speculative": "fast"}, "known: default"),
         # Only building the drafters shows that these are wrong.
-        ({"drafters": ["assistant"]}, "needs a model to draft with"),
-        ({"options": {"ngram": {"max_ngram": 0}}}, "max_ngram"),
+        ({"speculative": {"drafters": ["assistant"]}}, "needs a model to draft with"),
+        ({"speculative": {"options": {"ngram": {"max_ngram": 0}}}}, "max_ngram"),
+        # A generation config opens no files either.
+        ({"generation_config": '{"speculative": {"pool": "/etc/passwd"}}'}, "--pool FILE"),
     ],
 )
 def test_a_wrong_value_is_a_bad_request(
-    served: Served, speculative: Any, allowed: str, stream: bool
+    served: Served, fields: dict[str, Any], allowed: str, stream: bool
 ) -> None:
     from openai import BadRequestError
 
     with pytest.raises(BadRequestError, match=allowed):
-        served.ask(stream=stream, extra_body={"speculative": speculative})
+        served.ask(stream=stream, extra_body=fields)
 
 
-def test_a_generation_config_of_a_request_opens_no_pool(served: Served) -> None:
-    from openai import BadRequestError
+def post(served: Served, body: str) -> http.client.HTTPConnection:
+    """Ask for a chat completion without a client; return the connection, to be closed."""
+    connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
+    connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+    return connection
 
-    asked = {"generation_config": json.dumps({"speculative": {"pool": "/etc/passwd"}})}
-    with pytest.raises(BadRequestError, match="--pool FILE"):
-        served.ask(extra_body=asked)
 
-
-def test_what_transformers_refuses_it_still_refuses(served: Served) -> None:
-    for body in (b"{", b"[]", b'{"no_such_field": 1}'):
-        connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
-        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+@pytest.mark.parametrize("body", ["{", "[]", '{"no_such_field": 1}'])
+def test_what_transformers_refuses_it_still_refuses(served: Served, body: str) -> None:
+    with closing(post(served, body)) as connection:
         assert connection.getresponse().status == 422
-        connection.close()
 
 
 def test_the_other_endpoints_speculate_too(served: Served) -> None:
@@ -228,10 +227,8 @@ def leave_early(served: Served, reached: threading.Event, **fields: Any) -> None
     """Ask for a long text, hang up at a point of its generation, and wait for its end."""
     body = {"model": served.folder, "temperature": 0, "max_tokens": 1000, **fields}
     body["messages"] = [{"role": "user", "content": "def f(x):"}]
-    connection = http.client.HTTPConnection("localhost", served.port, timeout=60)
-    connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
-    assert reached.wait(60)
-    connection.close()
+    with closing(post(served, json.dumps(body))):
+        assert reached.wait(60)
     served.wait_until_idle()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,8 +16,6 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.cost_model import SIZES
 
 if TYPE_CHECKING:
-    import torch
-
     from lookahead_hf.stats import SpeculativeStats
 
 PLAIN_TOKENS, OUR_TOKENS = 24, 64
@@ -101,17 +100,11 @@ def measure(model: Any, inputs: dict[str, Any]) -> tuple[Costs, Call]:
 
 def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
     """Seconds from the start of a plain call to each of its tokens."""
-    start, times = time.perf_counter(), []
-
-    class Clock:
-        def put(self, value: torch.Tensor) -> None:
-            times.append(time.perf_counter() - start)
-
-        def end(self) -> None:
-            pass
-
-    model.generate(**inputs, max_new_tokens=PLAIN_TOKENS, streamer=Clock(), speculative=False)
-    return times[1:]  # a streamer is given the prompt first
+    times: list[float] = []
+    clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+    start = time.perf_counter()
+    model.generate(**inputs, max_new_tokens=PLAIN_TOKENS, streamer=clock, speculative=False)
+    return [at - start for at in times[1:]]  # a streamer is given the prompt first
 
 
 def _learned(model: Any, columns: int, stats: SpeculativeStats) -> dict[int, float]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lookahead_hf.cli.loading import user
+from lookahead_hf.cli.comparison import user
+from lookahead_hf.cli.records import read_lines
 from lookahead_hf.cli.screen import CommandError
 
 OUTPUTS = ("reference", "output", "completion")
@@ -38,19 +39,13 @@ def read_samples(file: Path, limit: int) -> list[Sample]:
     Raises:
         CommandError: The file cannot be read, a line is no record of a prompt, or none has one.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        message = f"{file} cannot be read ({reason}): name a text file in UTF-8."
-        raise CommandError(message) from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
+    lines = read_lines(file)
+    if not lines:
         raise CommandError(f"{file} has no prompt. {_EXPECTED}")
-    if file.suffix == ".jsonl" or numbered[0][1].lstrip().startswith("{"):
-        samples = [_sample(line, f"{file}, line {number}") for number, line in numbered]
+    if file.suffix == ".jsonl" or lines[0][1].lstrip().startswith("{"):
+        samples = [_sample(line, where) for where, line in lines]
     else:
-        samples = [Sample(UNGROUPED, tuple(user(line))) for _, line in numbered]
+        samples = [Sample(UNGROUPED, tuple(user(line))) for _, line in lines]
     chosen: list[int] = []
     for group in {sample.group for sample in samples}:
         own = [at for at, sample in enumerate(samples) if sample.group == group]

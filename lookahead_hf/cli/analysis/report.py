@@ -121,7 +121,8 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
         if traced.text.family == group
     ]
     plain = [traced.plain_seconds(cost) for traced, cost in own]
-    prompts, tokens = (sum(len(getattr(t.text, part)) for t, _ in own) for part in _PARTS)
+    prompts = sum(len(traced.text.prompt) for traced, _ in own)
+    tokens = sum(len(traced.text.output) for traced, _ in own)
     is_timed = own[0][1].prefill > 0
     expected = {}
     for name in SETTINGS:
@@ -148,9 +149,6 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
         expected=expected,
         recycles=all(traced.text.has_logits for traced, _ in own),
     )
-
-
-_PARTS = ("prompt", "output")
 
 
 def config_line(setting: str) -> str:
