@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Evidence
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.sources.ngram import ONLY_CONTINUATION, NgramDrafter
+from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.ngram_pool.matches import level_of
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
 
 
+class Chain(NamedTuple):
+    """The draft of one row from one source; a score is how likely the path to a node is right."""
+
+    source: int  # index among the sources of the call
+    token_ids: np.ndarray  # [nodes] int64
+    scores: np.ndarray  # [nodes]
+
+
 class PromptLookup:
-    """Drafts what followed the longest match of a text's end in the text, one chain per row.
+    """Drafts one chain per row, from the caller's prediction or from the row's own text.
 
-    It stands in for the n-gram source, if the call has one. The idea is prompt lookup decoding
-    (Saxena, 2023), which transformers offers as `prompt_lookup_num_tokens`.
-
-    Attributes:
-        source: Index of the n-gram source among the sources of the call; None if there is none.
+    It stands in for these two sources, if the call has them. From the text it drafts what followed
+    the longest match of the text's end. The idea is prompt lookup decoding (Saxena, 2023), which
+    transformers offers as `prompt_lookup_num_tokens`.
     """
 
     def __init__(
@@ -32,42 +39,59 @@ class PromptLookup:
     ) -> None:
         """Draft for one call; tokens from `vocab_size` on are never drafted."""
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
-        self.source: int | None = None
-        self._limits = (1, 1)
-        for index, source in enumerate(sources):
-            if isinstance(source, NgramDrafter):
-                self.source, self._limits = index, source.limits
+        self._sources = list(enumerate(sources))
+        self._has_begun = False
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        """Return a chain of at most `max_nodes` nodes for each row that has a match."""
+        """Return a chain of at most `max_nodes` nodes for each row that a source has one for."""
+        if not self._has_begun:
+            self._has_begun = True
+            for _, source in self._sources:
+                if isinstance(source, PredictionDrafter):
+                    source.begin(rows)
         left = np.where(rows.live, self._max_new_tokens - 1 - rows.num_emitted, 0)
-        most = np.clip(left, 0, max_nodes if self.source is not None else 0)
-        chains = [self._chain(rows.context(row), size) for row, size in enumerate(most.tolist())]
-        tree = DraftTree.from_chains([[tokens] for tokens, _ in chains])
+        most = np.clip(left, 0, max_nodes).tolist()
+        chains = [self._best_chain(rows, row, size) for row, size in enumerate(most)]
+        tree = DraftTree.from_chains([[chain.token_ids.tolist()] for chain in chains])
+        source_of = [np.full(len(chain.token_ids), chain.source, np.int32) for chain in chains]
         evidence = Evidence(
             np.arange(tree.num_nodes + 1),
-            np.full(tree.num_nodes, self.source or 0, np.int32),
+            np.concatenate(source_of),
             np.zeros(tree.num_nodes, np.int32),
         )
-        score = np.concatenate([scores for _, scores in chains])
+        score = np.concatenate([chain.scores for chain in chains], dtype=np.float32)
         return replace(tree, score=score, evidence=evidence)
 
-    def _chain(self, context: np.ndarray, max_nodes: int) -> tuple[list[int], np.ndarray]:
-        """Return what followed the longest match of a context, [tokens], and its scores.
+    def _best_chain(self, rows: Rows, row: int, max_nodes: int) -> Chain:
+        """Return the chain of which most tokens are expected to be right."""
+        best = Chain(0, np.empty(0, np.int64), np.empty(0))
+        for index, source in self._sources if max_nodes else []:
+            found = []
+            if isinstance(source, PredictionDrafter):
+                found = [(ids, scores) for ids, _, scores in source.chains(rows, row, max_nodes)]
+            elif isinstance(source, NgramDrafter):
+                found = [repeated(rows.context(row), max_nodes, *source.limits)]
+            for token_ids, scores in found[:1]:
+                beyond = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
+                end = beyond[0] if len(beyond) else len(token_ids)
+                if scores[:end].sum() > best.scores.sum():
+                    best = Chain(index, token_ids[:end], scores[:end])
+        return best
 
-        A score is how likely a node is accepted. Each accepted node makes the match longer by one,
-        and a longer match is right more often.
-        """
-        start, length = longest_match(context, self._limits[1]) if max_nodes else (0, 0)
-        if length < self._limits[0]:
-            return [], np.empty(0, np.float32)
-        # A text that is shorter from there on repeats itself.
-        chain = np.resize(context[start : start + max_nodes], max_nodes)
-        beyond = np.flatnonzero((chain < 0) | (chain >= self._vocab_size))
-        chain = chain[: beyond[0]] if len(beyond) else chain
-        levels = [level_of(length + place) for place in range(len(chain))]
-        rates = np.array(ONLY_CONTINUATION, np.float32)[levels]
-        return chain.tolist(), rates.cumprod(dtype=np.float32)
+
+def repeated(
+    context: np.ndarray, max_nodes: int, min_ngram: int, max_ngram: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what followed the longest match of a context, [tokens], and its scores.
+
+    Each accepted node makes the match longer by one, and a longer match is right more often.
+    """
+    start, length = longest_match(context, max_ngram)
+    num_nodes = max_nodes if length >= min_ngram else 0
+    # A text that is shorter from there on repeats itself.
+    chain = np.resize(context[start : start + num_nodes], num_nodes)
+    levels = [level_of(length + place) for place in range(num_nodes)]
+    return chain, np.array(ONLY_CONTINUATION)[levels].cumprod()
 
 
 def longest_match(context: np.ndarray, max_ngram: int) -> tuple[int, int]:

@@ -239,9 +239,9 @@ class DraftSession:
         if self._begun:
             self._guarded(self._ensemble.observe, rows, draft, verdict, logits)
             self._guarded(self._account, draft, verdict, step_seconds)
-        elif self._lookup.source is not None and self._processes.decides:
+        elif draft.evidence is not None:
             # What the step cost tells nothing: it ran beside the compilation.
-            self._ensemble.count_alone(self._lookup.source, draft, verdict)
+            self._ensemble.count_chains(draft, verdict)
 
     def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float | None) -> None:
         """Learn what the step cost and brought."""
