@@ -26,7 +26,10 @@ class Chain(NamedTuple):
     scores: np.ndarray  # [nodes]
 
 
-class PromptLookup:
+NO_CHAIN = Chain(0, np.empty(0, np.int64), np.empty(0))
+
+
+class StandIn:
     """Drafts one chain per row, from the caller's prediction or from the row's own text.
 
     It stands in for these two sources, if the call has them. From the text it drafts what followed
@@ -38,15 +41,15 @@ class PromptLookup:
         self, sources: Sequence[Drafter], vocab_size: int, max_new_tokens: int | np.ndarray
     ) -> None:
         """Draft for one call; tokens from `vocab_size` on are never drafted."""
-        self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
-        self._sources = list(enumerate(sources))
+        self._sources, self._vocab_size = sources, vocab_size
+        self._max_new_tokens = max_new_tokens
         self._has_begun = False
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         """Return a chain of at most `max_nodes` nodes for each row that a source has one for."""
         if not self._has_begun:
             self._has_begun = True
-            for _, source in self._sources:
+            for source in self._sources:
                 if isinstance(source, PredictionDrafter):
                     source.begin(rows)
         left = np.where(rows.live, self._max_new_tokens - 1 - rows.num_emitted, 0)
@@ -63,31 +66,33 @@ class PromptLookup:
         return replace(tree, score=score, evidence=evidence)
 
     def _best_chain(self, rows: Rows, row: int, max_nodes: int) -> Chain:
-        """Return the chain of which most tokens are expected to be right."""
-        best = Chain(0, np.empty(0, np.int64), np.empty(0))
-        for index, source in self._sources if max_nodes else []:
-            found = []
+        """Return the chain whose first token is the likeliest."""
+        chains = [NO_CHAIN]
+        for index, source in enumerate(self._sources if max_nodes else ()):
             if isinstance(source, PredictionDrafter):
-                found = [(ids, scores) for ids, _, scores in source.chains(rows, row, max_nodes)]
+                predicted = source.chains(rows, row, max_nodes)[:1]
+                chains += [Chain(index, ids, scores) for ids, _, scores in predicted]
             elif isinstance(source, NgramDrafter):
-                found = [repeated(rows.context(row), max_nodes, *source.limits)]
-            for token_ids, scores in found[:1]:
-                beyond = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
-                end = beyond[0] if len(beyond) else len(token_ids)
-                if scores[:end].sum() > best.scores.sum():
-                    best = Chain(index, token_ids[:end], scores[:end])
-        return best
+                chains.append(Chain(index, *repeated(rows.context(row), max_nodes, source.limits)))
+        return max(map(self._cut, chains), key=lambda chain: chain.scores[:1].sum())
+
+    def _cut(self, chain: Chain) -> Chain:
+        """End a chain before the first id that is no token of the target."""
+        beyond = (chain.token_ids < 0) | (chain.token_ids >= self._vocab_size)
+        end = int(beyond.argmax()) if beyond.any() else len(beyond)
+        return Chain(chain.source, chain.token_ids[:end], chain.scores[:end])
 
 
 def repeated(
-    context: np.ndarray, max_nodes: int, min_ngram: int, max_ngram: int
+    context: np.ndarray, max_nodes: int, limits: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what followed the longest match of a context, [tokens], and its scores.
 
     Each accepted node makes the match longer by one, and a longer match is right more often.
+    `limits` are the shortest and the longest match length.
     """
-    start, length = longest_match(context, max_ngram)
-    num_nodes = max_nodes if length >= min_ngram else 0
+    start, length = longest_match(context, limits[1])
+    num_nodes = max_nodes if length >= limits[0] else 0
     # A text that is shorter from there on repeats itself.
     chain = np.resize(context[start : start + num_nodes], num_nodes)
     levels = [level_of(length + place) for place in range(num_nodes)]
