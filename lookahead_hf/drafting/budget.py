@@ -15,7 +15,7 @@ FIRST_SIZE = 7
 size may double."""
 
 LIKELY = 0.5
-"""Probability of nodes that a step may always verify: no known curve rises so steeply."""
+"""Probability from which on nodes may exceed that size: no measured curve rises so steeply."""
 
 PATIENCE = 0.5
 """Expected tokens per row that a due plain step may give up, times the steps that it has waited.
@@ -142,10 +142,9 @@ class Budget:
             most: Greatest number of nodes.
         """
         curve, plain, live = self._curve, self._plain, int(self._rows.live.sum())
-        together = 1 if self._is_flat else live  # rows that gain from a node
-        num_likely = int((gain > LIKELY * together).sum())
-        first = max(FIRST_SIZE * live // together, num_likely)
-        greatest = curve.size_for(max(2 * curve.greatest_size, plain + first)) - plain
+        room, bar = (FIRST_SIZE * live, LIKELY) if self._is_flat else (FIRST_SIZE, LIKELY * live)
+        first = plain + max(room, int((gain > bar).sum()))
+        greatest = curve.size_for(max(2 * curve.greatest_size, first)) - plain
         most = max(0, min(most, greatest))
         known = SIZES if self._is_flat else curve.sizes
         nodes = np.array([*(n for n in known if n < most), most])

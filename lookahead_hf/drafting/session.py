@@ -241,7 +241,7 @@ class DraftSession:
             self._guarded(self._account, draft, verdict, step_seconds)
         elif draft.evidence is not None:
             # What the step cost tells nothing: it ran beside the compilation.
-            self._ensemble.count_chains(draft, verdict)
+            self._guarded(self._ensemble.count_chains, draft, verdict)
 
     def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float | None) -> None:
         """Learn what the step cost and brought."""

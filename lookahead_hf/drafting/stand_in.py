@@ -26,9 +26,6 @@ class Chain(NamedTuple):
     scores: np.ndarray  # [nodes]
 
 
-NO_CHAIN = Chain(0, np.empty(0, np.int64), np.empty(0))
-
-
 class StandIn:
     """Drafts one chain per row, from the caller's prediction or from the row's own text.
 
@@ -67,7 +64,7 @@ class StandIn:
 
     def _best_chain(self, rows: Rows, row: int, max_nodes: int) -> Chain:
         """Return the chain whose first token is the likeliest."""
-        chains = [NO_CHAIN]
+        chains = [Chain(0, np.empty(0, np.int64), np.empty(0))]
         for index, source in enumerate(self._sources if max_nodes else ()):
             if isinstance(source, PredictionDrafter):
                 predicted = source.chains(rows, row, max_nodes)[:1]
