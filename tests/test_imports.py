@@ -66,8 +66,8 @@ LAYERS = {
         sources.assistant.tokens sources.prediction_alignment sources.recycling_buckets topk""",
         """_numba budget in_use sources._recycling_numba sources.assistant.growth sources.lookahead
         sources.ngram sources.prediction user_drafter""",
-        """prompt_lookup sources.assistant.drafter sources.heads.drafter sources.pool
-        sources.recycling""",
+        """sources.assistant.drafter sources.heads.drafter sources.pool sources.recycling
+        stand_in""",
         "sources.heads.medusa sources.heads.mtp",
         "calibration",
         "memory tree",

@@ -14,6 +14,9 @@ FIRST_SIZE = 7
 """Nodes per row up to whose size a step may go while no cost is known; then the greatest measured
 size may double."""
 
+LIKELY = 0.5
+"""Probability from which on nodes may exceed that size: no measured curve rises so steeply."""
+
 PATIENCE = 0.5
 """Expected tokens per row that a due plain step may give up, times the steps that it has waited.
 Short answers often copy in their very first steps."""
@@ -139,7 +142,8 @@ class Budget:
             most: Greatest number of nodes.
         """
         curve, plain, live = self._curve, self._plain, int(self._rows.live.sum())
-        first = plain + FIRST_SIZE * (live if self._is_flat else 1)
+        room, bar = (FIRST_SIZE * live, LIKELY) if self._is_flat else (FIRST_SIZE, LIKELY * live)
+        first = plain + max(room, int((gain > bar).sum()))
         greatest = curve.size_for(max(2 * curve.greatest_size, first)) - plain
         most = max(0, min(most, greatest))
         known = SIZES if self._is_flat else curve.sizes

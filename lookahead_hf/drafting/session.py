@@ -16,8 +16,8 @@ from lookahead_hf.drafting.budget import Budget
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.drafting.prompt_lookup import PromptLookup
 from lookahead_hf.drafting.scheduler import Scheduler
+from lookahead_hf.drafting.stand_in import StandIn
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
@@ -139,7 +139,7 @@ class DraftSession:
             runner.is_flat,
             max_new_tokens if isinstance(max_new_tokens, int) else None,
         )
-        self._lookup = PromptLookup(sources, vocab_size, max_new_tokens)
+        self._stand_in = StandIn(sources, vocab_size, max_new_tokens)
         self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
         self._processes, self._complete = processes or Processes(), complete
@@ -193,7 +193,7 @@ class DraftSession:
         if not self._begun:
             if not ngram_pool.available():
                 return None
-            tree = self._lookup.propose(rows, most)
+            tree = self._stand_in.propose(rows, most)
             return likeliest_chain(tree, self._budget.choose(tree))
         self._scheduler.begin_step()
         self._ensemble.asked = self._scheduler.asked
@@ -239,9 +239,9 @@ class DraftSession:
         if self._begun:
             self._guarded(self._ensemble.observe, rows, draft, verdict, logits)
             self._guarded(self._account, draft, verdict, step_seconds)
-        elif self._lookup.source is not None and self._processes.decides:
+        elif draft.evidence is not None:
             # What the step cost tells nothing: it ran beside the compilation.
-            self._ensemble.count_alone(self._lookup.source, draft, verdict)
+            self._guarded(self._ensemble.count_chains, draft, verdict)
 
     def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float | None) -> None:
         """Learn what the step cost and brought."""

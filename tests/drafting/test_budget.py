@@ -238,10 +238,15 @@ def test_a_static_batch_drafts_for_the_row_that_ends_last(is_flat: bool) -> None
         assert refilled == [3, 3] and static == [1, 1]
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(1, 7), (4, 28)])
-def test_the_first_flat_block_has_room_for_all_rows(num_rows: int, most: int) -> None:
-    budget = Budget("auto", 64, CostModel(), rows_of(num_rows), is_flat=True)
-    assert budget.choose(tree_of(np.full(64, 0.99), num_rows)).sum() == most
+@pytest.mark.parametrize(
+    ("num_rows", "score", "is_flat", "most"),
+    [(1, 0.45, True, 7), (4, 0.45, True, 28), (1, 0.99, True, 64), (1, 0.99, False, 64)],
+)
+def test_the_first_block_has_room_for_some_nodes_of_each_row_and_for_likely_ones(
+    num_rows: int, score: float, is_flat: bool, most: int
+) -> None:
+    budget = Budget("auto", 64, CostModel(), rows_of(num_rows), is_flat=is_flat)
+    assert budget.choose(tree_of(np.full(64, score), num_rows)).sum() == most
 
 
 def test_flat_blocks_learn_what_their_tokens_cost_together() -> None:

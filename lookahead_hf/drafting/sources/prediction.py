@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lookahead_hf.draft import ROOT, DraftTree, RowDraft, Verdict
+from lookahead_hf.draft import ROOT, DraftTree, RowDraft
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.prediction_alignment import (
     FIRST_RATES,
@@ -19,8 +19,6 @@ from lookahead_hf.drafting.sources.prediction_alignment import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from lookahead_hf.rows import Rows
 
 MIN_SCORE = 1e-3
@@ -53,16 +51,11 @@ class PredictionDrafter(BuiltInDrafter):
     def begin(self, rows: Rows) -> None:
         each = rows.num_rows // len(self._predictions)
         self._alignments = [Alignment(ids) for ids in self._predictions for _ in range(each)]
-        for row in range(rows.num_rows):
-            self._follow(rows, row, int(rows.num_emitted[row]))
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         drafts = [RowDraft() for _ in range(rows.num_rows)]
         for row in np.flatnonzero(rows.live).tolist():
-            alignment = self._alignments[row]
-            for place in alignment.places:
-                tokens, buckets = alignment.chain(place, max_nodes)
-                chain = tokens, buckets, np.cumprod(self.rates[buckets])
+            for chain in self.chains(rows, row, max_nodes):
                 node = ROOT
                 for token, bucket, score in zip(*(part.tolist() for part in chain), strict=True):
                     if score < MIN_SCORE:
@@ -70,13 +63,16 @@ class PredictionDrafter(BuiltInDrafter):
                     node = drafts[row].child(node, token, bucket, score)
         return DraftTree.from_drafts(drafts)
 
-    def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        for row in np.flatnonzero(verdict.num_emitted).tolist():
-            self._follow(rows, row, int(verdict.num_emitted[row]))
+    def chains(self, rows: Rows, row: int, max_nodes: int) -> list[tuple[np.ndarray, ...]]:
+        """Follow the text of a row and return what may come next, the likeliest first.
+
+        Returns:
+            A chain from each place where the text may be: tokens, buckets and scores, [nodes] each.
+        """
+        alignment, rates = self._alignments[row], self.rates.reshape(NUM_ORIGINS, NUM_RIGHT)
+        alignment.follow(rows.emitted(row), rates)
+        chains = [alignment.chain(place, max_nodes) for place in alignment.places]
+        return [(tokens, buckets, self.rates[buckets].cumprod()) for tokens, buckets in chains]
 
     def end(self, rows: Rows) -> None:
         self._alignments = []
-
-    def _follow(self, rows: Rows, row: int, num_new: int) -> None:
-        rates = self.rates.reshape(NUM_ORIGINS, NUM_RIGHT)
-        self._alignments[row].follow(rows.emitted(row), num_new, rates)

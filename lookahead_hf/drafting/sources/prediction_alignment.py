@@ -62,17 +62,28 @@ class Alignment:
 
     def __init__(self, prediction: np.ndarray) -> None:  # [length]
         self._prediction = prediction
+        self._num_followed = 0
         self._left_at = 0  # where the text left the prediction
         self._since = 0  # tokens emitted since then
         self._gap: tuple[int, int] | None = None  # both, kept until the text is surely back
         self._replaced: set[tuple[tuple[int, ...], ...]] = set()
         self.places = [Place(0, HEAD)]
 
-    def follow(self, text: np.ndarray, num_new: int, rates: np.ndarray) -> None:
-        """Move on by the last `num_new` tokens of `text`, all that the row has emitted so far.
+    def follow(self, text: np.ndarray, rates: np.ndarray) -> None:
+        """Move on to the end of `text`, all that the row has emitted so far.
 
         `rates` [origins, classes of right tokens] order the places.
         """
+        while self._num_followed < len(text):
+            # A text that others drafted may leave the prediction and come back several times.
+            new = text[self._num_followed :]
+            right = max((self._num_right(place.pointer, new) for place in self.places), default=0)
+            num_new = min(right + 1, len(new))
+            self._num_followed += num_new
+            self._move(text[: self._num_followed], num_new, rates)
+
+    def _move(self, text: np.ndarray, num_new: int, rates: np.ndarray) -> None:
+        """Move on by the last `num_new` tokens of `text`; only the last may not be predicted."""
         new = text[len(text) - num_new :]
         alive = self._alive(new)
         if not alive:

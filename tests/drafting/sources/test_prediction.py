@@ -156,6 +156,23 @@ def test_a_renaming_costs_steps_at_two_places(
     assert steps_for(prediction, text) <= -(-len(text) // 33) + extra
 
 
+def test_a_text_that_others_have_begun_is_followed_through_its_edits() -> None:
+    lines = source_file()
+    for line in lines[::3]:
+        line[2:2] = [950]
+    lines[2:2] = [[NEWLINE, 970, 971, 972, NEWLINE]]
+    prediction = joined(lines)
+    del lines[2]
+    text = joined([replaced(line, [950], [998]) for line in lines])
+    begun_at = text.index(998, len(text) // 2) - 3
+    drafter, rows = begun([prediction], text[:1])
+    emit(rows, [text[1:begun_at]])
+    drafter.begin(rows)
+    chain = text[begun_at : begun_at + 8]  # with the new name, which stands before it
+    assert 998 in chain
+    assert chain in paths(drafter.propose(rows, 8))
+
+
 def replaced(line: list[int], old: list[int], new: list[int]) -> list[int]:
     for at in range(len(line)):
         if line[at : at + len(old)] == old:
