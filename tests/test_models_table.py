@@ -6,7 +6,6 @@ import pytest
 
 from tests import models_table
 
-
 QUICK = ("falcon", "gemma2", "git", "jetmoe", "roberta")
 """Decoders of text that the quick tests include, each for another reason."""
 
