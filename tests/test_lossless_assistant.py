@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
 from lookahead_hf.drafting.sources.lookahead import LookaheadDrafter
 from tests.helpers.calls import GREEDY, compare, padded
-from tests.helpers.compared import compared
 from tests.helpers.models import VOCAB, characters, prompt, tiny
 from tests.helpers.unsure import unsure
 
@@ -89,14 +88,6 @@ def test_one_drafter_object_serves_one_call_after_the_other() -> None:
     drafter = AssistantDrafter(unsure(model))
     for kind in ("alone", "left", "alone"):
         compare(model, inputs_of(kind), drafter, **GREEDY)
-
-
-def test_an_assistant_beside_other_sources() -> None:
-    model = tiny("llama")
-    drafters = (AssistantDrafter(unsure(model)), "ngram", LookaheadDrafter())
-    call = {**padded("left"), **GREEDY}
-    stats = compared(model, lambda: dict(call), 14, drafters=drafters).stats
-    assert all(source.accepted > 0 for source in stats.per_source.values())
 
 
 @MODES

@@ -6,11 +6,19 @@ import pytest
 
 from tests import models_table
 
+QUICK = ("falcon", "gemma2", "git", "jetmoe", "roberta")
+"""Decoders of text that the quick tests include, each for another reason."""
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     ("section", "model_type"),
-    [(section, each) for section, types in models_table.SECTIONS.items() for each in types],
+    [
+        (section, each)
+        if section == models_table.TEXTS and each in QUICK
+        else pytest.param(section, each, marks=pytest.mark.slow)
+        for section, types in models_table.SECTIONS.items()
+        for each in types
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_says_what_a_type_does(section: str, model_type: str) -> None:

@@ -13,8 +13,9 @@ from tests.helpers import multimodal
 from tests.helpers.compared import assert_same_logits, compared, speculated
 from tests.helpers.scripted import RandomTrees, scripted
 
-QUICK = ("exaone4_5", "florence2", "paligemma", "qwen2_5_vl", "qwen2_audio")
-"""They count pads, look positions up, count from 1, take positions of three kinds, hear."""
+QUICK = ("exaone4_5", "florence2", "mllama", "paligemma", "qwen2_5_vl", "qwen2_audio")
+"""They count pads, look positions up, mask pictures, count from 1, take positions of three kinds,
+hear."""
 
 FAMILIES = (
     *("aya_vision", "blip-2", "deepseek_vl", "gemma3", "gemma4", "glm4v", "got_ocr2"),
@@ -22,7 +23,7 @@ FAMILIES = (
     *("llava_next", "llava_onevision", "mistral3", "ovis2", "paddleocr_vl", "qwen2_vl"),
     *("qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "voxtral"),
 )
-WITHOUT_TURNS = ("blip-2", "florence2", "qwen2_audio")
+WITHOUT_TURNS = ("blip-2", "florence2", "mllama", "qwen2_audio")
 """They need a picture or a recording in every turn, or keep nothing from turn to turn."""
 
 NEW = 20

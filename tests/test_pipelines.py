@@ -10,8 +10,6 @@ import transformers
 from transformers import LlamaForSequenceClassification
 
 import lookahead_hf
-from lookahead_hf.drafting.sources.pool import fingerprint
-from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.models import characters, tiny
 
@@ -61,17 +59,6 @@ def test_the_tokenizer_comes_along(text: Any, decoding: PlainDecoding) -> None:
     seen.clear()
     text("abcdef", **SETTINGS, speculative=False)
     assert seen and not any("token" in name for call in seen for name in call)
-
-
-def test_a_pool_of_another_tokenizer_is_refused(model: Any) -> None:
-    for known in (fingerprint(characters(pad_token="!")), "of another"):
-        pool = NgramPool(1_000, vocab_size=100, tokenizer_fingerprint=known)
-        pipe = writes(model, speculative=lookahead_hf.SpeculativeConfig(pool=pool))
-        if known == "of another":
-            with pytest.raises(ValueError, match="build a pool with the tokenizer of this model"):
-                pipe("abc", **SETTINGS)
-        else:
-            pipe("abc", **SETTINGS)
 
 
 def test_a_callers_model_keeps_its_own_default(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from lookahead_hf.stats import (
 )
 from tests.helpers.calls import run
 from tests.helpers.models import tiny
+from tests.helpers.packing import in_threads
 
 DRAFTS = {"budget": 8, "drafters": ["ngram", "recycling"]}
 
@@ -41,15 +41,9 @@ class Model(GenerationMixin):
 
 def verdict(paths: list[list[int] | None]) -> Verdict:
     """Rows that accept these nodes and emit a bonus token; None is a row that is not live."""
-    accepted = [path or [] for path in paths]
-    emitted = [0 if path is None else len(path) + 1 for path in paths]
-    return Verdict(
-        token_offsets=np.cumsum([0, *emitted]),
-        token_ids=np.full(sum(emitted), 7),
-        path_offsets=np.cumsum([0, *map(len, accepted)]),
-        path=np.asarray([node for path in accepted for node in path], np.int32),
-        live=np.asarray([path is not None for path in paths]),
-        finished=np.asarray([path is None for path in paths]),
+    emitted = [[] if path is None else [7] * (len(path) + 1) for path in paths]
+    return Verdict.from_rows(
+        emitted, [path or [] for path in paths], finished=np.array([path is None for path in paths])
     )
 
 
@@ -130,21 +124,15 @@ def test_text() -> None:
     assert "nan" not in str(SpeculativeStats(rows=1, num_emitted=1, engine="walk"))
 
 
-def in_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
 def test_the_latest_call_of_any_thread() -> None:
     model, ours, theirs = Model(), SpeculativeStats(rows=1), SpeculativeStats(rows=2)
     assert last_stats(model) is None
     publish(model, ours)
-    in_thread(lambda: publish(model, theirs))
+    in_threads(lambda: publish(model, theirs))
     assert last_stats(model) is theirs and of_this_thread(model) is ours
     publish(model, ours)
     assert last_stats(model) is ours
-    in_thread(lambda: publish(model, None))
+    in_threads(lambda: publish(model, None))
     assert last_stats(model) is None and of_this_thread(model) is ours
 
 

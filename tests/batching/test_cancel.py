@@ -16,6 +16,7 @@ from tests.helpers.requests import (
     WAIT,
     alone,
     prompts,
+    result_of_another,
     results,
     running,
     seeded,
@@ -46,25 +47,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return found
 
 
-def test_a_cancelled_request_leaves_its_row(model: Any) -> None:
-    config = settings(model, max_new_tokens=400)
-    first, second, third = prompts(3)
-    with running(model, config, max_slots=1) as manager:
-        manager.add_request(first, request_id="first", streaming=True)
-        assert manager.get_result(timeout=WAIT).request_id == "first"
-        manager.add_request(second, request_id="second")
-        manager.add_request(third, request_id="third", max_new_tokens=12)
-        manager.cancel_request("second")  # which waits
-        manager.cancel_request("first")  # which is in progress
-        found = manager.get_result(timeout=WAIT)
-        while found.request_id == "first":
-            assert not found.is_finished()
-            found = manager.get_result(timeout=WAIT)
-        assert found.request_id == "third"
-        assert found.generated_tokens == alone(model, third, settings(model, max_new_tokens=12))
-        assert manager.output_router.output_queue.empty()
-
-
 def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
     monkeypatch.setattr(runners, "PIECE", 1)
@@ -82,7 +64,7 @@ def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.Monkey
     for name, text in {"first": first, "long": long, "last": last}.items():
         manager.add_request(text, request_id=name)
     manager.start()
-    found = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in range(2))}
+    found = results(manager, 2)
     manager.stop()
     assert set(found) == {"first", "last"}
     for name, text in {"first": first, "last": last}.items():
@@ -135,10 +117,7 @@ def test_a_name_that_two_requests_have_cancels_both(model: Any) -> None:
         manager.cancel_request("same")
         manager.cancel_request("unknown")
         manager.add_request(texts[1], request_id="last", max_new_tokens=12)
-        found = manager.get_result(timeout=WAIT)
-        while found.request_id == "same":
-            assert not found.is_finished()
-            found = manager.get_result(timeout=WAIT)
+        found = result_of_another(manager, "same")
         manager.stop()
     assert manager.output_router.output_queue.empty()
     assert found.generated_tokens == alone(model, texts[1], settings(model, max_new_tokens=12))

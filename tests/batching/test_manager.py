@@ -52,7 +52,8 @@ def test_requests_stream_whole_steps(model: Any) -> None:
 
 def test_a_request_has_settings_of_its_own(model: Any) -> None:
     config, texts = settings(model), prompts(4)
-    own = [{}, {"max_new_tokens": 3}, {"eos_token_id": 9}, {"repetition_penalty": 1.5}]
+    rules = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
+    own = [{}, {"max_new_tokens": 3}, {"eos_token_id": 9}, {**rules, "eos_token_id": 7}]
     with running(model, config) as manager:
         names = [manager.add_request(text, **each) for text, each in zip(texts, own, strict=True)]
         found = results(manager, len(texts))

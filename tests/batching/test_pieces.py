@@ -11,7 +11,15 @@ import torch
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
 from tests.helpers import models
-from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
+from tests.helpers.requests import (
+    DRAFTED,
+    alone,
+    prompts,
+    results,
+    seeded,
+    settings,
+    speculated,
+)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3"])
@@ -68,32 +76,6 @@ def test_a_long_prompt_does_not_hold_up_the_others(
     speculated(found.values())
 
 
-def test_what_reads_the_same_prompt_waits_for_it(
-    blocks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = lookahead_hf.enable(models.tiny("llama"))
-    monkeypatch.setattr(runners, "PIECE", 8)
-    first, long = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:40]
-    config = settings(model, do_sample=True)
-    texts = [first, long, long, long]
-    found = model.generate_batch(texts, config, seeded(), speculative=DRAFTED, max_slots=4)
-    assert [each.generated_tokens for each in found.values()] == [
-        alone(model, text, config, index) for index, text in enumerate(texts)
-    ]
-    assert sum(pieces for _, pieces in blocks) == len(long)
-
-
-def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lookahead_hf.enable(models.tiny("llama"))
-    monkeypatch.setattr(runners, "PIECE", 8)
-    texts, config = prompts(3, longest=20), settings(model)
-    texts[1] = [*texts[1], 10_000] * 12
-    found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
-    assert "index" in found[1].error
-    for index in (0, 2):
-        assert found[index].generated_tokens == alone(model, texts[index], config)
-
-
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [
@@ -102,9 +84,13 @@ def test_a_prompt_that_cannot_be_embedded_fails_alone(monkeypatch: pytest.Monkey
         ([[1, 2]], "list of one token id or more"),
         ([torch.tensor([1, 2])] * 3, "TypeError"),
         ([None, 1], "TypeError"),
+        ([*range(5, 25), 10_000], "index"),  # found by the embedding, in the third piece
     ],
 )
-def test_what_is_no_prompt_fails_alone(model: Any, prompt: Any, error: str) -> None:
+def test_what_is_no_prompt_fails_alone(
+    model: Any, prompt: Any, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "PIECE", 8)
     texts, config = [*prompts(2), prompt], settings(model)
     found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
     assert error in found[2].error
@@ -126,7 +112,7 @@ def test_a_prompt_that_makes_nan_leaves_none_behind(monkeypatch: pytest.MonkeyPa
     for number, (text, most) in enumerate(zip(texts, most_new, strict=True)):
         manager.add_request(text, request_id=str(number), max_new_tokens=most)
     manager.start()
-    found = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in texts)}
+    found = results(manager, len(texts))
     manager.stop()
     for number in (0, 2):
         config = settings(model, max_new_tokens=most_new[number])

@@ -17,6 +17,7 @@ from tests.helpers.requests import (
     alone,
     broken_after,
     prompts,
+    result_of_another,
     results,
     running,
     seeded,
@@ -133,10 +134,7 @@ def test_what_other_weights_have_read_is_not_shared(read: list[int]) -> None:
             for layer in model.model.layers:
                 layer.mlp.down_proj.weight.mul_(-1)
             name = manager.add_request(text)
-        found = manager.get_result(timeout=WAIT)
-        while found.request_id == "long":
-            assert not found.is_finished()
-            found = manager.get_result(timeout=WAIT)
+        found = result_of_another(manager, "long")
     assert (found.request_id, read) == (name, [len(text)] * 2)
     assert found.generated_tokens == alone(model, text, config) != before
     speculated([found])

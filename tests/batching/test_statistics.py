@@ -65,7 +65,13 @@ def test_requests_add_up_to_the_run(sessions: list[Any], attn: str, num_new: int
 def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
     found = model.generate_batch(prompts(5), settings(model), max_slots=2).values()
-    for stats in speculated(found):
+    assert lookahead_hf.totals(model).num_calls == 5
+    for output, stats in zip(found, speculated(found), strict=True):
+        assert stats.num_emitted == len(output.generated_tokens)
+        assert stats.num_emitted == 1 + stats.row_steps + stats.num_accepted
+        assert set(stats.per_source) == {"ngram", "recycling"}
+        assert sum(source.accepted for source in stats.per_source.values()) >= stats.num_accepted
+        assert stats.to_dict("vllm")["num_spec_steps"] == stats.row_steps
         empty = {name for name, value in stats.to_dict().items() if not value}
         assert empty <= {"trace", "fallback_reason", "num_moved", "num_accepted", "acceptance_rate"}
         assert stats.execution == "model" and stats.engine == "walk"

@@ -9,13 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import lookahead_hf
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
-from tests.helpers.calls import padded
-from tests.helpers.fakes import Recorder
 from tests.helpers.models import prompt, tiny
-from tests.helpers.scripted import RandomTrees, continuations, right, scripted
 from tests.helpers.slots import cache_of, feed
 
 
@@ -92,36 +88,3 @@ def test_memory_stays_near_plains_from_2048_tokens_on(name: str) -> None:
         columns = [length if window is None else window - 1 for window in windows]
         worst = max(worst, ours / (per_column * sum(columns)))
     assert 1.0 <= worst <= 1.1
-
-
-def test_a_call_that_was_cancelled_hands_back_a_cache_to_go_on_with() -> None:
-    """Also where one row was far ahead and its window had moved on."""
-    model = tiny("mistral")
-    inputs = padded("left", 2, 16)
-    settings = {"do_sample": False, "pad_token_id": 0}
-    plain = model.generate(**inputs, **settings, max_new_tokens=60)
-    truths = continuations(plain, 16)
-    scripts = iter([right(6), RandomTrees(hit=0.0)] * 100)
-
-    def uneven(rest: list[int]) -> Any:
-        return next(scripts)(rest)
-
-    cache = DynamicCache(config=model.config)
-    with lookahead_hf.enabled(model), pytest.raises(ConnectionError):
-        model.generate(
-            **inputs,
-            **settings,
-            max_new_tokens=60,
-            past_key_values=cache,
-            streamer=Recorder(15),
-            speculative=scripted(truths, uneven),
-        )
-    seen = cache.get_seq_length()
-    assert 16 < seen < 60
-    ids, mask = plain[:, : seen + 1], inputs["attention_mask"]
-    mask = torch.cat([mask, mask.new_ones(2, seen + 1 - 16)], 1)
-    left = 60 - (seen + 1 - 16)
-    rest = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=left, **settings
-    )
-    assert rest.tolist() == plain.tolist()

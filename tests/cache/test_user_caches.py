@@ -97,10 +97,3 @@ def test_only_the_new_tokens_with_the_whole_mask() -> None:
     full = extended(mask, new.shape[1])
     both(model, (caches[0], caches[1]), new[:, held:], full)
     assert_same_cache(caches[1], caches[0])
-
-
-def test_the_cache_comes_with_the_output_when_that_is_a_dict() -> None:
-    ids = prompt()
-    call = {"input_ids": ids, "return_dict_in_generate": True, **KWARGS}
-    plain, ours, _ = compared(tiny("llama"), lambda: dict(call), 12)
-    assert_same_cache(ours.past_key_values, plain.past_key_values)

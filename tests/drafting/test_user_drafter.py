@@ -17,6 +17,8 @@ from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.user_drafter import Adapted, checked
 from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
+from tests.helpers.calls import padded
+from tests.helpers.compared import compared
 from tests.helpers.models import VOCAB, prompt, tiny
 
 Propose = Callable[[Rows, int], Any]
@@ -180,20 +182,10 @@ class Vandal(Own):
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_shown_to_a_drafter_may_be_written_into(rows: int, do_sample: bool) -> None:
-    model = lookahead_hf.enable(tiny("llama"))
-    ids = prompt(rows)
-    mask = torch.ones_like(ids)
-    mask[1:, :5] = 0
-    call = {"attention_mask": mask, "do_sample": do_sample, "pad_token_id": 0}
-    torch.manual_seed(3)
-    plain = model.generate(ids, max_new_tokens=30, **call)
+    call = {**padded("left", rows), "do_sample": do_sample, "pad_token_id": 0, "max_new_tokens": 30}
     vandal = Vandal(lambda rows, n: DraftTree.from_chains([[[5, 6, 7]]] * rows.num_rows))
-    torch.manual_seed(3)
-    config = SpeculativeConfig((vandal, "ngram", "recycling"), budget=16)
-    ours = model.generate(ids, max_new_tokens=30, **call, speculative=config)
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    fields = {"drafters": (vandal, "ngram", "recycling"), "budget": 16}
+    stats = compared(tiny("llama"), lambda: dict(call), 14, **fields).stats
     assert stats.per_source["ngram"].accepted + stats.per_source["recycling"].accepted > 0
     assert stats.per_source["own"].drafted > 0
 

@@ -15,14 +15,10 @@ from tests.helpers.compared import compared
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import VOCAB, prompt, tiny
 from tests.helpers.scripted import (
-    RandomTrees,
-    Scripted,
-    chain,
     continuations,
     empty,
     right,
     scripted,
-    second_child_right,
     wrong,
 )
 
@@ -108,13 +104,6 @@ def test_over_long_drafts_end_with_the_text(model: Any) -> None:
     assert stats_of(model).num_steps == 1
 
 
-def test_a_tree_keeps_its_path(model: Any) -> None:
-    call = {"input_ids": prompt(), **GREEDY}
-    stats = compared(model, lambda: dict(call), 12, second_child_right).stats
-    assert stats.num_moved > 0
-    assert stats.max_width > 1
-
-
 def test_rows_advance_by_their_own_counts(model: Any) -> None:
     inputs = {"input_ids": prompt(4)}
     truth = plain_text(model, inputs, max_new_tokens=48)
@@ -124,18 +113,6 @@ def test_rows_advance_by_their_own_counts(model: Any) -> None:
     assert continuations(out, 12) == truth
     rows = stats_of(model).row_stats
     assert rows[0].row_steps <= rows[3].row_steps / 6
-
-
-@pytest.mark.parametrize("place", [1, 3, 5])
-def test_eos_inside_a_draft_ends_the_text_there(model: Any, place: int) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    eos = first_seen(truth[0], place)
-    ended = plain_text(model, inputs, eos_token_id=eos)
-    config = scripted(truth, right(8))
-    out = model.generate(**inputs, **GREEDY, eos_token_id=eos, speculative=config)
-    assert continuations(out, 12) == ended
-    assert stats_of(model).num_emitted == len(ended[0])
 
 
 @pytest.mark.parametrize("pad", [-1, VOCAB])
@@ -169,20 +146,6 @@ def test_without_eos_drafting_goes_on_behind_the_first_row_that_ends(model: Any)
     assert stats.num_steps == -(-(out.shape[1] - 13) // 4)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_is_fed_as_by_plain(model: Any, rows: int) -> None:
-    inputs = {"input_ids": prompt(rows)}
-    truth = plain_text(model, inputs)
-    eos = [first_seen(truth[0], 6), first_seen(truth[-1], 3)]
-    expected, got = Recorder(), Recorder()
-    model.generate(**inputs, **GREEDY, eos_token_id=eos, streamer=expected)
-    config = scripted(truth, RandomTrees())
-    model.generate(**inputs, **GREEDY, eos_token_id=eos, streamer=got, speculative=config)
-    assert got.events == expected.events
-    assert got.events[-1] == "end"
-    assert stats_of(model).num_accepted > 0
-
-
 def test_the_record_is_there_at_a_streams_end_and_stays_when_a_call_raises(model: Any) -> None:
     class Asks(Recorder):
         def end(self) -> None:
@@ -197,43 +160,3 @@ def test_the_record_is_there_at_a_streams_end_and_stays_when_a_call_raises(model
     with pytest.raises(ConnectionError):
         model.generate(**inputs, **GREEDY, streamer=Recorder(3), speculative=config)
     assert stats_of(model) is before
-
-
-class Raises(Scripted):
-    """Drafts right until a method of it raises."""
-
-    def __init__(self, truths: list[list[int]], where: str) -> None:
-        super().__init__(truths, lambda rest: chain(rest[:3]))
-        self.where, self.calls = where, 0
-
-    def _maybe(self, where: str) -> None:
-        self.calls += where == self.where
-        if where == self.where and self.calls == 2:
-            raise RuntimeError("the drafter broke")
-
-    def propose(self, rows: Any, max_nodes: int) -> Any:
-        self._maybe("propose")
-        return super().propose(rows, max_nodes)
-
-    def observe(self, *args: Any) -> None:
-        self._maybe("observe")
-
-
-@pytest.mark.parametrize("where", ["propose", "observe"])
-def test_a_drafter_that_raises_costs_a_warning_not_the_text(model: Any, where: str) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    config = lookahead_hf.SpeculativeConfig(drafters=(Raises(truth, where),), budget=8)
-    with pytest.warns(RuntimeWarning, match="the drafter broke"):
-        out = model.generate(**inputs, **GREEDY, speculative=config)
-    assert continuations(out, 12) == truth
-    assert stats_of(model).num_accepted > 0
-
-
-def test_token_ids_out_of_the_vocabulary_are_never_drafted(model: Any) -> None:
-    inputs = {"input_ids": prompt()}
-    truth = plain_text(model, inputs)
-    config = scripted(truth, lambda rest: chain([VOCAB + 7, *rest[:2]]))
-    out = model.generate(**inputs, **GREEDY, speculative=config)
-    assert continuations(out, 12) == truth
-    assert stats_of(model).num_drafted == 0

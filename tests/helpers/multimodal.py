@@ -308,5 +308,6 @@ def _texts(
         is_gemma = "gemma3" in model.config.model_type
         texts["token_type_ids"] = (ids == placeholder).long() * is_gemma
     if "cross_attention_mask" in names:
-        texts["cross_attention_mask"] = torch.ones(len(rows), width, max(counts), 4).long()
+        tiles = torch.tensor([1, 0, 0, 0])  # of a picture that is no larger than a tile
+        texts["cross_attention_mask"] = tiles.expand(len(rows), width, max(counts), 4).clone()
     return texts

@@ -75,11 +75,18 @@ class Switch:
 
 
 def streamed(
-    model: Any, asked: bool | str, streamer: Any = None
+    model: Any, asked: bool | str, streamer: Any = None, **fields: Any
 ) -> tuple[list[int], lookahead_hf.SpeculativeStats]:
-    """Return a text that the same trees drafted in every call, and what speculation did."""
+    """Return a text that the same trees drafted in every call, and what speculation did.
+
+    Args:
+        model: The target, which stays enabled.
+        asked: Whether graphs are asked for.
+        streamer: Is told of the tokens.
+        **fields: Further fields of the configuration that differ.
+    """
     truth = list(range(3, 60))
-    config = replace(scripted([truth], RandomTrees(hit=1.0)), cuda_graphs=asked)
+    config = replace(scripted([truth], RandomTrees(hit=1.0)), cuda_graphs=asked, **fields)
     model.generation_config.eos_token_id = None
     lookahead_hf.enable(model)
     output = model.generate(prompt(), **GREEDY, speculative=config, streamer=streamer)

@@ -79,6 +79,13 @@ def results(manager: Any, count: int) -> dict[str, Any]:
     return {output.request_id: output for output in found}
 
 
+def result_of_another(manager: Any, name: str) -> Any:
+    """The first result that is not of the request `name`, which has not ended."""
+    while (output := manager.get_result(timeout=WAIT)).request_id == name:
+        assert not output.is_finished()
+    return output
+
+
 class Breaks(StoppingCriteria):
     """Raises once a text has so many tokens."""
 

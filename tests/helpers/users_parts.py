@@ -48,6 +48,13 @@ class Draws(LogitsProcessor):
         return scores + 3.0 * torch.rand(scores.shape)
 
 
+class Unknown(LogitsProcessor):
+    """Changes nothing, but nobody can know that: the rows of a batch take steps together."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
 PROCESSORS: dict[str, type[LogitsProcessor]] = {
     "leans": Leans,
     "counts": Counts,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
 from lookahead_hf.ngram_pool.store import MOST_TOKENS
 from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths, pool_of
+from tests.helpers.packing import in_threads
 from tests.oracles import pool as oracle
 
 
@@ -195,23 +196,14 @@ def test_threads_add_and_look_up_at_the_same_time() -> None:
     pool = NgramPool(200_000)
     # Each text repeats itself, since a table overflows where almost every n-gram is a new one.
     texts = [[np.tile(t, 4) for t in random_texts(20, 500, 2_000, seed)] for seed in range(4)]
-    errors: list[BaseException] = []
 
     def work(own: list[Any]) -> None:
-        try:
-            for text in own:
-                pool.add(text)
-                for end in range(20, 2_000, 400):
-                    assert match_lengths(pool.grow(text[:end], EVEN, 1))[0] >= 16
-        except BaseException as error:
-            errors.append(error)
+        for text in own:
+            pool.add(text)
+            for end in range(20, 2_000, 400):
+                assert match_lengths(pool.grow(text[:end], EVEN, 1))[0] >= 16
 
-    threads = [threading.Thread(target=work, args=(own,)) for own in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(*(partial(work, own) for own in texts))
     assert len(pool) == 160_000
     # Whole texts, in some order.
     held = np.split(pool._texts(), np.flatnonzero(pool._texts() < 0) + 1)[:-1]

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import lookahead_hf
 from lookahead_hf.runner import self_test
+from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
 
 
@@ -138,11 +139,7 @@ class Harmless(LlamaForCausalLM):
 def test_a_subclass_that_passes_the_test_is_served() -> None:
     model = Harmless(tiny("llama").config).eval()
     call = {"inputs": prompt(2), "max_new_tokens": 30, "do_sample": False}
-    plain = model.generate(**call)
-    lookahead_hf.enable(model)
-    assert torch.equal(model.generate(**call, speculative={"budget": 8}), plain)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    compared(model, lambda: dict(call), 12)
 
 
 @pytest.mark.parametrize(

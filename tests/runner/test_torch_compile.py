@@ -19,7 +19,7 @@ from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
 from tests.helpers.device import on_device, taped
 from tests.helpers.models import tiny
-from tests.helpers.scripted import RandomTrees, continuations, scripted
+from tests.helpers.scripted import RandomTrees
 
 
 @pytest.fixture
@@ -94,13 +94,7 @@ def test_a_compiler_that_captures_graphs_is_left_to_it(options: dict[str, Any], 
 def test_a_wrapped_model_generates_as_it_is(fresh: None) -> None:
     model, counter = small(), CompileCounter()
     wrapped = torch.compile(model, backend=counter)
-    call = {**padded("left"), **GREEDY}
-    plain = wrapped.generate(**call)
-    config = scripted(continuations(plain, call["input_ids"].shape[1]), RandomTrees())
-    with lookahead_hf.enabled(wrapped):
-        assert wrapped.generate(**call, speculative=config).tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(wrapped)
-    assert stats is not None and stats.num_accepted > 0
+    compare(wrapped)
     assert counter.frame_count == 0  # transformers' own: `generate` is the inner model's
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import lookahead_hf
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
@@ -20,6 +19,7 @@ from lookahead_hf.drafting.sources.pool import PoolDrafter, fingerprint, open_po
 from lookahead_hf.generation.call import Request
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.stats import SpeculativeStats
+from tests.helpers.compared import compared
 from tests.helpers.drafts import emit, paths, rows_of
 from tests.helpers.models import prompt, tiny
 from tests.helpers.ngrams import pool_of
@@ -120,34 +120,23 @@ def test_a_file_is_opened_once_until_it_changes(tmp_path: Path) -> None:
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 
 
-def generated(pool: Any) -> tuple[list[list[int]], SpeculativeStats]:
-    """A text drafted from a pool and from itself, and how it went."""
-    model = tiny("llama")
-    config = SpeculativeConfig(drafters=("ngram", "pool"), pool=pool, budget=24)
-    with lookahead_hf.enabled(model):
-        ids = model.generate(prompt(), **GREEDY, speculative=config).tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
-    return ids, stats
+def generated(pool: Any) -> SpeculativeStats:
+    """How a text went that was drafted from a pool and from itself."""
+    call = {"input_ids": prompt(), **GREEDY}
+    fields = {"drafters": ("ngram", "pool"), "pool": pool, "budget": 24}
+    return compared(tiny("llama"), lambda: dict(call), 12, **fields).stats
 
 
 @pytest.fixture
-def plain() -> list[list[int]]:
-    return tiny("llama").generate(prompt(), **GREEDY).tolist()
-
-
-@pytest.fixture
-def path(tmp_path: Path, plain: list[list[int]]) -> Path:
+def path(tmp_path: Path) -> Path:
     """A file of a pool that knows the text."""
-    pool = NgramPool()
-    pool.add(plain[0])
-    pool.save(tmp_path / "pool")
+    pool_of(tiny("llama").generate(prompt(), **GREEDY)[0].tolist()).save(tmp_path / "pool")
     return tmp_path / "pool"
 
 
 @pytest.mark.parametrize("fault", ["the disk is gone", "was written into while it was open"])
 def test_a_pool_that_fails_after_the_first_tokens_costs_a_warning(
-    path: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, fault: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     grow, content, calls = NgramPool.grow, path.read_bytes(), 0
 
@@ -163,8 +152,7 @@ def test_a_pool_that_fails_after_the_first_tokens_costs_a_warning(
 
     monkeypatch.setattr(NgramPool, "grow", fail_later)
     with pytest.warns(RuntimeWarning, match=f"'pool'.*{fault}"):
-        ids, stats = generated(path)
-    assert ids == plain
+        stats = generated(path)
     assert calls == 2 and stats.per_source["pool"].accepted > 0
-    ids, stats = generated(path)  # the file is opened anew
-    assert ids == plain and stats.per_source["pool"].accepted > 20
+    stats = generated(path)  # the file is opened anew
+    assert stats.per_source["pool"].accepted > 20

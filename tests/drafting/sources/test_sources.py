@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
@@ -19,9 +19,11 @@ from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.generation.call import Request
 from lookahead_hf.ngram_pool import NgramPool
+from tests.helpers.compared import compared, speculated
 from tests.helpers.drafts import rows_of
 from tests.helpers.models import VOCAB, characters, prompt, tiny
 from tests.helpers.unsure import unsure
+from tests.helpers.users_parts import Unknown
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 
@@ -82,8 +84,7 @@ def test_alone_and_together(names: tuple[str, ...], rows: int, do_sample: bool) 
         ours = model.generate(**call, **brought, speculative=config_of(names, pool=pool))
     assert ours.tolist() == plain.tolist()
     assert torch.equal(torch.get_rng_state(), state)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    stats = speculated(model)
     assert set(stats.per_source) == set(names)
     assert all(source.drafted > 0 for source in stats.per_source.values())
     if rows > 1:  # each row at its own pace
@@ -139,12 +140,6 @@ def test_what_was_learned_of_sources_can_be_looked_at() -> None:
     assert sum(rates["ngram", rate.bucket].tested > rate.tested for rate in old) > 0
 
 
-def test_predictions_must_fit_the_rows() -> None:
-    model = tiny("llama")
-    with lookahead_hf.enabled(model), pytest.raises(ValueError, match="2 texts.*3 rows"):
-        model.generate(prompt(3), **GREEDY, speculative=True, prediction=[[1, 2], [3]])
-
-
 def test_a_pool_learns_only_where_it_is_told_to() -> None:
     model, ids = tiny("llama"), prompt()
     plain = model.generate(ids, **GREEDY)
@@ -158,13 +153,6 @@ def test_a_pool_learns_only_where_it_is_told_to() -> None:
             accepted.append(stats.num_accepted)
     assert accepted[:2] == [0, 0]
     assert accepted[2] > 20
-
-
-class Unknown(LogitsProcessor):
-    """May look at the batch, for all that is known: rows then step together."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
 
 
 @pytest.mark.parametrize(
@@ -194,17 +182,14 @@ def test_what_follows_the_end_of_a_text_is_not_learned(engine: str, extra: dict[
 
 
 def test_a_pool_of_the_callers_joins_the_sources(tmp_path: Any) -> None:
-    model, ids = tiny("llama"), prompt()
-    plain = model.generate(ids, **GREEDY)
+    model, call = tiny("llama"), {"input_ids": prompt(), **GREEDY}
     pool = NgramPool(max_tokens=10_000)
-    pool.add(plain[0].tolist())
+    pool.add(model.generate(**call)[0].tolist())
     pool.save(tmp_path / "texts.pool")
     for given in (pool, tmp_path / "texts.pool", str(tmp_path / "texts.pool")):
-        with lookahead_hf.enabled(model):
-            ours = model.generate(ids, **GREEDY, speculative=config_of(("ngram",), pool=given))
-        assert ours.tolist() == plain.tolist()
-        stats = lookahead_hf.last_stats(model)
-        assert stats is not None and stats.per_source["pool"].accepted > 20
+        fields = {"drafters": ("ngram",), "pool": given}
+        stats = compared(model, lambda: dict(call), 12, **fields).stats
+        assert stats.per_source["pool"].accepted > 20
 
 
 def test_an_assistant_of_another_vocabulary_is_refused_without_tokenizers() -> None:
@@ -227,8 +212,7 @@ def test_generation_settings_reach_the_assistant() -> None:
     with lookahead_hf.enabled(model):
         for settings in ({}, {"num_assistant_tokens": 3}):
             model.generate(prompt(), **call, **settings)
-            stats = lookahead_hf.last_stats(model)
-            assert stats is not None
+            stats = speculated(model)
             assert stats.acceptance_rate == 1.0  # the target is its own assistant
             depths.append(len(stats.accepted_histogram) - 1)
     assert depths == [8, 3]
@@ -245,7 +229,5 @@ def test_a_memory_that_is_to_outlive_a_call_needs_an_object() -> None:
         config = SpeculativeConfig(drafters=(RecyclingDrafter(keep=True),), budget=24)
         for _ in range(2):
             model.generate(prompt(), **GREEDY, speculative=config)
-            stats = lookahead_hf.last_stats(model)
-            assert stats is not None
-            accepted.append(stats.num_accepted)
+            accepted.append(speculated(model).num_accepted)
     assert accepted[1] > accepted[0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, compat
@@ -31,6 +31,7 @@ from tests.helpers.models import NAMES, prompt, tiny
 from tests.helpers.packing import in_threads
 from tests.helpers.replayed import WIDTHS, compare, compare_calls, sets_of
 from tests.helpers.trees import by_words
+from tests.helpers.users_parts import Unknown
 
 SAMPLE = ("llama", "gemma3", "mixtral")
 """Architectures that are also tried where time is short."""
@@ -127,16 +128,11 @@ def test_sampled_steps_are_captured_up_to_the_logits(made: list[TapeRecorder]) -
     assert all(r.outputs[1:] == (None,) for r in made[-1].recordings)  # no hidden states either
 
 
-class Own(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
-
-
 DECIDED_ON_THE_HOST: dict[str, tuple[str, str, Callable[[], dict[str, Any]]]] = {
     "prefix": ("walk", "alone", lambda: {"no_repeat_ngram_size": 4}),
     "prefixes": ("walk", "left", lambda: {"no_repeat_ngram_size": 4, "do_sample": True}),
     "scores": ("walk", "holes", lambda: {"return_dict_in_generate": True, "output_scores": True}),
-    "own": ("lockstep", "left", lambda: {"logits_processor": LogitsProcessorList([Own()])}),
+    "own": ("lockstep", "left", lambda: {"logits_processor": LogitsProcessorList([Unknown()])}),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -29,8 +28,7 @@ from tests.helpers.changes import (
 )
 from tests.helpers.device import HostReads, Tape, TapeRecorder, on_device
 from tests.helpers.models import prompt, tiny
-from tests.helpers.replayed import Switch, compare, compare_calls, sets_of, small
-from tests.helpers.scripted import RandomTrees, continuations, scripted
+from tests.helpers.replayed import Switch, compare, compare_calls, sets_of, small, streamed
 
 JOINED = {"packed_weights": True}
 
@@ -147,22 +145,10 @@ def test_the_weights_are_in_memory_once(made: list[TapeRecorder]) -> None:
     assert k.count_nonzero() == k.numel()
 
 
-@lru_cache
-def truths() -> list[list[int]]:
-    return continuations(small().generate(prompt(), **GREEDY), 12)
-
-
 def text(
     model: Any, fields: dict[str, Any], streamer: Any = None, graphs: bool = True
 ) -> list[int]:
-    """Return a text that was drafted from what a small model writes by itself."""
-    lookahead_hf.enable(model)
-    config = replace(scripted(truths(), RandomTrees(hit=1.0)), cuda_graphs=graphs, **fields)
-    output = model.generate(prompt(), **GREEDY, speculative=config, streamer=streamer)
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.engine == "device"
-    ids: list[int] = output[0].tolist()
-    return ids
+    return streamed(model, graphs, streamer, **fields)[0]
 
 
 # Changes to the model.
