@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import lookahead_hf
+from lookahead_hf.fallback import FallbackReason
 from tests.helpers import multimodal
 from tests.helpers.compared import assert_same_logits, compared, speculated
 from tests.helpers.scripted import RandomTrees, scripted
@@ -108,3 +109,29 @@ def test_a_picture_in_a_later_turn(model_type: str) -> None:
     for expected, got in zip(plain, ours, strict=True):
         assert got.sequences.tolist() == expected.sequences.tolist()
         assert_same_logits((expected, got))
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_picture_without_its_mask_is_read_plainly(is_later: bool) -> None:
+    """Blocks of several tokens would attend to it causally, single tokens attend to all of it."""
+    model = multimodal.build("mllama")
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    settings |= {"return_dict_in_generate": True}
+
+    def text() -> list[list[int]]:
+        call = multimodal.call(model)
+        if is_later:
+            earlier = model.generate(**call, **settings, speculative=False)
+            call = {"past_key_values": earlier.past_key_values}
+            call["input_ids"] = torch.cat([earlier.sequences, earlier.sequences[:, 1:4]], 1)
+        else:
+            del call["cross_attention_mask"]
+        return model.generate(**call, **settings).sequences.tolist()
+
+    with lookahead_hf.enabled(model):
+        plain = text()
+        lookahead_hf.set_default(model, True)
+        assert text() == plain
+        stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is FallbackReason.ARGUMENT

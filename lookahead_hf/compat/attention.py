@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -154,13 +155,18 @@ def takes_mask_dict(model: nn.Module) -> bool:
     return has_types and any("attention_mask, dict)" in each for each in mask_sources(model))
 
 
+def crossing_layers(model: nn.Module) -> Sequence[int]:
+    """Return the layers that attend to a picture instead of the text, as in Mllama."""
+    return getattr(text_config(model), "cross_attention_layers", None) or ()
+
+
 def layer_masks(model: nn.Module) -> tuple[str | None, ...]:
     """Return the name of each layer's mask, or one name if all layers take the same mask.
 
     A layer that attends to a picture instead of the text has None.
     """
     config, kinds = text_config(model), mask_kinds(model)
-    if crossing := getattr(config, "cross_attention_layers", None):
+    if crossing := crossing_layers(model):
         layers = range(config.num_hidden_layers)
         return tuple(None if layer in crossing else kinds[0] for layer in layers)
     if not takes_mask_dict(model):
