@@ -49,8 +49,8 @@ def top_rows(bits, which, tokens, probs):
 def _sum_of_exp(values, top):
     """Sum of `exp(values - top)` within 2 %; overwrites `values`.
 
-    Vector instructions know neither `exp` nor sums of floats in any order. So `exp(x)` is taken as
-    `(1 + x / 1024) ** 1024`, in ten squarings, and the sum is one of whole numbers.
+    For vector instructions, `exp(x)` is taken as `(1 + x / 1024) ** 1024`, which is ten squarings,
+    and the sum is one of whole numbers, whose order does not matter.
     """
     for i in range(len(values)):
         power = np.float32(1.0) + (values[i] - top) * np.float32(1 / 1024)
@@ -116,7 +116,9 @@ def _select(row, maxima, found):
             for token in range(lane, len(row), lanes):
                 key = row.dtype.type(_key(row[token], lowest))
                 if key >= threshold:
-                    count = _insert(np.int64(key) << 32 | np.int64(0xFFFFFFFF - token), found, count)
+                    count = _insert(
+                        np.int64(key) << 32 | np.int64(0xFFFFFFFF - token), found, count
+                    )
                     if count == k:
                         threshold = row.dtype.type(found[k - 1] >> 32)
     return count
