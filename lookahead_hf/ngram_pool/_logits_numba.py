@@ -60,7 +60,7 @@ def _sum_of_exp(values, top):
         values[i] = power
     total = 0
     for i in range(len(values)):
-        total += np.int32(values[i] * np.float32(1 << 20))
+        total += int(values[i] * np.float32(1 << 20))
     return total / (1 << 20)
 
 
