@@ -56,7 +56,7 @@ NEXT_RATES = (
 
 
 class RecyclingDrafter(BuiltInDrafter):
-    """Grows its tree from the best logits of every node that was verified, accepted or not.
+    """Grows its tree from the best logits of verified nodes, accepted or not.
 
     The rows of a call share one memory; it is empty when the call begins, unless `keep` is set.
     """
