@@ -22,22 +22,23 @@ WAYS = 4
 
 @jit
 def top_rows(bits, which, tokens, probs):
-    lanes = min(LANES, bits.shape[1])
-    maxima = np.empty(lanes, bits.dtype)
-    best = np.empty(tokens.shape[1], bits.dtype)
+    lanes, k = min(LANES, bits.shape[1]), tokens.shape[1]
+    maxima, best = np.empty(lanes, bits.dtype), np.zeros(k, bits.dtype)
+    found = np.empty(k, np.int64)
     # Bit patterns and, in the same memory, the numbers that they encode.
-    lane_bits = np.empty(lanes, np.int32)
-    best_bits = np.empty(tokens.shape[1], np.int32)
+    lane_bits, best_bits = np.empty(lanes, np.int32), np.empty(k, np.int32)
     lane_values, best_values = lane_bits.view(np.float32), best_bits.view(np.float32)
     for out in range(len(which)):
         row = bits[which[out]]
         _lane_maxima(row, maxima)
-        count = _select(row, maxima, tokens[out], best)
+        count = _select(row, maxima, found)
+        for rank in range(count):
+            best[rank], tokens[out, rank] = found[rank] >> 32, ~np.int32(found[rank])
         _decode(maxima, lane_bits)
         _decode(best, best_bits)
-        total = _sum_of_exp(lane_values, best_values[0])
-        if not total >= 0.5:
+        if not (np.isfinite(best_values[0]) and best_values[count - 1] <= best_values[0]):
             count = 0
+        total = _sum_of_exp(lane_values, best_values[0])
         for rank in range(count):
             probs[out, rank] = np.exp(best_values[rank] - best_values[0]) / total
         tokens[out, count:] = -1
@@ -46,11 +47,21 @@ def top_rows(bits, which, tokens, probs):
 
 @jit
 def _sum_of_exp(values, top):
-    """Sum of `exp(values - top)`; NaN if one of them is."""
-    total = 0.0
-    for value in values:
-        total += np.exp(value - top)
-    return total
+    """Sum of `exp(values - top)` within 2 %; overwrites `values`.
+
+    For vector instructions, `exp(x)` is taken as `(1 + x / 1024) ** 1024`, which is ten squarings,
+    and the sum is one of whole numbers, whose order does not matter.
+    """
+    for i in range(len(values)):
+        power = np.float32(1.0) + (values[i] - top) * np.float32(1 / 1024)
+        power = power if power > np.float32(0.0) else np.float32(0.0)
+        for _ in range(10):
+            power *= power
+        values[i] = power
+    total = 0
+    for i in range(len(values)):
+        total += int(values[i] * np.float32(1 << 20))
+    return total / (1 << 20)
 
 
 @jit
@@ -64,13 +75,23 @@ def _key(pattern, lowest):
 
 @jit
 def _lane_maxima(row, maxima):
-    lanes, lowest = len(maxima), np.iinfo(row.dtype).min
-    for lane in range(lanes):
-        maxima[lane] = _key(row[lane], lowest)
-    for start in range(lanes, len(row), lanes):
+    """Four parts of the row are read side by side: waits for different pages overlap."""
+    lanes, lowest, kind = len(maxima), np.iinfo(row.dtype).min, row.dtype.type
+    part = len(row) // (4 * lanes) * lanes
+    maxima[:] = lowest
+    for start in range(0, part, lanes):
+        one = row[start : start + lanes]
+        two = row[part + start : part + start + lanes]
+        three = row[2 * part + start : 2 * part + start + lanes]
+        four = row[3 * part + start : 3 * part + start + lanes]
+        for lane in range(lanes):
+            left = max(kind(_key(one[lane], lowest)), kind(_key(two[lane], lowest)))
+            right = max(kind(_key(three[lane], lowest)), kind(_key(four[lane], lowest)))
+            maxima[lane] = max(maxima[lane], max(left, right))
+    for start in range(4 * part, len(row), lanes):
         block = row[start : start + lanes]
         for lane in range(len(block)):
-            maxima[lane] = max(maxima[lane], row.dtype.type(_key(block[lane], lowest)))
+            maxima[lane] = max(maxima[lane], kind(_key(block[lane], lowest)))
 
 
 @jit
@@ -83,55 +104,66 @@ def _decode(keys, patterns):
 
 
 @jit
-def _select(row, maxima, tokens, best):
-    """Fill `tokens` and `best` with the largest elements and their keys; returns how many."""
-    lanes, k, lowest = len(maxima), len(tokens), np.iinfo(row.dtype).min
-    threshold = _nth_largest(maxima, best)
-    count = 0
+def _select(row, maxima, found):
+    """Fill `found` with the largest elements, best first; returns how many.
+
+    An element is its key above the complement of its token: the lower token is the larger number.
+    """
+    lanes, k, lowest = len(maxima), len(found), np.iinfo(row.dtype).min
+    threshold, count = _threshold(maxima, min(k, lanes)), 0
     for lane in range(lanes):
         if maxima[lane] >= threshold:
             for token in range(lane, len(row), lanes):
                 key = row.dtype.type(_key(row[token], lowest))
-                if key >= threshold and (count < k or key >= best[k - 1]):
-                    count = _insert(key, token, tokens, best, count)
+                if key >= threshold:
+                    count = _insert(
+                        np.int64(key) << 32 | np.int64(0xFFFFFFFF - token), found, count
+                    )
+                    if count == k:
+                        threshold = row.dtype.type(found[k - 1] >> 32)
     return count
 
 
 @jit
-def _nth_largest(values, best):
-    """The value that ends the descending list of the `len(best)` largest ones, kept in `best`."""
-    count = 0
-    for value in values:
-        if count == len(best):
-            if value <= best[count - 1]:
-                continue
-            count -= 1
-        place = count
-        count += 1
-        while place > 0 and best[place - 1] < value:
-            best[place] = best[place - 1]
-            place -= 1
-        best[place] = value
-    return best[count - 1]
+def _threshold(maxima, k):
+    """A number that at least `k` of the maxima reach, and hardly more, by bisection."""
+    low = high = maxima[0]
+    for lane in range(len(maxima)):
+        low, high = min(low, maxima[lane]), max(high, maxima[lane])
+    low, high = np.int64(low), np.int64(high) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        reach = _num_reach(maxima, maxima.dtype.type(middle))
+        if reach < k:
+            high = middle
+        else:
+            low = middle
+            if reach <= k + k // 4:
+                break
+    return maxima.dtype.type(low)
 
 
 @jit
-def _insert(key, token, tokens, best, count):
-    """Insert `token` into the descending list unless better ones fill it; returns its length."""
-    k = len(tokens)
+def _num_reach(maxima, threshold):
+    count = np.int16(0)  # the narrowest that holds `LANES`: more of them in a vector
+    for lane in range(len(maxima)):
+        count = np.int16(count + np.int16(maxima[lane] >= threshold))
+    return count
+
+
+@jit
+def _insert(value, best, count):
+    """Insert a value into a descending list unless larger ones fill it; returns its length."""
+    if count == len(best):
+        if value <= best[count - 1]:
+            return count
+        count -= 1
     place = count
-    while place > 0 and (
-        key > best[place - 1] or (key == best[place - 1] and token < tokens[place - 1])
-    ):
+    while place > 0 and best[place - 1] < value:
+        best[place] = best[place - 1]
         place -= 1
-    if place == k:
-        return count
-    for i in range(min(count, k - 1), place, -1):
-        best[i] = best[i - 1]
-        tokens[i] = tokens[i - 1]
-    best[place] = key
-    tokens[place] = token
-    return min(count + 1, k)
+    best[place] = value
+    return count + 1
 
 
 @jit

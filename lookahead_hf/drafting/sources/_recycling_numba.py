@@ -181,13 +181,16 @@ def _flatten_buckets(nodes, count):
 
 
 @jit
-def verified_contexts(last_two, row_offsets, token_ids, parents, path_offsets, path, live):
-    """The last two tokens at each verified node of the live rows, and where its logits are.
+def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offsets, path, live):
+    """The last two tokens at verified nodes of the live rows, and where their logits are.
 
     The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
-    overwrite those that were only considered, and its end is the end of the row's part.
+    overwrite those that were only considered, and its end is the end of the row's part. Other nodes
+    are left out if the memory has their last two tokens: what it has is as good, and on a CPU the
+    search of their logits is most of what drafting for many rows takes.
 
     Args:
+        keys: Of the memory, [places, ways] int64.
         last_two: Last two tokens of each row before the step, -1: none, [rows, 2] int64.
         row_offsets, token_ids, parents: Of the draft.
         path_offsets, path: Of the verdict.
@@ -225,15 +228,18 @@ def verified_contexts(last_two, row_offsets, token_ids, parents, path_offsets, p
         for node in accepted:
             place[count] = 1 + node
             count += 1
-        for at in range(start, count):
-            of_row[at] = row
+        end, count = count - 1, start
+        for at in range(start, end + 1):
             node = place[at] - 1
             parent = parents[first + node] if node >= 0 else -1
             if node < 0:
-                before[at], last[at] = last_two[row, 0], last_two[row, 1]
+                before[count], last[count] = last_two[row, 0], last_two[row, 1]
             else:
-                before[at] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
-                last[at] = token_ids[first + node]
+                before[count] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
+                last[count] = token_ids[first + node]
+            if at == end or find(keys, before[count], last[count]) < 0:
+                of_row[count], place[count] = row, place[at]
+                count += 1
         ends[num_ends] = count - 1
         num_ends += 1
     return before[:count], last[:count], of_row[:count], place[:count], ends[:num_ends]

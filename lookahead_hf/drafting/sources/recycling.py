@@ -56,7 +56,7 @@ NEXT_RATES = (
 
 
 class RecyclingDrafter(BuiltInDrafter):
-    """Grows its tree from the best logits of every node that was verified, accepted or not.
+    """Grows its tree from the best logits of verified nodes, accepted or not.
 
     The rows of a call share one memory; it is empty when the call begins, unless `keep` is set.
     """
@@ -133,7 +133,7 @@ class RecyclingDrafter(BuiltInDrafter):
         if self._best is None:
             self.prepare(logits)
         best, self._best = self._best, None
-        assert best is not None
+        assert best is not None and self._memory is not None
         self._next_tokens[:] = -1
         live = np.flatnonzero(verdict.live)
         if not len(live):
@@ -141,8 +141,8 @@ class RecyclingDrafter(BuiltInDrafter):
         from lookahead_hf.drafting.sources._recycling_numba import verified_contexts
 
         before, last, row, place, ends = verified_contexts(
-            rows.last_two(verdict.num_emitted), draft.row_offsets, draft.token_ids, draft.parents,
-            verdict.path_offsets, verdict.path, verdict.live,
+            self._memory.keys, rows.last_two(verdict.num_emitted), draft.row_offsets,
+            draft.token_ids, draft.parents, verdict.path_offsets, verdict.path, verdict.live,
         )  # fmt: skip
         tokens = np.empty((len(last), self._top_k), np.int32)
         probs = np.empty((len(last), self._top_k), np.float32)

@@ -83,6 +83,21 @@ def test_rejected_nodes_are_learned_from_too() -> None:
         assert memory.tokens[find(memory.keys, *context), 0] == best
 
 
+def test_a_known_context_is_searched_again_only_where_a_path_ends() -> None:
+    rows = rows_of([[1, 2]])
+    drafter = drafter_for(rows)
+    memory = drafter._memory
+    assert memory is not None
+    drafter.observe(rows, DraftTree.empty(1), take(rows, ([], [1])), logits_of([{5: LIKELY}]))
+    draft = DraftTree.from_rows([([2, 3], [ROOT, ROOT])])
+    logits = logits_of([{}, {6: LIKELY}, {7: LIKELY}])
+    for path, expected in (([], 5), ([1], 5), ([0], 6)):
+        emitted = [int(draft.token_ids[node]) for node in path] + [1]
+        drafter.observe(rows, draft, take(rows, (path, emitted)), logits)
+        assert memory.tokens[find(memory.keys, 1, 2), 0] == expected
+    assert memory.tokens[find(memory.keys, 1, 3), 0] == 7
+
+
 def test_the_last_logits_other_candidates_are_guesses_for_the_next_token() -> None:
     rows = rows_of([[1, 2]])
     drafter = drafter_for(rows, top_k=2, num_next=2)
