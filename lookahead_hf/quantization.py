@@ -64,7 +64,8 @@ def _by_modules(model: Any) -> str | None:
         kind = type(module)
         if kind.__module__.startswith("torch.ao.nn.quantized"):
             return f"{kind.__module__}.{kind.__name__}"
-        weight = vars(module).get("_parameters", {}).get("weight")
+        parameters = vars(module).get("_parameters", {})  # of a scripted module not a dict
+        weight = dict(parameters.items()).get("weight")
         if type(weight).__name__ == "LinearActivationQuantizedTensor":
             return type(weight).__name__
         if getattr(weight, "act_quant_kwargs", None) is not None:

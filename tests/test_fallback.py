@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 import lookahead_hf
@@ -101,6 +102,14 @@ def test_an_active_dropout(name: str, decoding: PlainDecoding) -> None:
     count = len(decoding.calls)
     run(model.eval(), speculative=True)
     assert len(decoding.calls) == count + 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_parts_are_served(model: Any, decoding: PlainDecoding) -> None:
+    model.model.layers[0].mlp.act_fn = torch.jit.script(nn.SiLU())
+    expected = run(model)
+    assert torch.equal(run(model, speculative=True), expected)
+    assert len(decoding.calls) == 1
 
 
 def test_gradient_checkpointing(model: Any, decoding: PlainDecoding) -> None:

@@ -88,7 +88,7 @@ class Runner(PromptRunner):
         Args:
             fed: As in `BlockLayout.flat`.
             draft: The draft behind these tokens.
-            is_prompt: Whether all of them are of prompts, which are read with plain's bits.
+            is_prompt: Whether all of them are of prompts, whose linear layers keep plain's bits.
 
         Returns:
             Its outputs; the logits are [rows, 1 + most nodes, vocab].

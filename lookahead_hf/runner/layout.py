@@ -139,7 +139,8 @@ class BlockLayout:
         tokens[~is_node], tokens[is_node] = np.concatenate(fed), draft.token_ids[is_used]
         index[is_node] += num_fed[row[is_node]] - 1 + draft.depth[is_used] - place[is_node]
         columns = self._cache.columns_of(row, index)
-        runs = runs_of(counts, slots.lengths, may_pad=num_fed <= 1)
+        # Padding at the end of prompts that all begin in this block is hidden by causality alone.
+        runs = runs_of(counts, slots.lengths, (num_fed <= 1) | (not slots.lengths.any()))
         slots.place(counts)
         stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
         assert self._names.positions is not None
@@ -193,12 +194,13 @@ class BlockLayout:
         lengths = group.lengths[run.rows]
         visible = int((lengths + run.counts).max())
         is_causal = seen is None and (width == 1 or not lengths.any())
-        if is_causal and not kind.is_limited and (lengths == lengths[0]).all():
+        is_limited = kind.may_hide(int(columns.max()))
+        if is_causal and not is_limited and (lengths == lengths[0]).all():
             return RunMask(run, visible, None)
         if seen is None:
             seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
         both = None
-        if kind.is_limited:
+        if is_limited:
             padded = columns if run.padded is None else columns[run.padded]
             query = padded.reshape(-1, width)
             key = self._cache.token_columns(group, visible)[run.rows]

@@ -25,6 +25,10 @@ class MaskKind:
         """Whether a token does not see all columns before its own."""
         return self.window is not None or self.chunk is not None
 
+    def may_hide(self, last: int) -> bool:
+        """Whether a token does not see all columns before its own, if none is beyond `last`."""
+        return self.chunk is not None or (self.window is not None and last >= self.window)
+
     def is_near(self, query: Any, key: Any, pads: Any) -> Any:
         """Return which columns a column sees, causality aside, of arrays or tensors that broadcast.
 

@@ -33,11 +33,11 @@ def may_leave_padding(
     generation_config: Any,
     model_kwargs: dict[str, Any],
 ) -> bool:
-    """Return whether flat blocks of a prompt give every row what its padded prompt gives it.
+    """Return whether a flat block of prompts gives every row what its padded prompt gives it.
 
-    They fill a cache of our own from the start, which has nothing in the columns of pads. So the
-    caller must not see it. It must also hold the whole prompt, since a window would move on while
-    the prompt is read.
+    It fills a cache of our own from the start, which has nothing in the columns of pads. So the
+    caller must not see the cache. It must also hold the whole prompt, since a window would move on
+    while the prompt is read.
     """
     cache: Any = model_kwargs.get("past_key_values")
     if attended.all() or not attended[:, -1].all():

@@ -238,7 +238,7 @@ def check_setup(model: Any) -> None:
     prefix_tuning.of_model(model)
     for module in model.modules():
         own = vars(module)  # a module's getattr is slow for missing attributes
-        if own["training"]:
+        if module.training:
             _check_training(module)
         for variant in (own.get("lora_variant") or {}).values():
             if type(variant).__name__.startswith("ALora"):  # masks the last tokens of each block

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import lookahead_hf
@@ -93,6 +96,13 @@ def other_class(model: Any) -> None:
     model.model.layers[0].mlp.__class__ = OwnMLP
 
 
+def other_module(model: Any) -> None:
+    layer = model.model.layers[0]
+    mlp = OwnMLP(model.config)
+    mlp.load_state_dict(layer.mlp.state_dict())
+    layer.mlp = mlp
+
+
 def other_weight(model: Any) -> None:
     class Weight(nn.Parameter):
         pass
@@ -100,7 +110,7 @@ def other_weight(model: Any) -> None:
     model.lm_head.weight = Weight(model.lm_head.weight.detach())
 
 
-CHANGES = hooked, pre_hooked, replaced_forward, other_class, other_weight
+CHANGES = hooked, pre_hooked, replaced_forward, other_class, other_module, other_weight
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -113,14 +123,56 @@ def test_code_of_unknown_origin_keeps_it(
     assert not any(rotations.are_below)
 
 
-def test_a_patched_class_keeps_it(rotations: Rotations, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = modeling_llama.LlamaMLP.forward
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda *given: forward(*given))
-    generate(tiny("llama"))
-    assert rotations.are_below and not any(rotations.are_below)
+def by_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as the gradient of half its square."""
+    with torch.enable_grad():
+        leaf = x.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(leaf.square().sum() / 2, leaf)
+    return gradient
 
 
-@pytest.mark.parametrize("change", CHANGES[:3])
+def on_inputs(function: Any) -> Any:
+    """Wrap a function so that gradients are computed in it; its second argument is a tensor."""
+
+    @wraps(function)
+    def wrapped(first: Any, second: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(first, by_gradient(second), *args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (modeling_llama.LlamaMLP, "forward"),
+        (modeling_llama.LlamaMLP, "__call__"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+        (None, "sdpa"),
+    ],
+)
+@pytest.mark.parametrize("in_mid_call", [False, True])
+def test_patched_code_may_compute_gradients(
+    owner: Any, name: str, in_mid_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def patch() -> None:
+        if owner is None:
+            AttentionInterface.register(name, on_inputs(sdpa_attention_forward))
+        else:
+            monkeypatch.setattr(owner, name, on_inputs(getattr(owner, name)))
+
+    model = tiny("llama")
+    plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
+    try:
+        if in_mid_call:
+            assert torch.equal(generate(model, logits_processor=[Once(patch)]), plain)
+        else:
+            patch()
+            assert torch.equal(generate(model), plain)
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+@pytest.mark.parametrize("change", CHANGES[:-1])
 def test_a_change_in_mid_call_counts_from_the_next_step_on(
     change: Callable[[Any], None], rotations: Rotations
 ) -> None:

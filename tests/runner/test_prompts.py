@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import lookahead_hf
+from lookahead_hf.runner import flat, layout, masks
 from tests.helpers import multimodal
 from tests.helpers.compared import compared
 from tests.helpers.models import tiny
@@ -47,6 +48,32 @@ def test_only_tokens_of_live_rows_are_fed(name: str, do_sample: bool) -> None:
     assert torch.equal(plain, ours)
     assert len({row.row_steps for row in stats.row_stats}) > 1
     assert stats.num_fed == 4 * COLUMNS - sum(PADS) + stats.row_steps + stats.num_drafted
+
+
+def test_rows_of_almost_the_same_length_attend_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of attention for every row would take longer than a batch of short rows saves."""
+    found: list[Any] = []
+    additive = masks.additive
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        runs = flat.runs_of(*args, **kwargs)
+        found.append([len(run.counts) for run in runs])
+        return runs
+
+    def masked(*args: Any) -> Any:
+        found.append("mask")
+        return additive(*args)
+
+    monkeypatch.setattr(layout, "runs_of", noted)
+    monkeypatch.setattr(masks, "additive", masked)
+    given = batch()
+    given["attention_mask"][:] = 1
+    given["attention_mask"][1, 0] = given["attention_mask"][2, :3] = 0
+    model = tiny("mistral", sliding_window=COLUMNS + 1)  # which a step needs a mask for
+    with lookahead_hf.enabled(model):
+        plain, ours, _ = texts(model, **given)
+    assert torch.equal(plain, ours)
+    assert found[:3] == [[4], [4], "mask"]  # the prompt, and the first step
 
 
 def test_a_window_that_moves_on_within_a_prompt_keeps_the_padding() -> None:
