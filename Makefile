@@ -21,6 +21,7 @@ NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests
 	--ignore tests/batching --ignore tests/serving/test_continuous_batching.py \
 	--ignore tests/benchmarks/test_throughput.py --ignore tests/cache/test_indexed_layers.py \
 	--ignore tests/drafting/sources/heads/test_mtp.py --ignore tests/test_multimodal.py \
+	--ignore tests/test_models_table.py \
 	--deselect tests/runner/test_architectures.py::test_logits_are_plains \
 	--deselect "tests/ecosystem/test_callers.py::test_caller[transformers serve --continuous-batching, the OpenAI client]"
 
