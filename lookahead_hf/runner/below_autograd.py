@@ -68,7 +68,7 @@ def _is_own(code: Any) -> bool:
     The `__module__` of a function does not tell: `functools.wraps` copies that of the wrapped one.
     """
     names = getattr(code, "__globals__", None)
-    origin = code.__module__ if names is None else names["__name__"]
+    origin: str = names["__name__"] if names else getattr(code, "__module__", "")
     wrapped = getattr(code, "__wrapped__", None)
     return origin.partition(".")[0] in PACKAGES and (wrapped is None or _is_own(wrapped))
 
