@@ -30,13 +30,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import torch
+from torch.nn import functional
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import lookahead_hf
@@ -198,24 +200,20 @@ def takes_speculative(model: Any) -> bool:
 @contextmanager
 def counting(model: Any) -> Iterator[list[int]]:
     """Count forwards and the tokens fed to them, on a CPU."""
-    counts = [0, 0]
-    embeddings = model.get_input_embeddings()
-    embed = embeddings.forward
+    counts, embed = [0, 0], functional.embedding
+    weight = model.get_input_embeddings().weight
 
-    def counted(given: torch.Tensor) -> torch.Tensor:
-        counts[0] += 1
-        counts[1] += given.numel()
-        embedded: torch.Tensor = embed(given)
-        return embedded
+    def counted(given: torch.Tensor, table: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if table is weight:
+            counts[0] += 1
+            counts[1] += given.numel()
+        return embed(given, table, *args, **kwargs)
 
-    if model.device.type != "cpu":
+    # Beside a hook or another forward of a module, steps would take longer.
+    with ExitStack() as stack:
+        if model.device.type == "cpu":
+            stack.enter_context(mock.patch.object(functional, "embedding", counted))
         yield counts
-        return
-    embeddings.forward = counted  # beside a hook, blocks would not be flat
-    try:
-        yield counts
-    finally:
-        del embeddings.forward
 
 
 def run(model: Any, system: Callable[[Work], tuple[list[Any], int]], work: Work) -> Measured:

@@ -37,8 +37,9 @@ class CostCurve:
     the number of tokens of all rows, their last ones included, if the block is flat.
 
     The estimate of a size is a low quantile of its latest durations, since whatever disturbs a step
-    makes it longer. Sizes that were never measured follow the curve of a similar setting or a line
-    of slope `SLOPE` per row, scaled to the measured sizes around them.
+    makes it longer. It is no more than that of a larger size, which would be the better choice. Sizes
+    that were never measured follow the curve of a similar setting or a line of slope `SLOPE` per
+    row, scaled to the measured sizes around them.
 
     Attributes:
         sizes: Sizes whose costs are told apart.
@@ -107,6 +108,7 @@ class CostCurve:
         estimates = self._assumed
         if factors:
             estimates = estimates * np.interp(self.sizes, list(factors), list(factors.values()))
+        estimates = np.minimum.accumulate(estimates[::-1])[::-1]
         if self._is_stepped:  # what lies between two sizes is padded to the larger one
             places = np.searchsorted(self.sizes, sizes).clip(max=len(self.sizes) - 1)
             return np.asarray(estimates[places])

@@ -338,6 +338,14 @@ def test_costs_that_were_measured_too_dear_are_doubted() -> None:
     assert np.mean(np.array(sizes[-DUE_AFTER:]) > 0) > 0.8
 
 
+def test_a_step_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
+    curve = CostModel().curve(4, 100, is_flat=True)
+    for size, seconds in ((4, 0.032), (16, 0.068), (24, 0.038), (64, 0.065)):
+        curve.observe(size, seconds)
+    costs = curve.seconds(np.array([4, 16, 24, 64]))
+    np.testing.assert_allclose(costs, [0.032, 0.038, 0.038, 0.065])
+
+
 def test_steps_of_unknown_time_teach_nothing() -> None:
     costs, rows = CostModel(), rows_of()
     budget = Budget("auto", 8, costs, rows)
