@@ -37,9 +37,9 @@ class CostCurve:
     the number of tokens of all rows, their last ones included, if the block is flat.
 
     The estimate of a size is a low quantile of its latest durations, since whatever disturbs a step
-    makes it longer. It is no more than that of a larger size, which would be the better choice. Sizes
-    that were never measured follow the curve of a similar setting or a line of slope `SLOPE` per
-    row, scaled to the measured sizes around them.
+    makes it longer. It is no more than that of a larger size, which would be the better choice.
+    Sizes that were never measured follow the curve of a similar setting or a line of slope `SLOPE`
+    per row, scaled to the measured sizes around them.
 
     Attributes:
         sizes: Sizes whose costs are told apart.
