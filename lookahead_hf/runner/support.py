@@ -208,22 +208,27 @@ def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
     if mask is not None and mask.dim() != 2:
         detail = f"an attention mask of {mask.dim()} dimensions"
         raise Unserved(FallbackReason.ARGUMENT, detail, "pass one of [rows, columns]")
-    crossing, cache = compat.crossing_layers(model), model_kwargs.get(names.cache)
-    if crossing and model_kwargs.get("cross_attention_mask") is None:
-        has_picture = model_kwargs.get("pixel_values") is not None
-        if has_picture or (cache is not None and cache.get_seq_length(crossing[0]) > 0):
-            # Without a mask, a block of several tokens would look at the picture causally.
-            detail, fix = (
-                "a picture without cross_attention_mask",
-                "pass the mask that goes with it",
-            )
-            raise Unserved(FallbackReason.ARGUMENT, detail, fix)
+    _check_picture(model, model_kwargs, model_kwargs.get(names.cache))
     known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
     if names.positions is None:
         known |= {"attention_mask"}  # the encoder's
     for name, value in model_kwargs.items():
         if name not in known and isinstance(value, torch.Tensor):
             raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")
+
+
+def _check_picture(model: Any, model_kwargs: dict[str, Any], cache: Any) -> None:
+    """Raise Unserved where a block of several tokens would look at a picture causally.
+
+    Single tokens see all of it, also without a mask.
+    """
+    crossing = compat.crossing_layers(model)
+    if not crossing or model_kwargs.get("cross_attention_mask") is not None:
+        return
+    is_cached = cache is not None and cache.get_seq_length(crossing[0]) > 0
+    if is_cached or model_kwargs.get("pixel_values") is not None:
+        detail, fix = "a picture without cross_attention_mask", "pass the mask that goes with it"
+        raise Unserved(FallbackReason.ARGUMENT, detail, fix)
 
 
 def check_setup(model: Any) -> None:
