@@ -17,9 +17,9 @@ _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | Non
 """Attention of `(query, key, value, mask)`; its first result is [rows, width, heads, dim]."""
 
 
-MOST_PADDING = 10
-"""Queries of padding that a further row may add to a run. At contexts of 100 to 3,000 slots, a call
-for four rows takes less time than four calls as long as it has no more than 30 such queries."""
+MOST_PADDING = 40
+"""Queries of padding that a further row may add to a run. Steps of four rows with up to 1,200 tokens
+each take 1 to 2 % less time with 40 than with 10, and no less with 120."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
