@@ -47,8 +47,9 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "progress recorder rows threads",
-        "request runner verifier",
+        "generators progress recorder rows threads",
+        "runner verifier",
+        "request",
         "alone",
         "session",
         "manager",

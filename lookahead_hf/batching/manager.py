@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from contextlib import suppress
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from lookahead_hf import ngram_pool, stats
 from lookahead_hf.batching.progress import Progress
-from lookahead_hf.batching.request import NO_EOS, Job, Maker, request_seed
+from lookahead_hf.batching.request import NO_EOS, Job, Maker, own_objects, request_seed
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import (
@@ -41,11 +41,13 @@ class Waiting:
     Attributes:
         state: What transformers keeps of a request.
         first: Number of its first text.
+        objects: What it brought that may keep something of its text, see `own_objects`.
         cancelled: The ids of its texts that were cancelled meanwhile.
     """
 
     state: RequestState
     first: int
+    objects: frozenset[int]
     cancelled: set[str] = field(default_factory=set)
 
 
@@ -59,8 +61,18 @@ class RequestQueue(queue.Queue[Any]):
     num_texts = 0
 
     def _put(self, state: RequestState) -> None:
-        super()._put(Waiting(state, self.num_texts))
+        super()._put(Waiting(state, self.num_texts, own_objects(state)))
         self.num_texts += 1 + state.num_children
+
+    def take(self, in_use: Set[int]) -> Waiting | None:
+        """Return the first request that brings no object in use, None if there is none."""
+        with self.mutex:
+            for request in self.queue:
+                if request.objects.isdisjoint(in_use):
+                    self.queue.remove(request)
+                    self.not_full.notify()
+                    return request
+        return None
 
 
 class SpeculativeBatchingManager(ContinuousBatchingManager):
@@ -192,12 +204,18 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     # What the session of a run asks, in the thread of the run.
 
-    def take(self) -> Job | None:
-        """Return the next text that waits, None if there is none."""
-        with suppress(queue.Empty):
-            while not self._jobs:
-                self._jobs += self._split(self.input_queue.get_nowait())
-        return self._jobs.popleft() if self._jobs else None
+    def take(self, in_use: Set[int] = frozenset()) -> Job | None:
+        """Return the next text that waits and can begin, None if there is none.
+
+        Args:
+            in_use: The `objects` of the texts in progress; what brings one of them waits.
+        """
+        while not self._jobs:
+            request = self.input_queue.take(in_use)
+            if request is None:
+                return None
+            self._jobs += self._split(request)
+        return self._jobs.popleft()
 
     def cancelled(self) -> set[str]:
         """Return the ids of requests that were cancelled since the last time."""
@@ -257,7 +275,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 continue
             each.num_children = 0
             seed = request_seed(self._seed, index)
-            jobs.append(Job(each, seed, frozenset({each.request_id, name})))
+            names = frozenset({each.request_id, name})
+            jobs.append(Job(each, seed, names, own_objects(each)))
         return jobs
 
     def _run_generation_loop(self) -> None:

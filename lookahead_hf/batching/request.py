@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.batching.generators import OwnGenerators
+from lookahead_hf.batching.verifier import Seeded
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
@@ -17,8 +19,10 @@ from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.runner import positions, prefix_tuning, support
 from lookahead_hf.verification.select import choose_verifier
+from lookahead_hf.verification.stopping import knows_criterion
 from lookahead_hf.verification.verifier import Verifier
 from lookahead_hf.verification.walk import Walk
 
@@ -47,6 +51,19 @@ def request_seed(seed: int, index: int) -> int:
     return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
 
 
+def own_objects(state: RequestState) -> frozenset[int]:
+    """Return the ids of a request's objects that may keep something of the text that they see.
+
+    Processors and criteria of transformers' own keep nothing. The owner stands for a method.
+    """
+    found = []
+    for name in OBJECTS:
+        given = state.logit_processor_kwargs.get(name)
+        found += given if isinstance(given, list) else [] if given is None else [given]
+    unknown = (each for each in found if not (knows_processor(each) or knows_criterion(each)))
+    return frozenset(id(getattr(each, "__self__", each)) for each in unknown)
+
+
 @dataclass(eq=False)
 class Job:
     """One text of a run.
@@ -55,6 +72,7 @@ class Job:
         state: What transformers keeps of a request: its prompt, its tokens, its status.
         seed: The seed of its samples.
         names: The ids that cancel it: its own, and that of the request that it is a text of.
+        objects: What the request brought that may keep something of its text, see `own_objects`.
         call: The call of `generate` that it stands for, None before it has a row.
         verifier: What verifies its text, None before it has a row.
     """
@@ -62,6 +80,7 @@ class Job:
     state: RequestState
     seed: int
     names: frozenset[str] = frozenset()
+    objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
     verifier: Verifier | None = None
 
@@ -152,15 +171,17 @@ class Maker:
         """Return what verifies the text of a call in a row of its own.
 
         Raises:
-            Unserved: Its processors or criteria need more than the row's own scores and tokens.
+            Unserved: Its samples are verified by rejection, which draws once for all rows.
         """
+        if self.request.draws(call.do_sample):
+            detail = f"verification={self.request.config.verification!r} of samples"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
         outputs = RequestedOutputs(call.generation_config, 1)
         stream = ColumnStream(None, 1, call.pad)
         chosen = choose_verifier(call, outputs, stream, Processes(), seed)
-        if not isinstance(chosen, Walk) or chosen.rules.in_order:
-            detail = "a logits processor, a criterion or a verification that cannot be kept in rows"
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        return chosen
+        if isinstance(chosen, Walk) and not chosen.rules.in_order:
+            return chosen
+        return Seeded(chosen, OwnGenerators(call.input_ids.device, seed))
 
     def num_draftable(self, call: PreparedCall) -> int:
         """Return how many new tokens drafts may cover in a call."""

@@ -92,7 +92,11 @@ class RefillSession(Session):
         """Give free rows to the requests that wait."""
         free = [row for row in range(self.rows.num_rows) if row not in self.jobs]
         free.sort(key=self.runner.holds_prompt)
-        while free and not self.manager.stops() and (job := self.manager.take()) is not None:
+        while free and not self.manager.stops():
+            in_use = frozenset[int]().union(*(job.objects for job in self.jobs.values()))
+            job = self.manager.take(in_use)
+            if job is None:
+                break
             holder = self.runner.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
@@ -180,22 +184,25 @@ class RefillSession(Session):
         if state.status is RequestStatus.PREFILLING:
             self._advance(row, job)
             return
+        assert job.verifier is not None
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
             return
-        new = self.rows.emitted(row)[known:].tolist()
+        emitted = self.rows.emitted(row)
+        new = emitted[known:].tolist()
         state.generated_tokens += new
         if self.manager.progress is not None:
             self.manager.progress.emitted(len(new))
         if state.record_timestamps:
             state._timestamps += [time.perf_counter()] * len(new)
         if self.rows.finished[row]:
+            state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
             with self.stats.phase_of(row, "draft"):
                 self.drafts.end_row(self.rows, row)
             record = self.stats.of_row(
                 row,
                 int(self.rows.num_emitted[row]),
-                engine=self.verifier.name,
+                engine=job.verifier.name,
                 per_source=self.drafts.source_stats(row),
                 execution=self.runner.execution,
             )

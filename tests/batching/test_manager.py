@@ -8,8 +8,6 @@ import os
 import random
 import sys
 import threading
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
-from lookahead_hf import compat
-from lookahead_hf.batching import alone as alone_texts
 from lookahead_hf.batching import progress, runner
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
@@ -165,32 +161,6 @@ def test_two_managers_of_one_model(model: Any) -> None:
             tokens = [found[f"req_{index}"].generated_tokens for index in range(len(texts))]
             assert tokens == [alone(model, text, config) for text in texts]
             speculated(found.values())
-
-
-def test_two_managers_take_turns_with_the_default_generator(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, texts = settings(model, do_sample=True, max_new_tokens=6), prompts(3)
-    write, draws = compat.plain_generate, threading.Lock()
-
-    def drawing(*given: Any, **more: Any) -> Any:
-        assert draws.acquire(blocking=False)
-        try:
-            time.sleep(0.01)  # so that the other manager gets here, too
-            return write(*given, **more)
-        finally:
-            draws.release()
-
-    monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
-    with running(model, config) as one, running(model, config) as other:
-        for manager in (one, other):
-            manager.add_requests(texts, **broken_after(1000))  # which rows cannot keep
-        found = [results(manager, len(texts)) for manager in (one, other)]
-    for outputs in found:
-        for index, text in enumerate(texts):
-            output = outputs[f"req_{index}"]
-            assert output.generated_tokens == alone(model, text, config, index)
-            assert output.speculative_stats.fallback_reason == "continuous_batching"
 
 
 def test_handlers_hear_of_their_requests(model: Any) -> None:
