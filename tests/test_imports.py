@@ -50,7 +50,7 @@ LAYERS = {
         "generators progress recorder rows threads",
         "runner verifier",
         "request",
-        "alone",
+        "alone queues",
         "session",
         "manager",
         "methods",

@@ -15,7 +15,7 @@ from lookahead_hf.batching.request import OBJECTS
 
 
 def write(
-    model: Any, settings: dict[str, Any], seed: int, is_given_up: Callable[[], bool]
+    model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
     """Write the text of a request.
 
@@ -23,7 +23,7 @@ def write(
         model: The target.
         settings: Arguments of `generate`, see `Maker.settings`.
         seed: The seed of the text's samples.
-        is_given_up: Asked after every token whether nobody wants the text any more.
+        on_token: Called after every token; returns whether nobody wants the text any more.
 
     Returns:
         The tokens after the prompt.
@@ -33,7 +33,7 @@ def write(
     """
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), is_given_up(), device=input_ids.device)
+        return torch.full((len(input_ids),), on_token(), device=input_ids.device)
 
     criteria = [*(settings.get("stopping_criteria") or ()), given_up]
     settings["generation_config"].return_dict_in_generate = False

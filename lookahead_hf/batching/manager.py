@@ -6,17 +6,16 @@ import copy
 import queue
 import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Set
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lookahead_hf import ngram_pool, stats
 from lookahead_hf.batching.progress import Progress
-from lookahead_hf.batching.request import NO_EOS, Job, Maker, own_objects, request_seed
+from lookahead_hf.batching.queues import RequestQueue, Router, Waiting
+from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects, request_seed
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import (
@@ -24,55 +23,12 @@ from lookahead_hf.compat.batching import (
     ContinuousBatchingManager,
     DistributedHelper,
     GenerationOutput,
-    OutputRouter,
-    RequestState,
 )
 from lookahead_hf.generation.decode import run
 from lookahead_hf.stats import SpeculativeStats
 
 IDLE_SECONDS = 0.1
 """Longest time for which an idle run does not look for requests."""
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request that waits.
-
-    Attributes:
-        state: What transformers keeps of a request.
-        first: Number of its first text.
-        objects: What it brought that may keep something of its text, see `own_objects`.
-        cancelled: The ids of its texts that were cancelled meanwhile.
-    """
-
-    state: RequestState
-    first: int
-    objects: frozenset[int]
-    cancelled: set[str] = field(default_factory=set)
-
-
-class RequestQueue(queue.Queue[Any]):
-    """Takes requests, and returns each as `Waiting`, with the number of its first text.
-
-    Attributes:
-        num_texts: The texts of all requests that were added to a run, cancelled ones included.
-    """
-
-    num_texts = 0
-
-    def _put(self, state: RequestState) -> None:
-        super()._put(Waiting(state, self.num_texts, own_objects(state)))
-        self.num_texts += 1 + state.num_children
-
-    def take(self, in_use: Set[int]) -> Waiting | None:
-        """Return the first request that brings no object in use, None if there is none."""
-        with self.mutex:
-            for request in self.queue:
-                if request.objects.isdisjoint(in_use):
-                    self.queue.remove(request)
-                    self.not_full.notify()
-                    return request
-        return None
 
 
 class SpeculativeBatchingManager(ContinuousBatchingManager):
@@ -112,21 +68,22 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             progress: Shows how the requests get on, None for no bar.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
-        self.input_queue = RequestQueue(max_queue_size)
+        self.input_queue = RequestQueue(max_queue_size, self._takes_requests)
         self.cancel_queue: queue.Queue[str] = queue.Queue()
         self._request_counter = 0
         self._request_lock = threading.Lock()
         self._wake_up_loop = threading.Event()
         self.background_thread_status = BackgroundThreadStatus()
-        self.output_router = OutputRouter()
+        self.output_router = Router(self.cancel_queue.put)
         self.batch_processor: Any = None
         self._generation_thread: Any = None
         self.warmed_up = False
         self._original_attn_impl = None
         self._use_prefix_sharing = False
         self.model, self.generation_config = maker.model, copy.copy(maker.generation_config)
-        if self.generation_config.eos_token_id is None:
-            self.generation_config.eos_token_id = NO_EOS  # `generate` says what ends a text
+        eos = self.generation_config.eos_token_id
+        eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
+        self.generation_config.eos_token_id = UNSAID if eos is None else eos
         self.num_return_sequences = self.generation_config.num_return_sequences or 1
         self.distributed_helper = DistributedHelper(None, None)
         self.is_tp_driver = True
@@ -143,6 +100,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         """Begin the run: in a thread of its own, or as soon as the caller asks for a result."""
+        self.batch_processor = self.maker  # for `stop`, which asks whether there is anything
         if not self._in_call:
             end_team()
             super().start()
@@ -200,6 +158,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             waiting.clear()
             waiting.extend(kept)
         self.cancel_queue.put(request_id)
+        self.output_router.silence(request_id)
         self._wake_up_loop.set()
 
     # What the session of a run asks, in the thread of the run.
@@ -222,6 +181,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         found = set()
         while not self.cancel_queue.empty():
             found.add(self.cancel_queue.get())
+            self.output_router.forget_silent()
         self._jobs = deque(job for job in self._jobs if not job.names & found)
         return found
 
@@ -246,13 +206,13 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             stats.tell(self.model, record)
         if self.progress is not None and output.is_finished():
             self.progress.finished(record)
-        try:
-            self.output_router.deliver(output)
-        except RuntimeError as error:  # the event loop of its handler was closed
-            name = output.request_id
-            self.output_router.result_handlers.pop(name, None)
-            self.cancel_queue.put(name)
-            warnings.warn(f"nobody takes the text of {name!r}: {error}", stacklevel=2)
+        self.output_router.deliver(output)
+
+    def _takes_requests(self) -> bool:
+        """Whether a run goes on and takes what waits, as soon as there is room."""
+        status = self.background_thread_status
+        going = self.is_running() and status.can_accept_new_requests() is None
+        return going and not status.is_pause_requested(local=True)
 
     def _split(self, request: Waiting) -> list[Job]:
         """The texts of a request, the one with its own id last.
@@ -281,7 +241,6 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def _run_generation_loop(self) -> None:
         """Decode whatever comes, until the manager is stopped."""
-        self.batch_processor = self.maker  # for `stop`, which asks whether there is anything
         device = self.model.device
         try:
             if device.type == "cuda" and device.index is not None:

@@ -13,9 +13,11 @@ from lookahead_hf import compat
 from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.verifier import Seeded
 from lookahead_hf.compat.batching import RequestState
+from lookahead_hf.config import drafter_name
 from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
-from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
+from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
@@ -32,8 +34,11 @@ _STEP = 0x9E3779B1
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that a request may have of its own, beside settings."""
 
-NO_EOS = -1
-"""What transformers' manager takes for the end of a text where nobody says what ends it."""
+UNSAID = -2
+"""What stands for the end of a text where nobody names it: then `generate` says what ends it.
+
+As with -1, which a caller may pass, nothing ends a text for transformers' manager.
+"""
 
 
 def request_seed(seed: int, index: int) -> int:
@@ -106,7 +111,7 @@ class Maker:
 
         Raises:
             ValueError: The prompt is no list of token ids, or the request sets something that
-                generation configs do not know.
+                generation configs do not know or the run alone decides.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
@@ -115,12 +120,17 @@ class Maker:
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
         own = dict(state.logit_processor_kwargs)
         objects = {name: own.pop(name) for name in OBJECTS if name in own}
+        if own.pop("num_return_sequences", 1) != 1:
+            raise ValueError(
+                "num_return_sequences is the same for all requests of a run: set it in the "
+                "generation config of the manager"
+            )
         unknown = config.update(num_return_sequences=1, **own)
         if unknown:
             raise ValueError(f"generation configs have no {', '.join(unknown)}: leave it out")
         if state.max_new_tokens is not None:
             config.max_new_tokens = state.max_new_tokens
-        if state.eos_token_id not in (None, NO_EOS):
+        if state.eos_token_id not in (None, UNSAID):
             config.eos_token_id = state.eos_token_id
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
         return {**given, "generation_config": config}
@@ -164,6 +174,7 @@ class Maker:
 
         compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
+        check_settings(lambda name: getattr(call.generation_config, name, None))
         support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
 
@@ -197,11 +208,7 @@ class Maker:
             ValueError: A drafter cannot.
         """
         model = self.model
-        if heads := {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}:
-            raise ValueError(
-                f"the drafter {min(heads)!r} reads hidden states, which continuous batching does "
-                "not keep: leave it out, or call generate"
-            )
+        self._check_drafters()
         support.check_setup(model)
         support.check_kind(model)
         if sharding.is_spread(model):
@@ -219,6 +226,19 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
         self.verifier(self.trial(), 0)
         support.check_trial(model)
+
+    def _check_drafters(self) -> None:
+        heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
+        if not heads:
+            do_sample = bool(self.generation_config.do_sample)
+            built = build_drafters(self.model, self.request, None, do_sample)
+            of_states = (each for each in built if getattr(each, "reads_hidden_states", False))
+            heads = {*map(drafter_name, of_states)}
+        if heads:
+            raise ValueError(
+                f"the drafter {min(heads)!r} reads hidden states, which continuous batching does "
+                "not keep: leave it out, or call generate"
+            )
 
     def takes_flat(self) -> bool:
         """Return whether steps may feed the tokens of live rows alone, one after another."""

@@ -157,14 +157,15 @@ class RefillSession(Session):
     def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
 
-        def is_given_up() -> bool:
+        def on_token() -> bool:
+            self._note_tokens(job, 1)
             self._free_cancelled()
             return self.jobs.get(row) is not job or self.manager.stops()
 
         self.setup.close()
         try:
             settings = self.manager.maker.settings(job)
-            tokens = alone.write(self.manager.model, settings, job.seed, is_given_up)
+            tokens = alone.write(self.manager.model, settings, job.seed, on_token)
             if self.manager.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
@@ -191,10 +192,7 @@ class RefillSession(Session):
         emitted = self.rows.emitted(row)
         new = emitted[known:].tolist()
         state.generated_tokens += new
-        if self.manager.progress is not None:
-            self.manager.progress.emitted(len(new))
-        if state.record_timestamps:
-            state._timestamps += [time.perf_counter()] * len(new)
+        self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
             with self.stats.phase_of(row, "draft"):
@@ -209,6 +207,13 @@ class RefillSession(Session):
             self._finish(row, job, record)
         elif state.streaming and new:
             self.manager.deliver(job)
+
+    def _note_tokens(self, job: Job, count: int) -> None:
+        """Note that a text has so many new tokens."""
+        if self.manager.progress is not None:
+            self.manager.progress.emitted(count)
+        if job.state.record_timestamps:
+            job.state._timestamps += [time.perf_counter()] * count
 
     def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
         self._free(row)
