@@ -148,15 +148,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         Args:
             request_id: The id of the request; one that is not known is ignored.
         """
-        with self.input_queue.mutex:
-            waiting = self.input_queue.queue
-            kept = [each for each in waiting if each.state.request_id != request_id]
-            for each in kept:
-                if request_id.startswith(f"{each.state.request_id}__child#"):
-                    each.cancelled.add(request_id)
-            self.input_queue.not_full.notify(len(waiting) - len(kept))
-            waiting.clear()
-            waiting.extend(kept)
+        self.input_queue.cancel(request_id)
         self.cancel_queue.put(request_id)
         self.output_router.silence(request_id)
         self._wake_up_loop.set()
@@ -181,6 +173,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         found = set()
         while not self.cancel_queue.empty():
             found.add(self.cancel_queue.get())
+        if found:
             self.output_router.forget_silent()
         self._jobs = deque(job for job in self._jobs if not job.names & found)
         return found

@@ -71,6 +71,17 @@ class RequestQueue(queue.Queue[Any]):
                     return request
         return None
 
+    def cancel(self, request_id: str) -> None:
+        """Drop the requests with an id, or one text of a request by the id of its result."""
+        with self.mutex:
+            kept = [each for each in self.queue if each.state.request_id != request_id]
+            for each in kept:
+                if request_id.startswith(f"{each.state.request_id}__child#"):
+                    each.cancelled.add(request_id)
+            self.not_full.notify(len(self.queue) - len(kept))
+            self.queue.clear()
+            self.queue.extend(kept)
+
 
 class Router(OutputRouter):
     """Passes outputs on, also when nobody hears of them any more."""

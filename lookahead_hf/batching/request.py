@@ -90,6 +90,12 @@ class Job:
     verifier: Verifier | None = None
 
 
+def _set_for_one(config: Any, name: str) -> Any:
+    """Return a setting of a generation config, as far as it concerns a text alone."""
+    value = getattr(config, name, None)
+    return None if value == "paged" else value  # asks for continuous batching, which it has
+
+
 @dataclass(frozen=True)
 class Maker:
     """Turns requests into calls of `generate`.
@@ -174,7 +180,7 @@ class Maker:
 
         compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
-        check_settings(lambda name: getattr(call.generation_config, name, None))
+        check_settings(lambda name: _set_for_one(call.generation_config, name))
         support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
 
@@ -182,7 +188,8 @@ class Maker:
         """Return what verifies the text of a call in a row of its own.
 
         Raises:
-            Unserved: Its samples are verified by rejection, which draws once for all rows.
+            Unserved: Its samples are verified by rejection. They depend on the drafts, and these on
+                what is decoded beside them.
         """
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"

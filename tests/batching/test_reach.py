@@ -40,6 +40,8 @@ def test_generate_with_a_paged_cache(model: Any) -> None:
     assert found[0][len(text) :] == alone(model, text, config)
     stats = lookahead_hf.totals(model)
     assert not stats.fallbacks and stats.stats.num_accepted > 0
+    model.generation_config.cache_implementation = "paged"
+    speculated(model.generate_batch([text], config, speculative=DRAFTED).values())
 
 
 def test_a_generation_config_decides_if_the_call_does_not(model: Any) -> None:
