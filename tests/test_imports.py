@@ -47,9 +47,10 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "progress recorder rows threads",
-        "request runner verifier",
-        "alone",
+        "generators progress recorder rows threads",
+        "runner verifier",
+        "request",
+        "alone queues",
         "session",
         "manager",
         "methods",

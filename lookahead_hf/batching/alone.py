@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
 from lookahead_hf import compat
+from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.request import OBJECTS
-
-_drawing = threading.RLock()
-"""Held while plain `generate` draws from the default generator, which all runs share."""
-
-
-def _renew_lock() -> None:
-    """Make the lock anew: in a forked process, nobody is left to release it."""
-    global _drawing
-    _drawing = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def write(
-    model: Any, settings: dict[str, Any], seed: int, is_given_up: Callable[[], bool]
+    model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
     """Write the text of a request.
 
@@ -37,7 +23,7 @@ def write(
         model: The target.
         settings: Arguments of `generate`, see `Maker.settings`.
         seed: The seed of the text's samples.
-        is_given_up: Asked after every token whether nobody wants the text any more.
+        on_token: Called after every token; returns whether nobody wants the text any more.
 
     Returns:
         The tokens after the prompt.
@@ -47,12 +33,12 @@ def write(
     """
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), is_given_up(), device=input_ids.device)
+        return torch.full((len(input_ids),), on_token(), device=input_ids.device)
 
     criteria = [*(settings.get("stopping_criteria") or ()), given_up]
     settings["generation_config"].return_dict_in_generate = False
-    draws = _seeded(model.device, seed) if _may_draw(model, settings) else nullcontext()
-    with draws:
+    own = OwnGenerators(model.device, seed)
+    with own.in_place() if _may_draw(model, settings) else nullcontext():
         given = {**settings, "stopping_criteria": StoppingCriteriaList(criteria)}
         ids = compat.plain_generate(model, **given)
     tokens: list[int] = ids[0, settings["input_ids"].shape[1] :].tolist()
@@ -65,14 +51,3 @@ def _may_draw(model: Any, settings: dict[str, Any]) -> bool:
     if do_sample is None:
         do_sample = model.generation_config.do_sample
     return bool(do_sample) or any(settings.get(name) is not None for name in OBJECTS)
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the default generators inside, and give them their old states back at the end."""
-    on_cpu = device.type == "cpu"
-    devices = [] if on_cpu else [*range(torch.get_device_module(device).device_count())]
-    kind = "cuda" if on_cpu else device.type
-    with _drawing, torch.random.fork_rng(devices, device_type=kind):
-        (torch.default_generator if on_cpu else torch.random).manual_seed(seed)
-        yield

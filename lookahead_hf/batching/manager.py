@@ -6,17 +6,16 @@ import copy
 import queue
 import sys
 import threading
-import warnings
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Set
 from typing import Any
 
 import torch
 
 from lookahead_hf import ngram_pool, stats
 from lookahead_hf.batching.progress import Progress
-from lookahead_hf.batching.request import NO_EOS, Job, Maker, request_seed
+from lookahead_hf.batching.queues import RequestQueue, Router, Waiting
+from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects, request_seed
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import (
@@ -24,43 +23,12 @@ from lookahead_hf.compat.batching import (
     ContinuousBatchingManager,
     DistributedHelper,
     GenerationOutput,
-    OutputRouter,
-    RequestState,
 )
 from lookahead_hf.generation.decode import run
 from lookahead_hf.stats import SpeculativeStats
 
 IDLE_SECONDS = 0.1
 """Longest time for which an idle run does not look for requests."""
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request that waits.
-
-    Attributes:
-        state: What transformers keeps of a request.
-        first: Number of its first text.
-        cancelled: The ids of its texts that were cancelled meanwhile.
-    """
-
-    state: RequestState
-    first: int
-    cancelled: set[str] = field(default_factory=set)
-
-
-class RequestQueue(queue.Queue[Any]):
-    """Takes requests, and returns each as `Waiting`, with the number of its first text.
-
-    Attributes:
-        num_texts: The texts of all requests that were added to a run, cancelled ones included.
-    """
-
-    num_texts = 0
-
-    def _put(self, state: RequestState) -> None:
-        super()._put(Waiting(state, self.num_texts))
-        self.num_texts += 1 + state.num_children
 
 
 class SpeculativeBatchingManager(ContinuousBatchingManager):
@@ -100,21 +68,22 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             progress: Shows how the requests get on, None for no bar.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
-        self.input_queue = RequestQueue(max_queue_size)
+        self.input_queue = RequestQueue(max_queue_size, self._takes_requests)
         self.cancel_queue: queue.Queue[str] = queue.Queue()
         self._request_counter = 0
         self._request_lock = threading.Lock()
         self._wake_up_loop = threading.Event()
         self.background_thread_status = BackgroundThreadStatus()
-        self.output_router = OutputRouter()
+        self.output_router = Router(self.cancel_queue.put)
         self.batch_processor: Any = None
         self._generation_thread: Any = None
         self.warmed_up = False
         self._original_attn_impl = None
         self._use_prefix_sharing = False
         self.model, self.generation_config = maker.model, copy.copy(maker.generation_config)
-        if self.generation_config.eos_token_id is None:
-            self.generation_config.eos_token_id = NO_EOS  # `generate` says what ends a text
+        eos = self.generation_config.eos_token_id
+        eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
+        self.generation_config.eos_token_id = UNSAID if eos is None else eos
         self.num_return_sequences = self.generation_config.num_return_sequences or 1
         self.distributed_helper = DistributedHelper(None, None)
         self.is_tp_driver = True
@@ -131,6 +100,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         """Begin the run: in a thread of its own, or as soon as the caller asks for a result."""
+        self.batch_processor = self.maker  # for `stop`, which asks whether there is anything
         if not self._in_call:
             end_team()
             super().start()
@@ -178,32 +148,33 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         Args:
             request_id: The id of the request; one that is not known is ignored.
         """
-        with self.input_queue.mutex:
-            waiting = self.input_queue.queue
-            kept = [each for each in waiting if each.state.request_id != request_id]
-            for each in kept:
-                if request_id.startswith(f"{each.state.request_id}__child#"):
-                    each.cancelled.add(request_id)
-            self.input_queue.not_full.notify(len(waiting) - len(kept))
-            waiting.clear()
-            waiting.extend(kept)
+        self.input_queue.cancel(request_id)
         self.cancel_queue.put(request_id)
+        self.output_router.silence(request_id)
         self._wake_up_loop.set()
 
     # What the session of a run asks, in the thread of the run.
 
-    def take(self) -> Job | None:
-        """Return the next text that waits, None if there is none."""
-        with suppress(queue.Empty):
-            while not self._jobs:
-                self._jobs += self._split(self.input_queue.get_nowait())
-        return self._jobs.popleft() if self._jobs else None
+    def take(self, in_use: Set[int] = frozenset()) -> Job | None:
+        """Return the next text that waits and can begin, None if there is none.
+
+        Args:
+            in_use: The `objects` of the texts in progress; what brings one of them waits.
+        """
+        while not self._jobs:
+            request = self.input_queue.take(in_use)
+            if request is None:
+                return None
+            self._jobs += self._split(request)
+        return self._jobs.popleft()
 
     def cancelled(self) -> set[str]:
         """Return the ids of requests that were cancelled since the last time."""
         found = set()
         while not self.cancel_queue.empty():
             found.add(self.cancel_queue.get())
+        if found:
+            self.output_router.forget_silent()
         self._jobs = deque(job for job in self._jobs if not job.names & found)
         return found
 
@@ -228,13 +199,13 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             stats.tell(self.model, record)
         if self.progress is not None and output.is_finished():
             self.progress.finished(record)
-        try:
-            self.output_router.deliver(output)
-        except RuntimeError as error:  # the event loop of its handler was closed
-            name = output.request_id
-            self.output_router.result_handlers.pop(name, None)
-            self.cancel_queue.put(name)
-            warnings.warn(f"nobody takes the text of {name!r}: {error}", stacklevel=2)
+        self.output_router.deliver(output)
+
+    def _takes_requests(self) -> bool:
+        """Whether a run goes on and takes what waits, as soon as there is room."""
+        status = self.background_thread_status
+        going = self.is_running() and status.can_accept_new_requests() is None
+        return going and not status.is_pause_requested(local=True)
 
     def _split(self, request: Waiting) -> list[Job]:
         """The texts of a request, the one with its own id last.
@@ -257,12 +228,12 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 continue
             each.num_children = 0
             seed = request_seed(self._seed, index)
-            jobs.append(Job(each, seed, frozenset({each.request_id, name})))
+            names = frozenset({each.request_id, name})
+            jobs.append(Job(each, seed, names, own_objects(each)))
         return jobs
 
     def _run_generation_loop(self) -> None:
         """Decode whatever comes, until the manager is stopped."""
-        self.batch_processor = self.maker  # for `stop`, which asks whether there is anything
         device = self.model.device
         try:
             if device.type == "cuda" and device.index is not None:

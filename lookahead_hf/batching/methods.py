@@ -223,8 +223,11 @@ def _ours(
     batching_config: Any,
     hints: Any,
 ) -> SpeculativeBatchingManager:
-    batching = batching_config or ContinuousBatchingConfig()
     generation = copy.deepcopy(generation_config or model.generation_config)
+    # transformers, too, looks into the generation config, though it warns of that.
+    batching = batching_config or getattr(generation, "continuous_batching_config", None)
+    if not isinstance(batching, ContinuousBatchingConfig):
+        batching = ContinuousBatchingConfig()
     if not IS_KNOWN:
         detail, fix = f"transformers {transformers.__version__}", "update transformers"
         raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, fix)
@@ -234,7 +237,6 @@ def _ours(
         raise _unserved(f"cpu_offload_space={batching.cpu_offload_space!r}")
     # The cache of `generate` is another one: transformers' server, for one, switches it off.
     generation.cache_implementation, generation.use_cache = None, True
-    fallback.check_settings(lambda name: getattr(generation, name, None))
     slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots
     if slots is None:
         slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE

@@ -10,15 +10,21 @@ from typing import Any
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.batching.generators import OwnGenerators
+from lookahead_hf.batching.verifier import Seeded
 from lookahead_hf.compat.batching import RequestState
+from lookahead_hf.config import drafter_name
 from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
-from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
+from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.logits.row_processors import knows_processor
 from lookahead_hf.runner import positions, prefix_tuning, support
 from lookahead_hf.verification.select import choose_verifier
+from lookahead_hf.verification.stopping import knows_criterion
 from lookahead_hf.verification.verifier import Verifier
 from lookahead_hf.verification.walk import Walk
 
@@ -28,8 +34,11 @@ _STEP = 0x9E3779B1
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that a request may have of its own, beside settings."""
 
-NO_EOS = -1
-"""What transformers' manager takes for the end of a text where nobody says what ends it."""
+UNSAID = -2
+"""What stands for the end of a text where nobody names it: then `generate` says what ends it.
+
+As with -1, which a caller may pass, nothing ends a text for transformers' manager.
+"""
 
 
 def request_seed(seed: int, index: int) -> int:
@@ -47,6 +56,19 @@ def request_seed(seed: int, index: int) -> int:
     return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
 
 
+def own_objects(state: RequestState) -> frozenset[int]:
+    """Return the ids of a request's objects that may keep something of the text that they see.
+
+    Processors and criteria of transformers' own keep nothing. The owner stands for a method.
+    """
+    found = []
+    for name in OBJECTS:
+        given = state.logit_processor_kwargs.get(name)
+        found += given if isinstance(given, list) else [] if given is None else [given]
+    unknown = (each for each in found if not (knows_processor(each) or knows_criterion(each)))
+    return frozenset(id(getattr(each, "__self__", each)) for each in unknown)
+
+
 @dataclass(eq=False)
 class Job:
     """One text of a run.
@@ -55,6 +77,7 @@ class Job:
         state: What transformers keeps of a request: its prompt, its tokens, its status.
         seed: The seed of its samples.
         names: The ids that cancel it: its own, and that of the request that it is a text of.
+        objects: What the request brought that may keep something of its text, see `own_objects`.
         call: The call of `generate` that it stands for, None before it has a row.
         verifier: What verifies its text, None before it has a row.
     """
@@ -62,8 +85,15 @@ class Job:
     state: RequestState
     seed: int
     names: frozenset[str] = frozenset()
+    objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
     verifier: Verifier | None = None
+
+
+def _set_for_one(config: Any, name: str) -> Any:
+    """Return a setting of a generation config, as far as it concerns a text alone."""
+    value = getattr(config, name, None)
+    return None if value == "paged" else value  # asks for continuous batching, which it has
 
 
 @dataclass(frozen=True)
@@ -87,7 +117,7 @@ class Maker:
 
         Raises:
             ValueError: The prompt is no list of token ids, or the request sets something that
-                generation configs do not know.
+                generation configs do not know or the run alone decides.
         """
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
@@ -96,12 +126,17 @@ class Maker:
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
         own = dict(state.logit_processor_kwargs)
         objects = {name: own.pop(name) for name in OBJECTS if name in own}
+        if own.pop("num_return_sequences", 1) != 1:
+            raise ValueError(
+                "num_return_sequences is the same for all requests of a run: set it in the "
+                "generation config of the manager"
+            )
         unknown = config.update(num_return_sequences=1, **own)
         if unknown:
             raise ValueError(f"generation configs have no {', '.join(unknown)}: leave it out")
         if state.max_new_tokens is not None:
             config.max_new_tokens = state.max_new_tokens
-        if state.eos_token_id not in (None, NO_EOS):
+        if state.eos_token_id not in (None, UNSAID):
             config.eos_token_id = state.eos_token_id
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **objects}
         return {**given, "generation_config": config}
@@ -145,6 +180,7 @@ class Maker:
 
         compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
+        check_settings(lambda name: _set_for_one(call.generation_config, name))
         support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
 
@@ -152,15 +188,18 @@ class Maker:
         """Return what verifies the text of a call in a row of its own.
 
         Raises:
-            Unserved: Its processors or criteria need more than the row's own scores and tokens.
+            Unserved: Its samples are verified by rejection. They depend on the drafts, and these on
+                what is decoded beside them.
         """
+        if self.request.draws(call.do_sample):
+            detail = f"verification={self.request.config.verification!r} of samples"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
         outputs = RequestedOutputs(call.generation_config, 1)
         stream = ColumnStream(None, 1, call.pad)
         chosen = choose_verifier(call, outputs, stream, Processes(), seed)
-        if not isinstance(chosen, Walk) or chosen.rules.in_order:
-            detail = "a logits processor, a criterion or a verification that cannot be kept in rows"
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        return chosen
+        if isinstance(chosen, Walk) and not chosen.rules.in_order:
+            return chosen
+        return Seeded(chosen, OwnGenerators(call.input_ids.device, seed))
 
     def num_draftable(self, call: PreparedCall) -> int:
         """Return how many new tokens drafts may cover in a call."""
@@ -176,11 +215,7 @@ class Maker:
             ValueError: A drafter cannot.
         """
         model = self.model
-        if heads := {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}:
-            raise ValueError(
-                f"the drafter {min(heads)!r} reads hidden states, which continuous batching does "
-                "not keep: leave it out, or call generate"
-            )
+        self._check_drafters()
         support.check_setup(model)
         support.check_kind(model)
         if sharding.is_spread(model):
@@ -198,6 +233,19 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
         self.verifier(self.trial(), 0)
         support.check_trial(model)
+
+    def _check_drafters(self) -> None:
+        heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
+        if not heads:
+            do_sample = bool(self.generation_config.do_sample)
+            built = build_drafters(self.model, self.request, None, do_sample)
+            of_states = (each for each in built if getattr(each, "reads_hidden_states", False))
+            heads = {*map(drafter_name, of_states)}
+        if heads:
+            raise ValueError(
+                f"the drafter {min(heads)!r} reads hidden states, which continuous batching does "
+                "not keep: leave it out, or call generate"
+            )
 
     def takes_flat(self) -> bool:
         """Return whether steps may feed the tokens of live rows alone, one after another."""

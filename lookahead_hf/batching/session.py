@@ -92,7 +92,11 @@ class RefillSession(Session):
         """Give free rows to the requests that wait."""
         free = [row for row in range(self.rows.num_rows) if row not in self.jobs]
         free.sort(key=self.runner.holds_prompt)
-        while free and not self.manager.stops() and (job := self.manager.take()) is not None:
+        while free and not self.manager.stops():
+            in_use = frozenset[int]().union(*(job.objects for job in self.jobs.values()))
+            job = self.manager.take(in_use)
+            if job is None:
+                break
             holder = self.runner.holder(job.state.initial_tokens)
             row = holder if holder in free else free[0]
             free.remove(row)
@@ -153,14 +157,15 @@ class RefillSession(Session):
     def _alone(self, row: int, job: Job, unserved: Unserved) -> None:
         """Let plain `generate` write a text that cannot be decoded together with others."""
 
-        def is_given_up() -> bool:
+        def on_token() -> bool:
+            self._note_tokens(job, 1)
             self._free_cancelled()
             return self.jobs.get(row) is not job or self.manager.stops()
 
         self.setup.close()
         try:
             settings = self.manager.maker.settings(job)
-            tokens = alone.write(self.manager.model, settings, job.seed, is_given_up)
+            tokens = alone.write(self.manager.model, settings, job.seed, on_token)
             if self.manager.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
@@ -180,28 +185,35 @@ class RefillSession(Session):
         if state.status is RequestStatus.PREFILLING:
             self._advance(row, job)
             return
+        assert job.verifier is not None
         if row in self.verifier.errors:
             self._fail(row, job, self.verifier.errors[row])
             return
-        new = self.rows.emitted(row)[known:].tolist()
+        emitted = self.rows.emitted(row)
+        new = emitted[known:].tolist()
         state.generated_tokens += new
-        if self.manager.progress is not None:
-            self.manager.progress.emitted(len(new))
-        if state.record_timestamps:
-            state._timestamps += [time.perf_counter()] * len(new)
+        self._note_tokens(job, len(new))
         if self.rows.finished[row]:
+            state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
             with self.stats.phase_of(row, "draft"):
                 self.drafts.end_row(self.rows, row)
             record = self.stats.of_row(
                 row,
                 int(self.rows.num_emitted[row]),
-                engine=self.verifier.name,
+                engine=job.verifier.name,
                 per_source=self.drafts.source_stats(row),
                 execution=self.runner.execution,
             )
             self._finish(row, job, record)
         elif state.streaming and new:
             self.manager.deliver(job)
+
+    def _note_tokens(self, job: Job, count: int) -> None:
+        """Note that a text has so many new tokens."""
+        if self.manager.progress is not None:
+            self.manager.progress.emitted(count)
+        if job.state.record_timestamps:
+            job.state._timestamps += [time.perf_counter()] * count
 
     def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
         self._free(row)

@@ -5,11 +5,28 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.rows import RefilledRows
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.verifier import Verifier
+
+
+class Seeded(Verifier):
+    """Verifies a text whose tokens, processors or criteria draw from the default generators.
+
+    They draw in plain's order, and what other texts draw in between does not count.
+    """
+
+    def __init__(self, verifier: Verifier, generators: OwnGenerators) -> None:
+        """`verifier`: decides; `generators`: those of the text."""
+        super().__init__(Processes())
+        self.name, self._verifier, self._generators = verifier.name, verifier, generators
+
+    def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
+        with self._generators.in_place():
+            return self._verifier.verify(rows, draft, logits)
 
 
 class EachRow(Verifier):

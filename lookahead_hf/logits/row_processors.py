@@ -158,11 +158,11 @@ class RowProcessors:
 def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | None:
     if type(processors) is not hf.LogitsProcessorList:
         return type(processors).__name__
-    return next((type(p).__name__ for p in processors if not _is_known(p, num_rows)), None)
+    return next((type(p).__name__ for p in processors if not knows_processor(p, num_rows)), None)
 
 
-def _is_known(processor: Any, num_rows: int) -> bool:
-    """Whether a row's result depends on that row alone, and on what the processor holds of it."""
+def knows_processor(processor: Any, num_rows: int = 1) -> bool:
+    """Return whether a row's result depends on that row, and on what the processor holds of it."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     fits = not isinstance(ignored, torch.Tensor) or len(ignored) == num_rows
     return fits and type(processor) in SCORES_ONLY | _BY_PREFIX

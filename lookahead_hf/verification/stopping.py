@@ -19,6 +19,11 @@ _KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriter
 """Criteria, by exact type, whose answer for a row depends on that row alone."""
 
 
+def knows_criterion(criterion: Any) -> bool:
+    """Return whether a row's answer depends on that row alone, and nothing of it is kept."""
+    return type(criterion) in _KNOWN
+
+
 class RowStopping:
     """One call's stopping criteria, for rows that advance by different counts.
 
@@ -30,7 +35,7 @@ class RowStopping:
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
         self._criteria = criteria
         self._num_rows = num_rows
-        self._unknown = [c for c in criteria if type(c) not in _KNOWN]
+        self._unknown = [c for c in criteria if not knows_criterion(c)]
         if type(criteria) is not StoppingCriteriaList:
             self._unknown.append(criteria)
         self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]

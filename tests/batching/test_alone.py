@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+import lookahead_hf
+from lookahead_hf import compat
+from lookahead_hf.batching import alone as alone_texts
+from tests.helpers import models
 from tests.helpers.requests import (
+    DRAFTED,
     WAIT,
     alone,
-    broken_after,
     prompts,
     results,
     running,
@@ -34,24 +40,35 @@ class Waits(LogitsProcessor):
         return scores
 
 
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model whose frequencies change with the length of a text, from 48 tokens on."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    changing = models.tiny("llama", max_position_embeddings=48, rope_parameters=rope)
+    return lookahead_hf.enable(changing, default=DRAFTED)
+
+
+LONG = {"max_new_tokens": 60}
+"""Such texts may need other frequencies in the end."""
+
+
 def test_what_generate_would_return_does_not_matter(model: Any) -> None:
-    config, (text, other) = settings(model, return_dict_in_generate=True), prompts(2)
+    config, (text, other) = settings(model, return_dict_in_generate=True), prompts(2, longest=9)
     with running(model, config) as manager:
-        manager.add_request(text, request_id="alone", **broken_after(1000))
+        manager.add_request(text, request_id="alone", **LONG)
         manager.add_request(other, request_id="row")
         found = results(manager, 2)
-    plain = settings(model)
-    assert found["alone"].generated_tokens == alone(model, text, plain)
-    assert found["alone"].speculative_stats.fallback_reason == "continuous_batching"
-    assert found["row"].generated_tokens == alone(model, other, plain)
+    assert found["alone"].generated_tokens == alone(model, text, settings(model, **LONG))
+    assert found["alone"].speculative_stats.fallback_reason == "model"
+    assert found["row"].generated_tokens == alone(model, other, settings(model))
     speculated([found["row"]])
 
 
 def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
-    config, texts, waits = settings(model, max_new_tokens=200), prompts(3), Waits()
+    config, texts, waits = settings(model), prompts(3, longest=9), Waits()
     given = {"logits_processor": LogitsProcessorList([waits])}
     with running(model, config, max_slots=3) as manager:
-        manager.add_request(texts[0], request_id="alone", **given)
+        manager.add_request(texts[0], request_id="alone", **given, **LONG)
         assert waits.begun.wait(WAIT)
         manager.add_request(texts[1], request_id="kept")
         manager.cancel_request("alone")
@@ -65,10 +82,10 @@ def test_a_cancelled_text_ends_and_other_requests_go_on(model: Any) -> None:
 
 
 def test_a_hard_stop_ends_the_text(model: Any) -> None:
-    config, texts, waits = settings(model, max_new_tokens=200), prompts(2), Waits()
+    config, texts, waits = settings(model), prompts(2, longest=9), Waits()
     given = {"logits_processor": LogitsProcessorList([waits])}
     with running(model, config) as manager:
-        manager.add_request(texts[0], request_id="alone", **given)
+        manager.add_request(texts[0], request_id="alone", **given, **LONG)
         assert waits.begun.wait(WAIT)
         manager.add_request(texts[1], request_id="waiting")
         manager.stop(block=False, hard_stop=True)
@@ -82,17 +99,43 @@ def test_a_greedy_text_leaves_the_default_generator_alone(model: Any) -> None:
     def draw(*_: Any) -> None:
         torch.rand(())
 
-    config, (text,) = settings(model, max_new_tokens=6), prompts(1)
+    config, (text,) = settings(model), prompts(1, longest=9)
     with running(model, config) as manager:
         torch.manual_seed(5)
         hook = model.register_forward_pre_hook(draw)
-        manager.add_request(text, request_id="alone", guidance_scale=1.5)
+        manager.add_request(text, request_id="alone", **LONG)
         found = results(manager, 1)
         hook.remove()
     drawn = torch.rand(())
     torch.manual_seed(5)
     assert found["alone"].speculative_stats.fallback_reason is not None
     assert drawn != torch.rand(())  # what was drawn meanwhile was not taken back
+
+
+def test_two_managers_take_turns_with_the_default_generator(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, texts = settings(model, do_sample=True, **LONG), prompts(3, longest=9)
+    write, draws = compat.plain_generate, threading.Lock()
+
+    def drawing(*given: Any, **more: Any) -> Any:
+        assert draws.acquire(blocking=False)
+        try:
+            time.sleep(0.01)  # so that the other manager gets here, too
+            return write(*given, **more)
+        finally:
+            draws.release()
+
+    monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
+    with running(model, config) as one, running(model, config) as other:
+        for manager in (one, other):
+            manager.add_requests(texts)
+        found = [results(manager, len(texts)) for manager in (one, other)]
+    for outputs in found:
+        for index, text in enumerate(texts):
+            output = outputs[f"req_{index}"]
+            assert output.generated_tokens == alone(model, text, config, index)
+            assert output.speculative_stats.fallback_reason == "model"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

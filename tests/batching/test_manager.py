@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import queue
 import random
 import sys
 import threading
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
-from lookahead_hf import compat
-from lookahead_hf.batching import alone as alone_texts
 from lookahead_hf.batching import progress, runner
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
@@ -61,6 +58,35 @@ def test_a_request_has_settings_of_its_own(model: Any) -> None:
         expected = alone(model, text, settings(model, **each))
         assert found[name].generated_tokens == expected
     speculated(found.values())
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_what_ends_a_text_comes_in_any_form(model: Any, kind: Any) -> None:
+    ends, text = [*range(3, 50)], prompts(1)[0]
+    with running(model, settings(model, eos_token_id=kind(ends))) as manager:
+        manager.add_request(text, request_id="run's")
+        manager.add_request(text, request_id="own", eos_token_id=[9])
+        manager.add_request(text, request_id="none", eos_token_id=-1)
+        found = results(manager, 3)
+    for name, own in {"run's": ends, "own": [9], "none": -1}.items():
+        expected = alone(model, text, settings(model, eos_token_id=own))
+        assert found[name].generated_tokens == expected
+    speculated(found.values())
+
+
+def test_another_way_of_decoding_is_plain_generates(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+    with running(model, config) as manager:
+        manager.add_request(text, request_id="beams", num_beams=3, record_timestamps=True)
+        manager.add_request(text, request_id="contrastive", penalty_alpha=0.5, top_k=4)
+        manager.add_request(text, request_id="texts", num_return_sequences=2)
+        found = results(manager, 3)
+    expected = alone(model, text, settings(model, num_beams=3))
+    assert found["beams"].generated_tokens == expected
+    assert found["beams"].speculative_stats.fallback_reason == "beams"
+    assert len(found["beams"].timestamps) == len(expected)
+    assert "Contrastive Search" in found["contrastive"].error
+    assert "the same for all requests of a run" in found["texts"].error
 
 
 def test_what_fails_in_one_request_fails_that_request(model: Any) -> None:
@@ -167,32 +193,6 @@ def test_two_managers_of_one_model(model: Any) -> None:
             speculated(found.values())
 
 
-def test_two_managers_take_turns_with_the_default_generator(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, texts = settings(model, do_sample=True, max_new_tokens=6), prompts(3)
-    write, draws = compat.plain_generate, threading.Lock()
-
-    def drawing(*given: Any, **more: Any) -> Any:
-        assert draws.acquire(blocking=False)
-        try:
-            time.sleep(0.01)  # so that the other manager gets here, too
-            return write(*given, **more)
-        finally:
-            draws.release()
-
-    monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
-    with running(model, config) as one, running(model, config) as other:
-        for manager in (one, other):
-            manager.add_requests(texts, **broken_after(1000))  # which rows cannot keep
-        found = [results(manager, len(texts)) for manager in (one, other)]
-    for outputs in found:
-        for index, text in enumerate(texts):
-            output = outputs[f"req_{index}"]
-            assert output.generated_tokens == alone(model, text, config, index)
-            assert output.speculative_stats.fallback_reason == "continuous_batching"
-
-
 def test_handlers_hear_of_their_requests(model: Any) -> None:
     config, (text,) = settings(model), prompts(1)
 
@@ -208,6 +208,44 @@ def test_handlers_hear_of_their_requests(model: Any) -> None:
     with running(model, config) as manager:
         found = asyncio.run(ask(manager))
     assert found[-1].generated_tokens == alone(model, text, config)
+
+
+def test_handlers_that_are_gone_hold_nobody_up(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def listen(manager: Any) -> None:
+        for name in "abc":
+            manager.register_result_handler(name, lambda output: None)
+
+    manager = model.init_continuous_batching(settings(model), seeded(), max_slots=1)
+    asyncio.run(listen(manager))
+    for name in "abc":
+        manager.add_request(prompts(1)[0], request_id=name)
+    manager.background_thread_status.request_stop(2, 0)  # a hard stop, before the run begins
+    manager._run_generation_loop()
+    assert [record.args[0] for record in caplog.records if "nobody" in record.msg] == [*"abc"]
+    status = manager.background_thread_status
+    assert status.local_status == status.STOPPED
+    assert not manager.output_router.result_handlers
+
+
+def test_a_cancelled_request_leaves_no_handler(model: Any) -> None:
+    async def ask(manager: Any) -> None:
+        for name in ("mine", "other"):
+            manager.register_result_handler(name, heard.append)
+            manager.add_request(text, request_id=name, streaming=name == "mine")
+        while not heard:
+            await asyncio.sleep(0.001)
+        manager.cancel_request("mine")
+        while heard[-1].request_id != "other":
+            await asyncio.sleep(0.001)
+
+    config, (text,), heard = settings(model, max_new_tokens=400), prompts(1), []
+    with running(model, config, max_slots=1) as manager:
+        asyncio.run(asyncio.wait_for(ask(manager), WAIT))
+        assert not manager.output_router.result_handlers
+        assert manager.output_router.output_queue.empty()
+    assert not any(output.is_finished() for output in heard[:-1])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -254,6 +292,24 @@ def test_a_full_queue_lets_callers_wait(model: Any) -> None:
             assert manager.get_result(timeout=WAIT).error is None
         adding.join()
     assert max(seen) <= 1
+
+
+def test_who_waits_for_room_waits_as_long_as_the_run_goes_on(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = queue.Queue.put
+
+    def impatient(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        put(self, item, block, timeout and 0.001)
+
+    monkeypatch.setattr(queue.Queue, "put", impatient)
+    config, texts, small = settings(model), prompts(5), {"max_queue_size": 1}
+    found = model.generate_batch(texts, config, seeded(**small), max_slots=1).values()
+    assert [each.generated_tokens for each in found] == [alone(model, t, config) for t in texts]
+    manager = model.init_continuous_batching(config, seeded(**small))
+    manager.add_request(texts[0])
+    with pytest.raises(queue.Full):  # nobody would make room
+        manager.add_request(texts[1])
 
 
 def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:

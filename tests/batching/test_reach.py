@@ -40,6 +40,8 @@ def test_generate_with_a_paged_cache(model: Any) -> None:
     assert found[0][len(text) :] == alone(model, text, config)
     stats = lookahead_hf.totals(model)
     assert not stats.fallbacks and stats.stats.num_accepted > 0
+    model.generation_config.cache_implementation = "paged"
+    speculated(model.generate_batch([text], config, speculative=DRAFTED).values())
 
 
 def test_a_generation_config_decides_if_the_call_does_not(model: Any) -> None:
@@ -148,3 +150,26 @@ def test_no_argument_of_transformers_is_refused(model: Any) -> None:
     ]
     with pytest.raises(TypeError, match="unexpected keyword argument 'anything'"):
         model.init_continuous_batching(anything=1)
+
+
+def test_a_generation_config_brings_the_settings_of_the_run(model: Any) -> None:
+    lookahead_hf.enable(model, default=DRAFTED)
+    config = settings(model, do_sample=True)
+    config.continuous_batching_config = seeded()
+    texts = prompts(2)
+    found = model.generate_batch(texts, config).values()
+    assert [output.generated_tokens for output in found] == [
+        alone(model, text, settings(model, do_sample=True), index)
+        for index, text in enumerate(texts)
+    ]
+    speculated(found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pool": "no/such/pool"}, {"drafters": ("assistant",)}, {"options": {"ngram": {"x": 1}}}],
+)
+def test_what_is_wrong_with_a_drafter_is_said_before_a_run(model: Any, wrong: Any) -> None:
+    lookahead_hf.enable(model)
+    with pytest.raises(ValueError, match="pool|assistant|ngram"):
+        model.generate_batch([[5]], speculative=lookahead_hf.SpeculativeConfig(**wrong))

@@ -42,14 +42,17 @@ def seeded(**own: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**{"seed": SEED, **own})
 
 
-def alone(model: Any, prompt: Sequence[int], config: Any, index: int = 0) -> list[int]:
+def alone(
+    model: Any, prompt: Sequence[int], config: Any, index: int = 0, **objects: Any
+) -> list[int]:
     """The tokens that plain `generate` writes for a prompt alone, with the seed of its request."""
     torch.manual_seed(request_seed(SEED, index))
     ids = torch.tensor([prompt])
     config = copy.deepcopy(config)
     config.num_return_sequences = 1
     mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, generation_config=config, speculative=False)
+    given = {"attention_mask": mask, "generation_config": config, **objects}
+    out = model.generate(ids, **given, speculative=False)
     return out[0, len(prompt) :].tolist()
 
 

@@ -1,0 +1,151 @@
+"""Requests that bring processors and criteria of classes that the library does not know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
+
+from lookahead_hf.batching import runner as runners
+from tests.helpers import users_parts
+from tests.helpers.requests import alone, prompts, results, running, settings, speculated
+
+
+class Edits(LogitsProcessor):
+    """Writes into the text so far, as plain `generate` lets it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] % 5 == 0:
+            input_ids[:, -2] = 7
+        return scores
+
+
+def processor(kind: Callable[[], Any]) -> dict[str, Any]:
+    """Arguments of a request with a processor of its own."""
+    return {"logits_processor": LogitsProcessorList([kind()])}
+
+
+OBJECTS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{name: lambda kind=kind: processor(kind) for name, kind in users_parts.PROCESSORS.items()},
+    "edits": lambda: processor(Edits),
+    "criterion": lambda: {
+        "stopping_criteria": StoppingCriteriaList([users_parts.EndsRow([*range(5, 30)])])
+    },
+    "function": lambda: {"prefix_allowed_tokens_fn": users_parts.allowed_tokens},
+    "guidance": lambda: {"guidance_scale": 1.5},
+}
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows decode in every step."""
+    counts: list[int] = []
+    launch = runners.RefilledRunner.launch
+
+    def counted(self: Any, rows: Any, draft: Any) -> Any:
+        counts.append(int(rows.live.sum()))
+        return launch(self, rows, draft)
+
+    monkeypatch.setattr(runners.RefilledRunner, "launch", counted)
+    return counts
+
+
+def test_two_managers_draw_in_turn(model: Any) -> None:
+    class Dawdles(users_parts.Draws):
+        """Gives other threads time to draw in between."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.002)
+            return super().__call__(input_ids, scores)
+
+    config, texts = settings(model, do_sample=True, max_new_tokens=8), prompts(3)
+    with running(model, config) as one, running(model, config) as other:
+        for manager in (one, other):
+            for text in texts:
+                manager.add_request(text, **processor(Dawdles))
+        found = [results(manager, len(texts)) for manager in (one, other)]
+    draws = processor(users_parts.Draws)
+    expected = [alone(model, text, config, index, **draws) for index, text in enumerate(texts)]
+    for outputs in found:
+        assert [outputs[f"req_{index}"].generated_tokens for index in range(3)] == expected
+        speculated(outputs.values())
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_texts_are_decoded_beside_others(
+    model: Any, live: list[int], name: str, do_sample: bool
+) -> None:
+    config, texts = settings(model, do_sample=do_sample), prompts(4)
+    with running(model, config, max_slots=4) as manager:
+        with manager.pause():
+            for index, text in enumerate(texts):
+                own = OBJECTS[name]() if index % 2 else {}
+                manager.add_request(text, request_id=str(index), **own)
+        found = results(manager, 4)
+    for index, text in enumerate(texts):
+        own = OBJECTS[name]() if index % 2 else {}
+        expected = alone(model, text, config, index, **own)
+        assert found[str(index)].generated_tokens == expected
+    speculated(found.values())
+    assert max(live) >= (2 if name in ("criterion", "function") else 4)
+
+
+def test_what_keeps_something_of_a_text_sees_one_text_after_the_other(
+    model: Any, live: list[int]
+) -> None:
+    config, texts, counts = settings(model), prompts(4), processor(users_parts.Counts)
+    with running(model, config, max_slots=3) as manager:
+        with manager.pause():
+            for index, text in enumerate(texts[:3]):
+                manager.add_request(text, request_id=str(index), **counts)
+            manager.add_request(texts[3], request_id="other", max_new_tokens=60)
+        found = results(manager, 4)
+    again = processor(users_parts.Counts)
+    for index, text in enumerate(texts[:3]):
+        assert found[str(index)].generated_tokens == alone(model, text, config, **again)
+    assert counts["logits_processor"][0].calls == again["logits_processor"][0].calls
+    assert max(live) == 2
+    speculated(found.values())
+
+
+def test_what_keeps_nothing_serves_texts_that_are_decoded_together(
+    model: Any, live: list[int]
+) -> None:
+    config, texts = settings(model), prompts(3)
+    given = processor(lambda: RepetitionPenaltyLogitsProcessor(1.4))
+    with running(model, config, max_slots=3) as manager:
+        with manager.pause():
+            names = manager.add_requests(texts, **given)
+        found = results(manager, 3)
+    assert [found[name].generated_tokens for name in names] == [
+        alone(model, text, config, **given) for text in texts
+    ]
+    assert max(live) == 3
+
+
+def test_copies_for_several_texts_are_made_while_nobody_uses_the_object(model: Any) -> None:
+    config = settings(model, do_sample=True, num_return_sequences=2)
+    texts, counts = prompts(2), processor(users_parts.Counts)
+    with running(model, config, max_slots=4) as manager:
+        with manager.pause():
+            for name, text in zip("ab", texts, strict=True):
+                manager.add_request(text, request_id=name, **counts)
+        found = results(manager, 4)
+    once = processor(users_parts.Counts)
+    first = alone(model, texts[0], config, 1, **once)
+    copy = processor(users_parts.Counts)
+    copy["logits_processor"][0].calls = once["logits_processor"][0].calls
+    assert found["a"].generated_tokens == first
+    assert found["b__child#0"].generated_tokens == alone(model, texts[1], config, 2, **copy)
+    assert found["b"].generated_tokens == alone(model, texts[1], config, 3, **once)
+    speculated(found.values())
