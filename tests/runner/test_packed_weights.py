@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from lookahead_hf.runner import packed_weights
-from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens, time_share
+from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens
 from tests.helpers.packing import needs_packing
 
 
@@ -76,21 +75,6 @@ def test_copies_that_are_slower_serve_nothing(
     assert [served_tokens(group)[0] for group in groups(dtype)] == [range(0)] * 3
 
 
-@pytest.mark.parametrize(
-    ("seconds", "rounds"), [((1e-4, 2e-4), 2), ((2e-4, 2e-4), 12), ((0.05, 0.05), 5)]
-)
-def test_timing_ends_when_it_is_clear_or_takes_long(
-    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], rounds: int
-) -> None:
-    runs = []
-    clock = SimpleNamespace(perf_counter=lambda: sum(runs))
-    monkeypatch.setattr(packed_weights, "time", clock)
-    packed, own = ((lambda x, each=each: runs.append(each)) for each in seconds)
-    share = time_share(packed, own, torch.zeros(2, 2), 5)
-    assert share == pytest.approx(seconds[0] / seconds[1])
-    assert len(runs) == 2 * rounds
-
-
 def one_element(weight: torch.Tensor) -> None:
     weight[3, 5] += 1.0
 
@@ -127,10 +111,8 @@ def test_every_write_changes_the_checksum(write: Any) -> None:
 
 
 def test_no_two_bytes_of_a_row_have_the_same_factors() -> None:
-    factors = packed_weights._factors(16_384)
-    assert len(factors.unique(dim=0)) == len(factors)
-    large = factors.abs().amax(1)
-    assert (2 * large > factors.abs().int().sum(1)).all()
+    factors = packed_weights._factors(4_096)
+    assert len(factors.unique(dim=0)) == len(factors) and factors.any(1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
