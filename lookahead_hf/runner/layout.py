@@ -203,10 +203,7 @@ class BlockLayout:
         if is_limited:
             padded = columns if run.padded is None else columns[run.padded]
             query = padded.reshape(-1, width)
-            key = self._cache.token_columns(group, visible)[run.rows]
-            for row, length in enumerate(lengths.tolist()):
-                key[row, length : length + width] = query[row, : visible - length]
-            both = query, key
+            both = query, self._slot_columns(group, query, visible, run.rows)
         place = lengths, visible, both, self._cache.pads[run.rows]
         mask = masks.additive(kind, seen, *place, self._model.dtype, self._device)
         return RunMask(run, visible, mask)
@@ -261,10 +258,16 @@ class BlockLayout:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Columns of the block, [rows, width], and of a group's slots, [rows, visible]."""
         query = self._cache.num_columns + ahead[:, None] + depths
-        key = self._cache.token_columns(group)
-        for row, length in enumerate(group.lengths.tolist()):
-            key[row, length : length + depths.shape[1]] = query[row]
-        return query, key
+        return query, self._slot_columns(group, query, group.visible)
+
+    def _slot_columns(
+        self, group: SlotGroup, query: np.ndarray, visible: int, rows: slice = slice(None)
+    ) -> np.ndarray:
+        """Columns of a group's slots, [rows, visible], where the block has the columns `query`."""
+        key = self._cache.token_columns(group, visible)[rows]
+        for row, length in enumerate(group.lengths[rows].tolist()):
+            key[row, length : length + query.shape[1]] = query[row, : visible - length]
+        return key
 
 
 def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:

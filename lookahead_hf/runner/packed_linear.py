@@ -77,14 +77,13 @@ class _StandIn:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         thread, module = self.thread, self.module()
         assert module is not None
-        parameters = module.__dict__["_parameters"]
         if (
             not thread.depth
             or type(input) is not torch.Tensor
             or input.dtype is not self.dtype
             or not self.fewest <= input.numel() <= self.most
             or not input.is_contiguous()
-            or not self._holds(parameters)
+            or not self._holds(module._parameters)
             or not only_multiplies(module)
         ):
             thread.product = NO_PRODUCT  # other code runs, which may write to the joined input
@@ -92,7 +91,7 @@ class _StandIn:
             return own
         thread.num_products += 1
         if len(self.sizes) == 1:
-            return self.multiply(input, parameters.get("bias"))
+            return self.multiply(input, module._parameters["bias"])
         return thread.part(self.index, input, self.multiply, self._products)
 
     def _products(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
