@@ -61,14 +61,12 @@ class AdoptedCache:
         self.slots = SlotCache(num_rows)
         self.columns: list[np.ndarray] | None = None
         self.slots.lengths[:] = self.num_columns
-        # Columns that a row does not attend, [rows, columns] bool, where the caller sees the cache
-        # and may attend them later; and by a layer's id which they are and what they hold.
-        self._unattended: torch.Tensor | None = None
-        self._in_unattended: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
+        # Where the caller sees the cache and may attend a row's pads later: the rows, the columns
+        # and the content of all pads, by the id of a layer.
+        self._pads_of: dict[int, tuple[torch.Tensor, torch.Tensor, hf_layers.Content]] = {}
         if attended is not None and not attended.all():
             self.columns = [np.flatnonzero(row) for row in attended]
             self.slots.lengths[:] = attended.sum(1)
-            self._unattended = torch.from_numpy(~attended) if returned else None
         self.slots.extent.starts = self.slots.lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
         if self._is_fed:
@@ -78,7 +76,7 @@ class AdoptedCache:
         self._group(masks, trims)
         self.for_model = with_self_attention(original, self.slots)
         try:
-            self._take()
+            self._take(None if attended is None or not returned else ~attended)
         except BaseException:
             self.hand_back(self.num_columns)  # the layers that were taken
             raise
@@ -101,7 +99,7 @@ class AdoptedCache:
             self.slots.groups[name] = group = SlotGroup(self.slots.extent, window, most)
             group.dropped = np.maximum(self.slots.lengths - group.num_kept, 0)
 
-    def _take(self) -> None:
+    def _take(self, unattended: np.ndarray | None) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             if name is None:
                 self.slots.layers.append(layer)
@@ -114,11 +112,11 @@ class AdoptedCache:
                 self.slots.add_other(layer)
                 continue
             stores = [self._to_slots(states, self.slots.groups[name]) for states in content]
-            if self._unattended is not None:
+            if unattended is not None:
                 first = self.num_columns - content[0].shape[2]
-                chosen = self._unattended[:, first:]
-                kept = tuple(states.transpose(1, 2)[chosen] for states in content)
-                self._in_unattended[id(layer)] = chosen.nonzero()[:, 1] + first, kept
+                rows, columns = torch.from_numpy(unattended[:, first:]).nonzero(as_tuple=True)
+                kept = tuple(states[rows, :, columns] for states in content)
+                self._pads_of[id(layer)] = rows, columns + first, kept
             self.slots.add(name, *stores, of=layer)  # before the release, for `hand_back`
             hf_layers.release(layer, is_users_cache(self.original))
 
@@ -206,11 +204,11 @@ class AdoptedCache:
         content = tuple(
             self._to_columns(store, dropped, first, num_columns) for store in ours.tensors
         )
-        if self._unattended is not None:
-            columns, kept = self._in_unattended[id(layer)]
-            chosen = self._unattended[:, first:]
+        if id(layer) in self._pads_of:
+            rows, columns, kept = self._pads_of[id(layer)]
+            held = columns >= first
             for states, values in zip(content, kept, strict=True):
-                states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
+                states[rows[held], :, columns[held] - first] = values[held]
         hf_layers.fill(layer, content, num_columns)
 
     def _to_columns(

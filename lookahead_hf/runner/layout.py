@@ -141,7 +141,7 @@ class BlockLayout:
         columns = self._cache.columns_of(row, index)
         # Padding at the end of prompts that all begin in this block is hidden by causality alone.
         runs = runs_of(counts, slots.lengths, (num_fed <= 1) | (not slots.lengths.any()))
-        slots.place(counts)
+        slots.place(counts, is_flat=True)
         stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
         assert self._names.positions is not None
         inputs: dict[str, Any] = {

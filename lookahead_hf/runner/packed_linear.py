@@ -164,19 +164,17 @@ class PackedLinears(StandIns):
     def _made(self, blocks: list[list[nn.Linear]], groups: list[Group]) -> list[_StandIn]:
         """Pack the blocks that gain by it, of which the first of every shape is tried."""
         made: list[_StandIn] = []
-        tried: dict[Any, tuple[range, torch.Tensor]] = {}  # tokens served, and room to pack in
+        tried: dict[Any, range] = {}
         for block, group in zip(blocks, groups, strict=True):
             kind = tuple((weight.shape, weight.dtype, bias is None) for weight, bias in group)
-            multiply: Multiply | None = None
             if kind not in tried:
-                served, multiply = served_tokens(group)
-                tried[kind] = served, group[0][0].new_empty(0)
-            served, room = tried[kind]
+                tried[kind] = served_tokens(group)
+            served = tried[kind]
             if not served:
                 continue
             if not made and not checks_are_fast(group[0][0]):
                 break
-            multiply, sizes = multiply or pack(group, room), [len(weight) for weight, _ in group]
+            multiply, sizes = pack(group), [len(weight) for weight, _ in group]
             for index, module in enumerate(block):
                 made.append(_StandIn(self.thread, module, index, sizes, multiply, served))
         return made

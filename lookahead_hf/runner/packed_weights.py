@@ -64,20 +64,15 @@ terms that were added up. In float32 the bits depend on the number of tokens any
 from single tokens by as much."""
 
 
-def pack(group: Group, room: torch.Tensor | None = None) -> Multiply:
+def pack(group: Group) -> Multiply:
     """Copy the weights of one or several layers into one packed layout.
-
-    Args:
-        group: The layers.
-        room: Where the weights of several layers are put together meanwhile, [all out, in]. Memory
-            that was used before takes half as long as new memory; None takes new memory.
 
     Raises:
         RuntimeError: This processor or build of torch has no such layout, or memory runs out.
     """
     ops = torch.ops.mkldnn
     weights = [weight.detach() for weight, _ in group]
-    whole = weights[0] if len(weights) == 1 else torch.cat(weights, out=room)
+    whole = weights[0] if len(weights) == 1 else torch.cat(weights)
     layout = ops._reorder_linear_weight(whole, LAYOUT_TOKENS)
     # Without the overload's Python wrapper, which takes half a microsecond.
     run = ops._linear_pointwise.default._op
@@ -89,17 +84,11 @@ def pack(group: Group, room: torch.Tensor | None = None) -> Multiply:
     return multiply
 
 
-def served_tokens(group: Group) -> tuple[range, Multiply | None]:
-    """Pack layers on trial.
-
-    Returns:
-        The numbers of tokens for which the copy gives the layers' results, and faster; and what
-        multiplies by it, None where there is no such number.
-    """
+def served_tokens(group: Group) -> range:
+    """Pack layers on trial; return the numbers of tokens for which copies give the same, faster."""
     weight, bias = group[0]
-    never = range(0), None
     if not weight.is_floating_point() or not torch.backends.mkldnn.is_available():
-        return never
+        return range(0)
 
     def own(x: torch.Tensor) -> list[torch.Tensor]:
         return [linear(x, *layer) for layer in group]
@@ -108,16 +97,16 @@ def served_tokens(group: Group) -> tuple[range, Multiply | None]:
         multiply = pack(group)
         most = _most_alike(multiply, own, group)
     except (RuntimeError, AttributeError):  # this processor or build has no such layout
-        return never
+        return range(0)
 
     def packed(x: torch.Tensor) -> torch.Tensor:
         return multiply(x, bias)
 
     if most < FEWEST_SERVED or time_share(packed, own, weight, TIMED_TOKENS) >= GAIN:
-        return never
+        return range(0)
     if weight.dtype != torch.float32:
-        return range(1, most + 1), multiply
-    return range(FEW_TOKENS + 1, sys.maxsize if most == TRIED_TOKENS[-1] else most + 1), multiply
+        return range(1, most + 1)
+    return range(FEW_TOKENS + 1, sys.maxsize if most == TRIED_TOKENS[-1] else most + 1)
 
 
 def _most_alike(

@@ -313,8 +313,7 @@ def test_a_model_of_another_dtype_is_packed_anew() -> None:
 
 
 def test_more_tokens_than_were_tried_are_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = range(1, 9), None
-    monkeypatch.setattr(packed_linear, "served_tokens", lambda group: few)
+    monkeypatch.setattr(packed_linear, "served_tokens", lambda group: range(1, 9))
     model = Joined()
     steps, _ = stepping(model)
     with torch.no_grad(), steps.step():
