@@ -22,7 +22,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.runner.linear_calls import OnThread, StandIns, only_computes
+from lookahead_hf.runner.stand_ins import OnThread, StandIns, only_computes
 
 _logger = logging.getLogger(__name__)
 

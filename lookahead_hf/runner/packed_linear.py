@@ -2,7 +2,7 @@
 
 oneDNN lays a weight out anew in every multiplication by a block of tokens; a copy that is kept in
 that layout saves this work. During a step, a stand-in under each layer multiplies by the copy
-(`linear_calls.py`).
+(`stand_ins.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from weakref import ref
 import torch
 from torch import nn
 
-from lookahead_hf.runner.linear_calls import NO_PRODUCT, OnThread, StandIns, only_multiplies
 from lookahead_hf.runner.packed_weights import (
     Group,
     Multiply,
@@ -26,6 +25,7 @@ from lookahead_hf.runner.packed_weights import (
     pack,
     served_tokens,
 )
+from lookahead_hf.runner.stand_ins import NO_PRODUCT, OnThread, StandIns, only_multiplies
 
 _logger = logging.getLogger(__name__)
 

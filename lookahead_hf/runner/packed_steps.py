@@ -13,9 +13,9 @@ from torch import nn
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner import torch_compile
 from lookahead_hf.runner.below_autograd import BelowAutograd
-from lookahead_hf.runner.linear_calls import InputObserver, is_watched, laid, linear_is_torchs
 from lookahead_hf.runner.norm_calls import NormCalls
 from lookahead_hf.runner.packed_linear import PackedLinears
+from lookahead_hf.runner.stand_ins import InputObserver, is_watched, laid, linear_is_torchs
 
 PACKED_AFTER = 12
 """Steps of a model after which "auto" packs its weights. Packing takes as long as about six steps,

@@ -2,7 +2,7 @@
 
 The weights of an attention's projections, or of a gate and what it gates, move into one new tensor.
 During a step, a stand-in under each of these layers returns its part of the product by the whole
-(`linear_calls.py`). To all other code the weights are what they were, at another address.
+(`stand_ins.py`). To all other code the weights are what they were, at another address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.guards import addresses, functions_are_watched
-from lookahead_hf.runner.linear_calls import (
+from lookahead_hf.runner.stand_ins import (
     InputObserver,
     OnThread,
     StandIns,

@@ -1,9 +1,9 @@
-"""Calls of linear layers under which something of ours lies, and layers that read the same input.
+"""What lies under the modules of a model in our steps, and which layers read the same input.
 
-For the length of a step, a stand-in lies under the `__call__` of each `nn.Linear` that is
-multiplied by in another way: by a packed copy, or together with other layers. It does so where the
-layer would do nothing but multiply by its weight, and calls the layer in every other case. All
-other code stays the model's own.
+For the length of a step, a stand-in lies under the `__call__` of each module that is computed in
+another way: of a linear layer by a packed copy or together with other layers, of a norm by a
+compiled function. It does so where the module would do nothing but the forward of its class, and
+calls the module in every other case. All other code stays the model's own.
 """
 
 from __future__ import annotations
