@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,15 +213,9 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step: _Step | None = getattr(_thread, "step", None)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> Any:
-            return _attend(step, name, module, q, k, v, mask, dropout, scaling, kwargs)
-
+        attend = partial(_attend, step, name, module, dropout, scaling, kwargs)
         if step is None or step.flat is None:
-            out: tuple[torch.Tensor, torch.Tensor | None] = attend(
-                query, key, value, attention_mask
-            )
-            return out
+            return attend(query, key, value, attention_mask)
         return step.flat.attend(attention_mask, query, key, value, attend), None
 
     return attention
@@ -230,13 +225,13 @@ def _attend(
     step: _Step | None,
     name: str,
     module: nn.Module,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend as the function registered by a name does, in our way where we have one."""
     registered, is_stock = (step or _Step(())).function(name, module)

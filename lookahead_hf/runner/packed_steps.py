@@ -26,9 +26,9 @@ LONG_CALL = 64
 
 
 class PackedSteps:
-    """How the steps of one call run the model: with packed layers, compiled norms, below autograd.
+    """How the steps of one call run the model: packed layers, compiled norms, no autograd.
 
-    Where anybody watches, and where the model is compiled, its own code runs alone.
+    Where somebody watches, and where the model is compiled, its own code runs alone.
 
     Attributes:
         is_used: Whether the latest step used packed copies, or the next one can.
