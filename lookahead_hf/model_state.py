@@ -42,10 +42,8 @@ class ModelState:
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
         attention_users: Calls in progress that have our attention under the model's.
-        position_users: Calls in progress that have replaced how the model counts positions.
-        undo_positions: What puts the model's own counting back.
-        mixer_users: Calls in progress that have our forward under that of the model's mixers.
-        undo_mixers: What puts the mixers' own forwards back.
+        own_attributes: By what they are for, the calls in progress that have given modules
+            attributes of their own, and what takes these away.
         stepwise_mixers: Mixers that get a block's tokens one by one, None before the self test.
     """
 
@@ -67,10 +65,9 @@ class ModelState:
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None
     attention_users: set[object] = field(default_factory=set)
-    position_users: set[object] = field(default_factory=set)
-    undo_positions: list[Callable[[], None]] = field(default_factory=list)
-    mixer_users: set[object] = field(default_factory=set)
-    undo_mixers: list[Callable[[], None]] = field(default_factory=list)
+    own_attributes: dict[str, tuple[set[object], list[Callable[[], None]]]] = field(
+        default_factory=dict
+    )
     stepwise_mixers: frozenset[int] | None = None
 
     def is_first(self, warning: str) -> bool:

@@ -89,7 +89,7 @@ LAYERS = {
         """_norm_numba cuda.capture cuda.transfer execution masks non_finite packed_weights
         flat passthrough_kwargs prefix_tuning prompts recurrent.mixer shared_change torch_compile
         tree_attention unread_mask""",
-        "attention guards implicit_positions linear_calls outputs positions recurrent.layers",
+        "attention guards implicit_positions outputs positions recurrent.layers stand_ins",
         "below_autograd cuda.joined_linear norm_calls packed_linear",
         "cuda.step layout packed_steps",
         "cuda.graph_set prefill",

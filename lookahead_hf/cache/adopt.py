@@ -24,7 +24,8 @@ class AdoptedCache:
         original: The object that was taken over; empty until `hand_back`.
         slots: The content.
         for_model: The slots, together with an encoder's part of the cache.
-        columns: Column of every prompt token by row; None where token i of a row is in column i.
+        columns: Column of each row's token i, [rows, columns of the prompt] int64; None where that
+            is i in every row.
         pads: Columns of the prompt that are not attended, [rows] int64.
         seen: Most columns before its own that a token sees in plain's cache, None for all, by mask.
     """
@@ -59,18 +60,21 @@ class AdoptedCache:
         held = original.get_seq_length() if num_columns is None else num_columns
         self.num_columns = int(held)
         self.slots = SlotCache(num_rows)
-        self.columns: list[np.ndarray] | None = None
+        self.columns: np.ndarray | None = None
         self.slots.lengths[:] = self.num_columns
-        # Columns that a row does not attend, [rows, columns] bool, where the caller sees the cache
-        # and may attend them later; and by a layer's id which they are and what they hold.
-        self._unattended: torch.Tensor | None = None
-        self._in_unattended: dict[int, tuple[torch.Tensor, hf_layers.Content]] = {}
+        # Where the caller sees the cache and may attend a row's pads later: the rows, the columns
+        # and the content of all pads, by the id of a layer.
+        self._pads_of: dict[int, tuple[torch.Tensor, torch.Tensor, hf_layers.Content]] = {}
+        unattended = None
         if attended is not None and not attended.all():
-            self.columns = [np.flatnonzero(row) for row in attended]
+            unattended = ~attended
             self.slots.lengths[:] = attended.sum(1)
-            self._unattended = torch.from_numpy(~attended) if returned else None
         self.slots.extent.starts = self.slots.lengths.copy() if returned else None
         self.pads = self.num_columns - self.slots.lengths
+        if unattended is not None:
+            token, lengths = np.arange(self.num_columns), self.slots.lengths[:, None]
+            in_prompt = np.argsort(unattended, axis=1, kind="stable")
+            self.columns = np.where(token < lengths, in_prompt, token + self.pads[:, None])
         if self._is_fed:
             self.slots.lengths[:] = 0
         num_layers = len(self._text.layers)
@@ -78,7 +82,7 @@ class AdoptedCache:
         self._group(masks, trims)
         self.for_model = with_self_attention(original, self.slots)
         try:
-            self._take()
+            self._take(unattended if returned else None)
         except BaseException:
             self.hand_back(self.num_columns)  # the layers that were taken
             raise
@@ -101,7 +105,7 @@ class AdoptedCache:
             self.slots.groups[name] = group = SlotGroup(self.slots.extent, window, most)
             group.dropped = np.maximum(self.slots.lengths - group.num_kept, 0)
 
-    def _take(self) -> None:
+    def _take(self, unattended: np.ndarray | None) -> None:
         for name, layer in zip(self._masks, self._text.layers, strict=True):
             if name is None:
                 self.slots.layers.append(layer)
@@ -114,11 +118,11 @@ class AdoptedCache:
                 self.slots.add_other(layer)
                 continue
             stores = [self._to_slots(states, self.slots.groups[name]) for states in content]
-            if self._unattended is not None:
+            if unattended is not None:
                 first = self.num_columns - content[0].shape[2]
-                chosen = self._unattended[:, first:]
-                kept = tuple(states.transpose(1, 2)[chosen] for states in content)
-                self._in_unattended[id(layer)] = chosen.nonzero()[:, 1] + first, kept
+                rows, columns = torch.from_numpy(unattended[:, first:]).nonzero(as_tuple=True)
+                kept = tuple(states[rows, :, columns] for states in content)
+                self._pads_of[id(layer)] = rows, columns + first, kept
             self.slots.add(name, *stores, of=layer)  # before the release, for `hand_back`
             hf_layers.release(layer, is_users_cache(self.original))
 
@@ -145,36 +149,25 @@ class AdoptedCache:
         counts = dropped.tolist()
         alike = self.columns is None and len(set(counts)) == 1
         for row, gone in enumerate(counts[:1] if alike else counts):
-            columns = self._columns_of(row, last)
+            tokens = np.arange(last - self.pads[row])
+            columns = self.columns_of(np.full_like(tokens, row), tokens)
             token = max(int(np.searchsorted(columns, first)), gone)
             of = slice(None) if alike else slice(row, row + 1)
             yield of, slice(token - gone, len(columns) - gone), columns[token:]
 
-    def _columns_of(self, row: int, num_columns: int) -> np.ndarray:
-        """Return the columns of a row's tokens, ascending, of those below `num_columns`."""
-        if self.columns is None:
-            return np.arange(num_columns)
-        return np.concatenate([self.columns[row], np.arange(self.num_columns, num_columns)])
-
     def token_columns(self, group: SlotGroup, slots: int | None = None) -> np.ndarray:
         """Column of the token in every slot of a group, [rows, slots] int64; of the visible ones
         where no number is given."""
-        slots = group.visible if slots is None else slots
-        tokens = group.dropped[:, None] + np.arange(slots)[None]
-        columns: np.ndarray = tokens + self.pads[:, None]
-        if self.columns is not None:
-            for row, prompt in enumerate(self.columns):
-                shown = prompt[group.dropped[row] :][:slots]
-                columns[row, : len(shown)] = shown
-        return columns
+        tokens = group.dropped[:, None] + np.arange(group.visible if slots is None else slots)
+        rows = np.broadcast_to(np.arange(len(tokens))[:, None], tokens.shape)
+        return self.columns_of(rows, tokens)
 
     def columns_of(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return columns of tokens by their rows and indices in these, [tokens] int64 each."""
+        """Return columns of tokens by their rows and indices in these, int64 of the same shape."""
         columns: np.ndarray = tokens + self.pads[rows]
-        if self.columns is not None and (columns < self.num_columns).any():
-            for row, prompt in enumerate(self.columns):
-                early = (rows == row) & (tokens < len(prompt))
-                columns[early] = prompt[tokens[early]]
+        if self.columns is not None:
+            early = tokens < self.num_columns
+            columns[early] = self.columns[rows[early], tokens[early]]
         return columns
 
     @property
@@ -206,11 +199,11 @@ class AdoptedCache:
         content = tuple(
             self._to_columns(store, dropped, first, num_columns) for store in ours.tensors
         )
-        if self._unattended is not None:
-            columns, kept = self._in_unattended[id(layer)]
-            chosen = self._unattended[:, first:]
+        if id(layer) in self._pads_of:
+            rows, columns, kept = self._pads_of[id(layer)]
+            held = columns >= first
             for states, values in zip(content, kept, strict=True):
-                states.transpose(1, 2)[:, : chosen.shape[1]][chosen] = values[columns >= first]
+                states[rows[held], :, columns[held] - first] = values[held]
         hf_layers.fill(layer, content, num_columns)
 
     def _to_columns(

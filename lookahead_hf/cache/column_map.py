@@ -21,11 +21,10 @@ def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torc
         cache shows, -1 for pads.
     """
     length = int(cache.slots.lengths[row]) - len(kept)  # where the block begins
-    prompt = np.arange(cache.num_columns)
+    prompt, first = np.arange(cache.num_columns), cache.num_columns - int(cache.pads[row])
     if cache.columns is not None:
         prompt = np.full(cache.num_columns, -1)
-        prompt[cache.columns[row]] = np.arange(len(cache.columns[row]))
-    first = cache.num_columns - int(cache.pads[row])
+        prompt[cache.columns[row, :first]] = np.arange(first)
     tokens = np.concatenate([prompt, np.arange(first, length), length + np.array(kept)])
     before = len(tokens) - len(kept)
     views = [(window, int(gone[row])) for window, gone in cache.views]

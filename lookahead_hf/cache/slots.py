@@ -108,14 +108,13 @@ class SlotGroup:
             layer.k_store, layer.v_store = pair
         self.capacity, self._path_table = capacity, table
 
-    def place(self, counts: int | np.ndarray) -> None:
+    def place(self, counts: int | np.ndarray, is_flat: bool = False) -> None:
         """Put the next tokens of every row behind its length.
 
         Args:
-            counts: How many they are: one number for all rows of a padded block, or [rows] for the
-                rows of a flat one.
+            counts: How many they are, [rows] or for all rows.
+            is_flat: Whether the block has these tokens alone, one row after another.
         """
-        is_padded = isinstance(counts, int)
         counts = np.broadcast_to(counts, len(self.dropped))
         self._drop_unseen(int((self.lengths + counts).max()))
         lengths, width = self.lengths, int(counts.max())
@@ -123,7 +122,7 @@ class SlotGroup:
         self.reserve(used, width)
         visible = max(used, self.extent.shown or 0)
         # Where shapes are fixed, compiled code has no number of the host's in it either.
-        if is_padded and self.extent.shown is None and bool((lengths == lengths[0]).all()):
+        if not is_flat and self.extent.shown is None and bool((lengths == lengths[0]).all()):
             self.block = Block(slice(used - width, used), None, visible)
             return
         first = np.arange(len(counts)) * self.capacity + lengths
@@ -138,12 +137,9 @@ class SlotGroup:
 
     def _drop_unseen(self, slots: int) -> None:
         """Where there is no room for so many slots, drop what a window has left behind."""
-        if self.window is not None and slots > self.capacity:
-            self._drop(np.minimum(self.lengths, self.num_kept + self.extent.lead))
-
-    def _drop(self, kept: np.ndarray) -> None:
-        """Keep only the newest tokens of every row, [rows], at the front."""
-        gone = self.lengths - kept
+        if self.window is None or slots <= self.capacity:
+            return
+        gone = np.maximum(self.lengths - self.num_kept - self.extent.lead, 0)
         if gone.any():
             self._path_table = None
             for layer in self.layers:
@@ -233,10 +229,10 @@ class SlotCache(Cache):
                 group.grow(slots)
         self.extent.shown = slots
 
-    def place(self, counts: int | np.ndarray) -> None:
+    def place(self, counts: int | np.ndarray, is_flat: bool = False) -> None:
         """Put the next tokens of every row behind its length; see `SlotGroup.place`."""
         for group in self.each_group():
-            group.place(counts)
+            group.place(counts, is_flat)
 
     def compact(self, path: np.ndarray, counts: np.ndarray) -> None:
         """Move paths of the latest block to the front of it, in every layer.

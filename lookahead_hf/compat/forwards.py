@@ -70,11 +70,15 @@ def _signature(model_class: Any) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
-def has_hooks(model: nn.Module) -> bool:
-    """Return whether a forward hook is on any module, other than those of transformers itself."""
-    hooks = (each for m in model.modules() for each in (m._forward_hooks, m._forward_pre_hooks))
-    return any(
-        not (getattr(hook, "__module__", "") or "").startswith("transformers.")
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks, other than those that transformers leaves there.
+
+    It adds some for good when hidden states or attentions are first requested. In a forward without
+    such a request they do nothing.
+    """
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    return any(hooks) and not all(
+        getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
         for each in hooks
         for hook in each.values()
     )
@@ -100,15 +104,6 @@ def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
     if mask is not None and "attention_mask" in forward_arguments(encoder):
         given["attention_mask"] = mask
     return encoder(**given, return_dict=True)
-
-
-def captures_outputs(hook: Any) -> bool:
-    """Return whether a module's hook is one that transformers leaves there for good.
-
-    It adds such hooks when hidden states or attentions are first requested. In a forward without
-    such a request they do nothing.
-    """
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def encodes(model: Any) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,56 +213,54 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step: _Step | None = getattr(_thread, "step", None)
+        attend = partial(_attend, step, name, module, dropout, scaling, kwargs)
         if step is None or step.flat is None:
-            return attend(step, module, query, key, value, attention_mask, dropout, scaling, kwargs)
-
-        def attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> Any:
-            return attend(step, module, q, k, v, mask, dropout, scaling, kwargs)
-
-        return step.flat.attend(attention_mask, query, key, value, attend_run), None
-
-    def attend(
-        step: _Step | None,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float,
-        scaling: float | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        registered, is_stock = (step or _Step(())).function(name, module)
-        more = kwargs.get("softcap"), kwargs.get("s_aux")
-        if compat.is_flash(registered):
-            if step is None or attention_mask is None or attention_mask.dim() == 2:
-                named = compat.under_own_name(module, name)
-                given = query, key, value, attention_mask
-                return registered(named, *given, dropout=dropout, scaling=scaling, **kwargs)
-            # It takes no mask of ours. What stands in for it has all that the layer asks for.
-            registered = compat.SDPA if more == (None, None) else None
-        if step is not None and is_stock and kwargs.get("position_bias") is None:
-            tree = step.tree(attention_mask)
-            # sdpa refuses these or looks past them, as transformers' version has it.
-            has_them = registered is None or more == (None, None)
-            if _leaves_to_kernel(tree if has_them else None, query, key, value, kwargs):
-                assert tree is not None
-                return tree_attention.attend(tree, query, key, value, scaling, *more), None
-            if registered is not None and _folds(query, key, attention_mask, kwargs):
-                mask, groups = attention_mask, query.shape[1] // key.shape[1]
-                mask = None if mask is None else step.folded(mask, groups)
-                out = fold(query, key, value, mask, groups, scaling)
-                # A flat block copies it into another order, so that a copy here would be wasted.
-                return (out if step.flat else out.contiguous()), None
-        original = registered or compat.eager_attention(module)
-        is_replaced = step is not None and registered is not None and not is_stock
-        if is_replaced and attention_mask is not None and attention_mask.dtype != torch.bool:
-            attention_mask = attention_mask == 0  # as transformers gives it to sdpa
-        return original(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+            return attend(query, key, value, attention_mask)
+        return step.flat.attend(attention_mask, query, key, value, attend), None
 
     return attention
+
+
+def _attend(
+    step: _Step | None,
+    name: str,
+    module: nn.Module,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend as the function registered by a name does, in our way where we have one."""
+    registered, is_stock = (step or _Step(())).function(name, module)
+    more = kwargs.get("softcap"), kwargs.get("s_aux")
+    if compat.is_flash(registered):
+        if step is None or mask is None or mask.dim() == 2:
+            named = compat.under_own_name(module, name)
+            given = query, key, value, mask
+            return registered(named, *given, dropout=dropout, scaling=scaling, **kwargs)
+        # It takes no mask of ours. What stands in for it has all that the layer asks for.
+        registered = compat.SDPA if more == (None, None) else None
+    if step is not None and is_stock and kwargs.get("position_bias") is None:
+        # sdpa refuses these or looks past them, as transformers' version has it.
+        has_them = registered is None or more == (None, None)
+        tree = step.tree(mask) if has_them else None
+        if _leaves_to_kernel(tree, query, key, value, kwargs):
+            assert tree is not None
+            return tree_attention.attend(tree, query, key, value, scaling, *more), None
+        if registered is not None and _folds(query, key, mask, kwargs):
+            groups = query.shape[1] // key.shape[1]
+            mask = None if mask is None else step.folded(mask, groups)
+            out = fold(query, key, value, mask, groups, scaling)
+            # A flat block copies it into another order, so that a copy here would be wasted.
+            return (out if step.flat else out.contiguous()), None
+    original = registered or compat.eager_attention(module)
+    is_replaced = step is not None and registered is not None and not is_stock
+    if is_replaced and mask is not None and mask.dtype != torch.bool:
+        mask = mask == 0  # as transformers gives it to sdpa
+    return original(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def _leaves_to_kernel(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from lookahead_hf import compat
-from lookahead_hf.runner.linear_calls import is_watched
 
 _below: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext)
 
@@ -35,19 +34,18 @@ class BelowAutograd:
     or a processor changes in mid call is looked for in the modules: hooks, and forwards of theirs.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Look at the classes and the weights of a model's modules."""
-        given = list(modules)
-        functions = {each for kind in set(map(type, given)) for each in _functions(kind)}
+        functions = {each for kind in set(map(type, modules)) for each in _functions(kind)}
         functions.add(compat.attention_function("sdpa"))
-        is_known = all(map(_is_own, functions)) and all(map(_has_plain_weights, given))
-        self._attributes = [*map(vars, given)] if is_known else []
+        is_known = all(map(_is_own, functions)) and all(map(_has_plain_weights, modules))
+        self._modules = modules if is_known else ()
 
     def step(self) -> AbstractContextManager[Any]:
         """Return a context for a forward; it does nothing where other code may run inside."""
-        if not self._attributes or torch.is_grad_enabled() or is_watched():
+        if not self._modules or torch.is_grad_enabled():
             return nullcontext()
-        if any(map(_is_changed, self._attributes)):
+        if any("forward" in vars(each) or compat.is_hooked(each) for each in self._modules):
             return nullcontext()
         context: AbstractContextManager[Any] = _below()
         return context
@@ -79,14 +77,4 @@ def _has_plain_weights(module: nn.Module) -> bool:
         type(each) is nn.Parameter and each.device.type == "cpu"
         for each in module._parameters.values()
         if each is not None
-    )
-
-
-def _is_changed(attributes: dict[str, Any]) -> bool:
-    """Whether a module has another forward than its class, or hooks of the user's."""
-    if "forward" in attributes:
-        return True
-    hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
-    return any(hooks) and not all(
-        compat.captures_outputs(each) for of in hooks for each in of.values()
     )

@@ -20,8 +20,7 @@ MOST_ITEMS = 1000
 
 _PLAIN = (int, str, bytes, complex, torch.dtype, torch.device)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_HOLDERS = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_HOLDERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 _METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `enable` replaces
 
@@ -87,7 +86,7 @@ class ModelSnapshot:
         for name in names:
             self._found.append(name)
             self._read(own[name], 2)
-        if not all(compat.captures_outputs(hook) for name in _HOOKS for hook in own[name].values()):
+        if compat.is_hooked(module):
             self._blockers.add(execution.HOOKS)
         if "_hf_hook" in own:
             self._blockers.add(execution.OFFLOADED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property
 
 import numpy as np
 
@@ -13,9 +12,7 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model_state import state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import attention, execution, implicit_positions, non_finite, torch_compile
-from lookahead_hf.runner.below_autograd import BelowAutograd
 from lookahead_hf.runner.layout import BlockInputs
-from lookahead_hf.runner.norm_calls import NormCalls
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.prefill import PromptRunner
 
@@ -47,15 +44,6 @@ class Runner(PromptRunner):
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
         return self._packed.is_typical and not self._is_repeat and not self._is_new
-
-    @cached_property
-    def _norms(self) -> NormCalls:
-        """The norms of the model; a runner that only reads a prompt does not look for them."""
-        return NormCalls(() if self._is_compiled else self.model.modules())
-
-    @cached_property
-    def _below_autograd(self) -> BelowAutograd:
-        return BelowAutograd(() if self._is_compiled else self.model.modules())
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.
@@ -113,15 +101,12 @@ class Runner(PromptRunner):
         remembers = nullcontext() if self.recurrent is None else self.recurrent.step()
         given, device = inputs.model_inputs, self._next_position.device
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
-        linears = self._packed.prefill() if is_prompt else self._packed.step()
         with (
             attention.step(device, inputs.trees, inputs.flat),
             implicit_positions.step(inputs.columns),
             remembers,
             experts,
-            linears,
-            self._norms.step(),
-            self._below_autograd.step(),
+            self._packed.prefill() if is_prompt else self._packed.step(),
         ):
             outputs = self.model(**given, return_dict=True)
         if self._packed.is_used:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lookahead_hf import compat
-from lookahead_hf.model_state import state_of
-from lookahead_hf.runner.shared_change import SharedChange, set_own
+from lookahead_hf.runner.shared_change import SetOwn, own_attributes
 
 
 class Columns(NamedTuple):
@@ -55,28 +54,19 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
     """
     if not compat.needs_columns(model):
         return nullcontext()
-    state = state_of(model)
-    undo = state.undo_positions
 
-    def put() -> None:
-        if undo:
-            return
+    def replace(set_own: SetOwn) -> None:
         for table in compat.counted_tables(model):
-            set_own(table, "forward", _looked_up(table), undo)
+            set_own(table, "forward", _looked_up(table))
         for module in compat.relative_biases(model):
-            set_own(module, "compute_bias", _by_column(module.compute_bias), undo)
+            set_own(module, "compute_bias", _by_column(module.compute_bias))
         for module, name in compat.alibi_builders(model):
             made = _by_order if name == "build_alibi_tensor" else _by_distance
-            set_own(module, name, made(getattr(module, name)), undo)
+            set_own(module, name, made(getattr(module, name)))
         for module in compat.windowed_by_slot(model):
-            set_own(module, "bias", _window(module, module.config.window_size), undo)
+            set_own(module, "bias", _window(module, module.config.window_size))
 
-    def take_out() -> None:
-        while undo:
-            undo[-1]()
-            undo.pop()
-
-    return SharedChange(state.position_users, put, take_out)
+    return own_attributes(model, "positions", replace)
 
 
 def _looked_up(table: Any) -> Callable[..., torch.Tensor]:

@@ -130,18 +130,19 @@ class BlockLayout:
                 int64 each.
             draft: The draft behind them; the nodes of a row without tokens are left out.
         """
-        slots, nodes = self._cache.slots, np.diff(draft.row_offsets)
+        slots, drafted = self._cache.slots, np.diff(draft.row_offsets)
         num_fed = np.array([len(tokens) for tokens in fed])
-        counts = np.where(num_fed > 0, num_fed + nodes, 0)
+        nodes = np.where(num_fed > 0, drafted, 0)
+        counts = num_fed + nodes
         row, place = np.repeat(np.arange(len(fed)), counts), place_in_row(_offsets(counts))
-        is_node, is_used = place >= num_fed[row], np.repeat(num_fed > 0, nodes)
+        is_node, is_used = place >= num_fed[row], np.repeat(num_fed > 0, drafted)
         tokens, index = np.empty_like(row), slots.lengths[row] + place
         tokens[~is_node], tokens[is_node] = np.concatenate(fed), draft.token_ids[is_used]
-        index[is_node] += num_fed[row[is_node]] - 1 + draft.depth[is_used] - place[is_node]
+        index[is_node] = (slots.lengths + num_fed - 1)[row[is_node]] + draft.depth[is_used]
         columns = self._cache.columns_of(row, index)
         # Padding at the end of prompts that all begin in this block is hidden by causality alone.
         runs = runs_of(counts, slots.lengths, (num_fed <= 1) | (not slots.lengths.any()))
-        slots.place(counts)
+        slots.place(counts, is_flat=True)
         stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
         assert self._names.positions is not None
         inputs: dict[str, Any] = {
@@ -153,12 +154,11 @@ class BlockLayout:
             "use_cache": True,
         }
         read, kept = np.flatnonzero(place >= num_fed[row] - 1), None
-        if len(read) < len(row) and "logits_to_keep" in compat.forward_arguments(self._model):
-            inputs["logits_to_keep"] = torch.from_numpy(read)
-            kept, read = read, np.arange(len(read))
-        first = _offsets(np.where(num_fed > 0, 1 + nodes, 0))[:-1, None]
-        shown = first + np.minimum(np.arange(1 + draft.max_nodes), nodes[:, None])
-        places = read[np.minimum(shown, len(read) - 1)]
+        places = _places_in_read(num_fed, nodes, 1 + draft.max_nodes)
+        if len(read) == len(row) or "logits_to_keep" not in compat.forward_arguments(self._model):
+            places = read[places]
+        else:
+            inputs["logits_to_keep"], kept = torch.from_numpy(read), read
         flat = FlatBlock(built, tuple(stand_ins.values()), places, kept)
         return BlockInputs(inputs, tokens.size, flat=flat)
 
@@ -203,10 +203,7 @@ class BlockLayout:
         if is_limited:
             padded = columns if run.padded is None else columns[run.padded]
             query = padded.reshape(-1, width)
-            key = self._cache.token_columns(group, visible)[run.rows]
-            for row, length in enumerate(lengths.tolist()):
-                key[row, length : length + width] = query[row, : visible - length]
-            both = query, key
+            both = query, self._slot_columns(group, query, visible, run.rows)
         place = lengths, visible, both, self._cache.pads[run.rows]
         mask = masks.additive(kind, seen, *place, self._model.dtype, self._device)
         return RunMask(run, visible, mask)
@@ -261,10 +258,16 @@ class BlockLayout:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Columns of the block, [rows, width], and of a group's slots, [rows, visible]."""
         query = self._cache.num_columns + ahead[:, None] + depths
-        key = self._cache.token_columns(group)
-        for row, length in enumerate(group.lengths.tolist()):
-            key[row, length : length + depths.shape[1]] = query[row]
-        return query, key
+        return query, self._slot_columns(group, query, group.visible)
+
+    def _slot_columns(
+        self, group: SlotGroup, query: np.ndarray, visible: int, rows: slice = slice(None)
+    ) -> np.ndarray:
+        """Columns of a group's slots, [rows, visible], where the block has the columns `query`."""
+        key = self._cache.token_columns(group, visible)[rows]
+        for row, length in enumerate(group.lengths[rows].tolist()):
+            key[row, length : length + query.shape[1]] = query[row, : visible - length]
+        return key
 
 
 def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:
@@ -282,6 +285,17 @@ def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | No
         of_row[first:count, first:count] = masks.ancestors(draft, row, 1 + nodes[row])[1:, 1:]
         of_row[count:] = of_row[count - 1]
     return seen
+
+
+def _places_in_read(num_fed: np.ndarray, nodes: np.ndarray, width: int) -> np.ndarray:
+    """Where the tokens that logits are read of have those of each row, [rows, width].
+
+    They are the last token that a row was fed and its nodes, row after row. A row with fewer has
+    copies of its last one, and a row without tokens has those of others.
+    """
+    counts = np.where(num_fed > 0, 1 + nodes, 0)
+    places = _offsets(counts)[:-1, None] + np.minimum(np.arange(width), nodes[:, None])
+    return np.minimum(places, counts.sum() - 1)
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

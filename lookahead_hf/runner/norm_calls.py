@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.runner.linear_calls import OnThread, is_watched, laid_on_thread, only_computes
+from lookahead_hf.runner.stand_ins import OnThread, StandIns, only_computes
 
 _logger = logging.getLogger(__name__)
 
@@ -38,82 +38,69 @@ _same_bits: dict[tuple[type, int], bool] = {}
 was tried."""
 
 
-class NormCalls:
+class NormCalls(StandIns):
     """The norms of a model, for the steps of one call."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Find the norms that the compiled function can take, none before it is compiled."""
+        super().__init__()
         norms = [each for each in modules if _is_served(each)]
-        is_ready = bool(norms) and compilation.ready()
-        self._thread, self._users = OnThread(), set[object]()
-        self._stand_ins = [
-            _StandIn(self._thread, each) for each in norms if is_ready and _has_same_bits(each)
-        ]
+        if norms and compilation.ready():
+            self.stand_ins = [_StandIn(self.thread, each) for each in norms if _has_same_bits(each)]
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context in which this thread's calls of the norms go through the stand-ins."""
-        if not (self._stand_ins and _is_unwatched()):
-            return nullcontext()
-        return laid_on_thread(self._stand_ins, self._thread, self._users)
+        is_torchs = torch.rsqrt is _RSQRT  # what the forward of a norm looks up there
+        return self.laid_under() if self.stand_ins and is_torchs else nullcontext()
 
 
 class _StandIn:
     """Computes a norm in place of the module."""
 
     def __init__(self, thread: OnThread, module: Any) -> None:
-        self.thread, self.module = thread, ref(module)
-        self.forward, self.shape = type(module).forward, module.weight.shape
-        self.norm = _functions().norm
+        self.thread, self.module, self.weight = thread, ref(module), module.weight
+        self.forward, self.norm = type(module).forward, _functions().norm
+        self.address, self.size = self.weight.data_ptr(), len(self.weight)
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x, shape, module = hidden_states, self.shape, self.module()
+        x, size, module = hidden_states, self.size, self.module()
         assert module is not None
-        weight: Any = module._parameters.get("weight")
         epsilon = module.variance_epsilon
         if (
             not self.thread.depth
             or type(x) is not torch.Tensor
             or x.dtype is not _DTYPE
-            or x.shape[-1:] != shape
+            or x.shape[-1] != size
             or x.numel() > MOST_NUMBERS
             or not (x.is_cpu and x.is_contiguous())
-            or not _is_vector(weight)
-            or weight.shape != shape
+            or module._parameters.get("weight") is not self.weight
+            or self.weight.data_ptr() != self.address
             or type(epsilon) is not float
             or type(module).forward is not self.forward
             or not only_computes(module)
         ):
             own: torch.Tensor = module._call_impl(hidden_states)
             return own
-        out, size = torch.empty_like(x), shape[0]
-        addresses = out.data_ptr(), x.data_ptr(), weight.data_ptr()
+        out = torch.empty_like(x)
+        addresses = out.data_ptr(), x.data_ptr(), self.address
         self.norm(*addresses, x.numel() // size, size, epsilon)
         return out
 
 
 def _is_served(module: nn.Module) -> bool:
     """Whether a module is a norm whose forward is Llama's, with a weight in bfloat16 on a CPU."""
-    kind = type(module)
+    kind, weight = type(module), module._parameters.get("weight")
     is_plain = kind.__bases__ == (nn.Module,) and kind.__call__ is nn.Module.__call__
     return (
         is_plain
         and kind.__getattr__ is nn.Module.__getattr__
         and _is_llamas(kind.forward)
-        and list(module._parameters) == ["weight"]
-        and _is_vector(module.weight)
-        and len(module.weight) <= MOST_NUMBERS
         and type(vars(module).get("variance_epsilon")) is float
-    )
-
-
-def _is_vector(weight: Any) -> TypeGuard[nn.Parameter]:
-    """Whether a weight is an ordinary one that the compiled function can read."""
-    return (
-        type(weight) is nn.Parameter
-        and weight.dtype is _DTYPE
-        and weight.dim() == 1
-        and weight.is_cpu
+        and len(module._parameters) == 1
+        and type(weight) is nn.Parameter
+        and (weight.dtype, weight.dim(), weight.device.type) == (_DTYPE, 1, "cpu")
         and weight.is_contiguous()
+        and len(weight) <= MOST_NUMBERS
     )
 
 
@@ -130,14 +117,6 @@ def _is_llamas(forward: Any) -> bool:
     parts = ("co_code", "co_names", "co_varnames", "co_consts", "co_argcount", "co_flags")
     codes = llamas.__code__, forward.__code__
     return all(getattr(codes[0], part) == getattr(codes[1], part) for part in parts)
-
-
-def _is_unwatched() -> bool:
-    """Whether nobody watches all modules or functions, or replaced the one looked up in `torch`.
-
-    This is asked once a step.
-    """
-    return not is_watched() and torch.rsqrt is _RSQRT
 
 
 def _has_same_bits(module: Any) -> bool:

@@ -2,7 +2,7 @@
 
 oneDNN lays a weight out anew in every multiplication by a block of tokens; a copy that is kept in
 that layout saves this work. During a step, a stand-in under each layer multiplies by the copy
-(`linear_calls.py`).
+(`stand_ins.py`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from lookahead_hf.runner.linear_calls import (
-    NO_PRODUCT,
-    OnThread,
-    laid_on_thread,
-    only_multiplies,
-)
 from lookahead_hf.runner.packed_weights import (
     Group,
     Multiply,
@@ -32,6 +25,7 @@ from lookahead_hf.runner.packed_weights import (
     pack,
     served_tokens,
 )
+from lookahead_hf.runner.stand_ins import NO_PRODUCT, OnThread, StandIns, only_multiplies
 
 _logger = logging.getLogger(__name__)
 
@@ -51,8 +45,7 @@ class _StandIn:
         multiply: Multiply,
         served: range,
     ) -> None:
-        self.thread = thread
-        self.module = ref(module)  # what is kept of a model must not keep the model alive
+        self.thread, self.module = thread, ref(module)
         self.weight = weight = module.weight
         self.address, self.dtype = weight.data_ptr(), weight.dtype
         self.version = None if weight.is_inference() else weight._version
@@ -84,14 +77,13 @@ class _StandIn:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         thread, module = self.thread, self.module()
         assert module is not None
-        parameters = module.__dict__["_parameters"]
         if (
             not thread.depth
             or type(input) is not torch.Tensor
             or input.dtype is not self.dtype
             or not self.fewest <= input.numel() <= self.most
             or not input.is_contiguous()
-            or not self._holds(parameters)
+            or not self._holds(module._parameters)
             or not only_multiplies(module)
         ):
             thread.product = NO_PRODUCT  # other code runs, which may write to the joined input
@@ -99,7 +91,7 @@ class _StandIn:
             return own
         thread.num_products += 1
         if len(self.sizes) == 1:
-            return self.multiply(input, parameters.get("bias"))
+            return self.multiply(input, module._parameters["bias"])
         return thread.part(self.index, input, self.multiply, self._products)
 
     def _products(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -117,44 +109,41 @@ def _settings() -> tuple[Any, ...]:
     return torch.get_num_threads(), mkldnn.enabled, mkldnn.matmul.fp32_precision
 
 
-class PackedLinears:
+class PackedLinears(StandIns):
     """The packed linear layers of one model, kept between calls.
 
     Attributes:
         num_steps: Steps of the model since its weights were last seen to change.
-        stand_ins: One per packed layer; None before packing was tried.
-        dtype: The model's dtype when packing was tried.
+        dtype: The model's dtype when packing was tried, None before that.
         same_bits: Whether packed layers return the very bits of the model's own.
         packing: Held by the step that packs.
-        thread: What the stand-ins share on each thread.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_steps = 0
-        self.stand_ins: list[_StandIn] | None = None
         self.dtype: torch.dtype | None = None
         self.same_bits = False
-        self.packing, self.thread = threading.Lock(), OnThread()
-        self._settings, self._users = _settings(), set[object]()
+        self.packing = threading.Lock()
+        self._settings = _settings()
 
     def are_ready(self) -> bool:
         """Whether there are packed layers, made under the settings that torch has now."""
         return bool(self.stand_ins) and self._settings == _settings()
 
-    def are_current(self) -> bool:
-        """Whether everything is as it was when the weights were packed."""
-        each = self.stand_ins or ()
+    def are_current(self, dtype: torch.dtype | None) -> bool:
+        """Whether a model of this dtype is what it was when packing was tried, if it was."""
+        if self.dtype not in (None, dtype):
+            return False
+        each = self.stand_ins
         return not each or (self.are_ready() and all(stand_in.is_current() for stand_in in each))
 
-    def laid_under(self) -> AbstractContextManager[None]:
-        """Let this thread's calls of the layers go through their stand-ins."""
-        return laid_on_thread(self.stand_ins or (), self.thread, self._users)
-
-    def pack(self, blocks: list[list[nn.Linear]], insists: bool) -> None:
+    def pack(self, blocks: list[list[nn.Linear]], dtype: torch.dtype | None, insists: bool) -> None:
         """Pack the blocks that gain by it, or none where memory is short.
 
         Args:
             blocks: Layers that read the same input.
+            dtype: The model's.
             insists: Whether to pack however little memory is free.
         """
         groups: list[Group] = [
@@ -163,30 +152,29 @@ class PackedLinears:
         if not insists and not fits(groups):
             self.num_steps = 0  # memory may be free after as many steps again
             return
-        self._settings, made = _settings(), list[_StandIn]()
+        self._settings, self.dtype = _settings(), dtype
         try:
-            made = self._stand_ins(blocks, groups)
+            made = self._made(blocks, groups)
         except (RuntimeError, MemoryError) as error:  # torch raises both when memory runs out
             _logger.info("weights are not packed: %s", error)
+            return
         self.same_bits = all(each.dtype != torch.float32 for each in made)
         self.stand_ins = made
 
-    def _stand_ins(self, blocks: list[list[nn.Linear]], groups: list[Group]) -> list[_StandIn]:
+    def _made(self, blocks: list[list[nn.Linear]], groups: list[Group]) -> list[_StandIn]:
         """Pack the blocks that gain by it, of which the first of every shape is tried."""
         made: list[_StandIn] = []
-        tried: dict[Any, tuple[range, torch.Tensor]] = {}  # tokens served, and room to pack in
+        tried: dict[Any, range] = {}
         for block, group in zip(blocks, groups, strict=True):
             kind = tuple((weight.shape, weight.dtype, bias is None) for weight, bias in group)
-            multiply: Multiply | None = None
             if kind not in tried:
-                served, multiply = served_tokens(group)
-                tried[kind] = served, group[0][0].new_empty(0)
-            served, room = tried[kind]
+                tried[kind] = served_tokens(group)
+            served = tried[kind]
             if not served:
                 continue
             if not made and not checks_are_fast(group[0][0]):
                 break
-            multiply, sizes = multiply or pack(group, room), [len(weight) for weight, _ in group]
+            multiply, sizes = pack(group), [len(weight) for weight, _ in group]
             for index, module in enumerate(block):
                 made.append(_StandIn(self.thread, module, index, sizes, multiply, served))
         return made

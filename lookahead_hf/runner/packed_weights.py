@@ -43,14 +43,9 @@ FEW_TOKENS = 3
 """Up to so many tokens, MKL reads a weight in float32 as it is about as fast as memory is: there a
 copy does not serve (110 us for the joined projections of SmolLM2's attention, its own 98)."""
 
-TIMED_TOKENS = 5
-
-CLEAR_GAIN, CLEAR_ROUNDS = 0.8, 2
-"""Share of the layers' own time below which so many rounds of timing are enough."""
-
-TIMED_ROUNDS, TIMED_SECONDS = (5, 12), 0.1
-"""Fewest and most rounds where the gain is not clear, and the time after which the fewest are
-enough. The first round makes kernels, and others may meet a garbage collection of 0.15 seconds."""
+TIMED_TOKENS, TIMED_ROUNDS = 5, 6
+"""Tokens of a block that is timed, and how often it is. The first round makes kernels, and others
+may meet a garbage collection."""
 
 GAIN = 1.1
 """Largest share of the layers' own time that a copy may take. On a busy machine both seem to take
@@ -59,9 +54,6 @@ the same, and a copy that is refused by mistake is missing for as long as the mo
 MOST_CHECKING = 4.0
 """Largest time of a checksum, relative to a multiplication by the weight. It is 0.4 on a processor
 with instructions for int8. Where it is much longer, checks cost a call more than copies save."""
-
-LARGE_FACTOR, SMALL_FACTOR = 63, 20
-"""One factor of each byte of a checksum, and the largest size of the other three."""
 
 LAYOUT_TOKENS = 32
 """Number of tokens that oneDNN chooses the layout for; the copy serves any number."""
@@ -72,20 +64,15 @@ terms that were added up. In float32 the bits depend on the number of tokens any
 from single tokens by as much."""
 
 
-def pack(group: Group, room: torch.Tensor | None = None) -> Multiply:
+def pack(group: Group) -> Multiply:
     """Copy the weights of one or several layers into one packed layout.
-
-    Args:
-        group: The layers.
-        room: Where the weights of several layers are put together meanwhile, [all out, in]. Memory
-            that was used before takes half as long as new memory; None takes new memory.
 
     Raises:
         RuntimeError: This processor or build of torch has no such layout, or memory runs out.
     """
     ops = torch.ops.mkldnn
     weights = [weight.detach() for weight, _ in group]
-    whole = weights[0] if len(weights) == 1 else torch.cat(weights, out=room)
+    whole = weights[0] if len(weights) == 1 else torch.cat(weights)
     layout = ops._reorder_linear_weight(whole, LAYOUT_TOKENS)
     # Without the overload's Python wrapper, which takes half a microsecond.
     run = ops._linear_pointwise.default._op
@@ -97,17 +84,11 @@ def pack(group: Group, room: torch.Tensor | None = None) -> Multiply:
     return multiply
 
 
-def served_tokens(group: Group) -> tuple[range, Multiply | None]:
-    """Pack layers on trial.
-
-    Returns:
-        The numbers of tokens for which the copy gives the layers' results, and faster; and what
-        multiplies by it, None where there is no such number.
-    """
+def served_tokens(group: Group) -> range:
+    """Pack layers on trial; return the numbers of tokens for which copies give the same, faster."""
     weight, bias = group[0]
-    never = range(0), None
     if not weight.is_floating_point() or not torch.backends.mkldnn.is_available():
-        return never
+        return range(0)
 
     def own(x: torch.Tensor) -> list[torch.Tensor]:
         return [linear(x, *layer) for layer in group]
@@ -116,16 +97,16 @@ def served_tokens(group: Group) -> tuple[range, Multiply | None]:
         multiply = pack(group)
         most = _most_alike(multiply, own, group)
     except (RuntimeError, AttributeError):  # this processor or build has no such layout
-        return never
+        return range(0)
 
     def packed(x: torch.Tensor) -> torch.Tensor:
         return multiply(x, bias)
 
     if most < FEWEST_SERVED or time_share(packed, own, weight, TIMED_TOKENS) >= GAIN:
-        return never
+        return range(0)
     if weight.dtype != torch.float32:
-        return range(1, most + 1), multiply
-    return range(FEW_TOKENS + 1, sys.maxsize if most == TRIED_TOKENS[-1] else most + 1), multiply
+        return range(1, most + 1)
+    return range(FEW_TOKENS + 1, sys.maxsize if most == TRIED_TOKENS[-1] else most + 1)
 
 
 def _most_alike(
@@ -165,18 +146,12 @@ def time_share(
     Both are timed in turns, so that a disturbance hits both.
     """
     x = torch.ones(1, num_tokens, weight.shape[1], dtype=weight.dtype)
-    fastest, spent = [float("inf")] * 2, 0.0
-    fewest, most = TIMED_ROUNDS
-    for done in range(most):
-        is_clear = done >= CLEAR_ROUNDS and fastest[0] < CLEAR_GAIN * fastest[1]
-        if is_clear or (done >= fewest and spent > TIMED_SECONDS):
-            break
+    fastest = [float("inf")] * 2
+    for _ in range(TIMED_ROUNDS):
         for at, run in enumerate((packed, own)):
             start = time.perf_counter()
             run(x)
-            seconds = time.perf_counter() - start
-            fastest[at] = min(fastest[at], seconds)
-            spent += seconds
+            fastest[at] = min(fastest[at], time.perf_counter() - start)
     return fastest[0] / fastest[1]
 
 
@@ -194,20 +169,11 @@ def checksum(weight: torch.Tensor) -> torch.Tensor:
 def _factors(num_bytes: int) -> torch.Tensor:
     """Return what the bytes of a weight's row are multiplied by, [bytes, 4] int8.
 
-    An element has up to four bytes. Each of them has one factor that is larger than its other three
-    together, each in another column, so that any change of an element changes one of the four sums.
-    No two of the first 275,000 bytes have the same factors, so that no two elements that change
-    places or signs cancel each other in every row. Factors below 64 suit older processors, which
-    add up pairs of products in 16 bits.
+    They are random, so that hardly any edit leaves all four sums of every row as they are. Factors
+    below 64 suit older processors, which add up pairs of products in 16 bits.
     """
-    generator, num_small = torch.Generator().manual_seed(0), 2 * SMALL_FACTOR + 1
-    place = torch.arange(num_bytes)
-    codes = torch.randperm(num_small**3, generator=generator)[place // 4 % num_small**3]
-    factors = torch.full((num_bytes, 4), LARGE_FACTOR, dtype=torch.int8)
-    for power in range(3):
-        digits = codes // num_small**power % num_small - SMALL_FACTOR
-        factors[place, (place + 1 + power) % 4] = digits.to(torch.int8)
-    return factors
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-63, 64, (num_bytes, 4), generator=generator, dtype=torch.int8)
 
 
 def checks_are_fast(weight: torch.Tensor) -> bool:

@@ -64,7 +64,6 @@ class PromptRunner(ABC):
         self._cache: AdoptedCache | None = None
         self._shape, self._is_compiled = shape, torch_compile.is_compiled(model)
         self.is_flat = flat
-        packed = None if self._is_compiled else packed
         self._packed = packed or PackedSteps(model, False)
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
         self._is_repeat = self._is_new = False

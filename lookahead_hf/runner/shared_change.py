@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from lookahead_hf.model_state import state_of
 
 _lock = threading.RLock()
 
@@ -50,7 +53,33 @@ class SharedChange:
                 self._undo()
 
 
-def set_own(module: Any, name: str, function: Any, undo: list[Callable[[], None]]) -> None:
+SetOwn = Callable[[Any, str, Any], None]
+"""Gives one module object an attribute of its own: the module, the name, and the attribute."""
+
+
+def own_attributes(model: Any, kind: str, give: Callable[[SetOwn], None]) -> SharedChange:
+    """Return a context in which modules of a model have attributes of their own.
+
+    Args:
+        model: The model.
+        kind: What these attributes are for. Calls that are in progress share them.
+        give: Gives the modules their attributes by means of what it is passed.
+    """
+    users, undo = state_of(model).own_attributes.setdefault(kind, (set(), []))
+
+    def put() -> None:
+        if not undo:
+            give(partial(_set_own, undo))
+
+    def take_out() -> None:
+        while undo:
+            undo[-1]()
+            undo.pop()
+
+    return SharedChange(users, put, take_out)
+
+
+def _set_own(undo: list[Callable[[], None]], module: Any, name: str, function: Any) -> None:
     """Give one module object an attribute of its own, and add to `undo` what undoes that."""
     own = vars(module)
     found = {name: own[name]} if name in own else {}

@@ -80,7 +80,9 @@ def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, A
     passed = passthrough_kwargs.passed_on(model_kwargs, names)
     if names.positions is None or not all(isinstance(each, _SCALARS) for each in passed.values()):
         return False
-    if position_ids.dim() != 2 or prefix_tuning.of_model(model).count or compat.has_hooks(model):
+    if position_ids.dim() != 2 or prefix_tuning.of_model(model).count:
+        return False
+    if any(map(compat.is_hooked, model.modules())):
         return False
     if compat.mixers(model) or compat.needs_columns(model):
         return False  # a state belongs to a row, and so do columns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,23 +62,23 @@ def test_a_cache_that_is_taken_over_in_part_is_put_back(
 def test_a_cache_of_the_callers_is_handed_back_whole(
     name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids, drop = tiny(name), prompt(2), SlotGroup._drop
+    model, ids, drop = tiny(name), prompt(2), SlotGroup._drop_unseen
     call = {"do_sample": False, "pad_token_id": 0}
     mask = torch.ones(2, 52, dtype=torch.long)
     first = {**call, "attention_mask": mask[:, :12], "max_new_tokens": 40}
     plain = model.generate(ids, **first)
     for at in (4, 7, 10):
 
-        def breaks_off(self: SlotGroup, kept: np.ndarray, at: int = at) -> None:
+        def breaks_off(self: SlotGroup, slots: int, at: int = at) -> None:
             with Bomb(error, at):
-                drop(self, kept)
+                drop(self, slots)
 
         cache = DynamicCache(config=model.config)
         config = scripted(continuations(plain, 12), RandomTrees(0))
-        monkeypatch.setattr(SlotGroup, "_drop", breaks_off)
+        monkeypatch.setattr(SlotGroup, "_drop_unseen", breaks_off)
         with lookahead_hf.enabled(model), pytest.raises(error):
             model.generate(ids, past_key_values=cache, speculative=config, **first)
-        monkeypatch.setattr(SlotGroup, "_drop", drop)
+        monkeypatch.setattr(SlotGroup, "_drop_unseen", drop)
         seen = cache.get_seq_length() + 1
         assert seen > 13
         rest = {**call, "attention_mask": mask[:, :seen], "max_new_tokens": 52 - seen}

@@ -33,7 +33,7 @@ def test_the_newest_tokens_of_every_row_stand_in_order(
 @pytest.mark.parametrize("counts", [[2, 2], [2, 0], [1, 2]])
 def test_a_flat_block_is_written_behind_each_rows_length(counts: list[int]) -> None:
     cache = cache_of(None, [3, 3])
-    cache.place(np.array(counts))
+    cache.place(np.array(counts), is_flat=True)
     tokens = [3 + place for count in counts for place in range(count)]
     states = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(-1, 1, -1, 2)
     cache.layers[0].update(states, states)

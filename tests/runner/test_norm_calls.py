@@ -14,7 +14,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from lookahead_hf.runner import linear_calls, norm_calls
+from lookahead_hf.runner import norm_calls, stand_ins
 from tests.helpers.models import tiny
 from tests.helpers.packing import Bits, in_a_forward, run
 
@@ -40,7 +40,7 @@ def half_norm(size: int, kind: type = LlamaRMSNorm) -> Any:
 
 
 def stand_in_of(module: Any) -> Any:
-    thread = linear_calls.OnThread()
+    thread = stand_ins.OnThread()
     thread.depth = 1
     return norm_calls._StandIn(thread, module)
 
@@ -99,7 +99,7 @@ def test_norms_are_left_to_torch_where_they_cannot_be_compiled(
 
 def without_norms(model: Any, change: Callable[[], Any] | None = None) -> Bits:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_calls, "_is_unwatched", lambda: False)
+        patch.setattr(norm_calls, "_RSQRT", None)
         return run(model, False, change)
 
 
@@ -125,7 +125,7 @@ def test_a_call_has_the_same_bits(computed: list[int]) -> None:
     computed.clear()  # of the trial
     assert with_norms(model) == own
     assert computed
-    assert not any(linear_calls.CALL in vars(module) for module in model.modules())
+    assert not any(stand_ins.CALL in vars(module) for module in model.modules())
 
 
 def norm_of(model: Any) -> Any:

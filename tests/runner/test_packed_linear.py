@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import linear_calls, packed_linear, packed_steps, packed_weights
+from lookahead_hf.runner import packed_linear, packed_steps, packed_weights, stand_ins
 from lookahead_hf.runner.packed_steps import PackedSteps
 from tests.helpers.changes import (
     adapted,
@@ -53,7 +53,7 @@ def half(name: str = "llama", **own: Any) -> Any:
 
 def laid(model: Any) -> list[Any]:
     """Modules under which something lies."""
-    return [module for module in model.modules() if linear_calls.CALL in vars(module)]
+    return [module for module in model.modules() if stand_ins.CALL in vars(module)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi"])
@@ -293,7 +293,7 @@ def test_layers_of_one_input_are_joined(setting: str, inference: bool) -> None:
             assert torch.equal(model(x), own)
         assert steps.is_used
         kept = state_of(model).packed
-        assert kept is not None and kept.thread.product == linear_calls.NO_PRODUCT
+        assert kept is not None and kept.thread.product == stand_ins.NO_PRODUCT
 
 
 @pytest.mark.parametrize("writes", [True, "through .data"])
@@ -313,8 +313,7 @@ def test_a_model_of_another_dtype_is_packed_anew() -> None:
 
 
 def test_more_tokens_than_were_tried_are_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = range(1, 9), None
-    monkeypatch.setattr(packed_linear, "served_tokens", lambda group: few)
+    monkeypatch.setattr(packed_linear, "served_tokens", lambda group: range(1, 9))
     model = Joined()
     steps, _ = stepping(model)
     with torch.no_grad(), steps.step():

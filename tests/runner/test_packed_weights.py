@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from lookahead_hf.runner import packed_weights
-from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens, time_share
+from lookahead_hf.runner.packed_weights import checksum, pack, served_tokens
 from tests.helpers.packing import needs_packing
 
 
@@ -37,15 +36,13 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("dtype", "first"), [(torch.bfloat16, 1), (torch.float32, 4)])
 def test_packed_layers_give_the_layers_results(dtype: torch.dtype, first: int) -> None:
     for group in groups(dtype):
-        served, multiply = served_tokens(group)
+        served, multiply = served_tokens(group), pack(group)
         assert served[0] == first and served[-1] >= packed_weights.FEWEST_SERVED
-        assert multiply is not None
         for rows, width in ((1, 1), (1, 9), (3, 7)):
             x = torch.randn(rows, width, group[0][0].shape[1]).to(dtype)
             own = torch.cat([linear(x, *layer) for layer in group], -1)
             slack = 2e-6 * own.abs().max() if dtype == torch.float32 else 0.0
-            for each in (multiply, pack(group, torch.empty(0, dtype=dtype))):
-                assert (each(x, group[0][1]) - own).abs().max() <= slack
+            assert (multiply(x, group[0][1]) - own).abs().max() <= slack
 
 
 @pytest.mark.parametrize(
@@ -60,12 +57,12 @@ def test_packed_layers_give_the_layers_results(dtype: torch.dtype, first: int) -
 def test_other_results_limit_the_tokens_served(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wrong_from: int, served: range
 ) -> None:
-    def off_by_a_little(group: Any, room: Any = None) -> Any:
+    def off_by_a_little(group: Any) -> Any:
         multiply = pack(group)
         return lambda x, bias: multiply(x, bias) * (1.0 + (x.shape[1] >= wrong_from) * 0.01)
 
     monkeypatch.setattr(packed_weights, "pack", off_by_a_little)
-    assert [served_tokens(group)[0] for group in groups(dtype)] == [served] * 3
+    assert [served_tokens(group) for group in groups(dtype)] == [served] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -73,22 +70,7 @@ def test_copies_that_are_slower_serve_nothing(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(packed_weights, "time_share", lambda *_: 2.0)
-    assert [served_tokens(group)[0] for group in groups(dtype)] == [range(0)] * 3
-
-
-@pytest.mark.parametrize(
-    ("seconds", "rounds"), [((1e-4, 2e-4), 2), ((2e-4, 2e-4), 12), ((0.05, 0.05), 5)]
-)
-def test_timing_ends_when_it_is_clear_or_takes_long(
-    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], rounds: int
-) -> None:
-    runs = []
-    clock = SimpleNamespace(perf_counter=lambda: sum(runs))
-    monkeypatch.setattr(packed_weights, "time", clock)
-    packed, own = ((lambda x, each=each: runs.append(each)) for each in seconds)
-    share = time_share(packed, own, torch.zeros(2, 2), 5)
-    assert share == pytest.approx(seconds[0] / seconds[1])
-    assert len(runs) == 2 * rounds
+    assert [served_tokens(group) for group in groups(dtype)] == [range(0)] * 3
 
 
 def one_element(weight: torch.Tensor) -> None:
@@ -127,10 +109,8 @@ def test_every_write_changes_the_checksum(write: Any) -> None:
 
 
 def test_no_two_bytes_of_a_row_have_the_same_factors() -> None:
-    factors = packed_weights._factors(16_384)
-    assert len(factors.unique(dim=0)) == len(factors)
-    large = factors.abs().amax(1)
-    assert (2 * large > factors.abs().int().sum(1)).all()
+    factors = packed_weights._factors(4_096)
+    assert len(factors.unique(dim=0)) == len(factors) and factors.any(1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

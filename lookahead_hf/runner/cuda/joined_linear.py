@@ -2,7 +2,7 @@
 
 The weights of an attention's projections, or of a gate and what it gates, move into one new tensor.
 During a step, a stand-in under each of these layers returns its part of the product by the whole
-(`linear_calls.py`). To all other code the weights are what they were, at another address.
+(`stand_ins.py`). To all other code the weights are what they were, at another address.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -20,11 +20,11 @@ from torch.nn import functional
 
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.guards import addresses, functions_are_watched
-from lookahead_hf.runner.linear_calls import (
+from lookahead_hf.runner.stand_ins import (
     InputObserver,
     OnThread,
+    StandIns,
     laid,
-    laid_on_thread,
     linear_is_torchs,
     only_multiplies,
 )
@@ -78,7 +78,7 @@ class _StandIn:
     """Returns one layer's part of the product of several layers."""
 
     def __init__(self, thread: OnThread, layer: nn.Linear, index: int, product: _Product) -> None:
-        self.module = ref(layer)  # what is kept of a model must not keep the model alive
+        self.module = ref(layer)
         self._thread, self._index, self._product = thread, index, product
         self._places = _places(layer)
 
@@ -95,7 +95,7 @@ class _StandIn:
             or type(input) is not torch.Tensor
             or input.is_inference()  # torch does not count writes to it
             or not self.is_current()
-            or not only_multiplies(layer, input.device.type)
+            or not only_multiplies(layer)
         ):
             return layer._call_impl(input)
         thread.num_products += 1
@@ -108,18 +108,12 @@ def _places(layer: nn.Linear) -> list[Any]:
     return [None if each is None else addresses(each) for each in held]
 
 
-class JoinedLinears:
-    """The joined layers of one model, kept between calls.
-
-    Attributes:
-        stand_ins: One per joined layer.
-        thread: What the stand-ins share on each thread.
-    """
+class JoinedLinears(StandIns):
+    """The joined layers of one model, kept between calls."""
 
     def __init__(self, blocks: list[list[nn.Linear]]) -> None:
         """Join the layers of every block; where memory runs out, those of the blocks before it."""
-        self.stand_ins: list[_StandIn] = []
-        self.thread, self._users = OnThread(), set[object]()
+        super().__init__()
         try:
             for block in blocks:
                 product = _Product(block)
@@ -143,11 +137,11 @@ class JoinedLinears:
                     for parameter in layer.parameters(recurse=False):
                         parameter.data = parameter.detach().clone()
 
-    def laid_under(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def laid_under(self) -> Iterator[None]:
         """Let this thread's calls of the layers go through their stand-ins, if nobody watches."""
-        if _is_watched():
-            return nullcontext()
-        return laid_on_thread(self.stand_ins, self.thread, self._users)
+        with nullcontext() if _is_watched() else super().laid_under():
+            yield
 
 
 def _is_watched() -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from lookahead_hf import compat
 from lookahead_hf.model_state import state_of
 from lookahead_hf.runner.recurrent.mixer import Compared, Mixer, Stash, TokenByToken
-from lookahead_hf.runner.shared_change import SharedChange, set_own
+from lookahead_hf.runner.shared_change import SetOwn, own_attributes
 
 _step = threading.local()
 
@@ -81,21 +81,12 @@ def laid_under(model: nn.Module) -> AbstractContextManager[None]:
     modules = compat.mixers(model)
     if not modules:
         return nullcontext()
-    state = state_of(model)
-    undo = state.undo_mixers
 
-    def make() -> None:
-        if undo:
-            return
+    def replace(set_own: SetOwn) -> None:
         for module in modules:
-            set_own(module, "forward", _in_steps(module), undo)
+            set_own(module, "forward", _in_steps(module))
 
-    def take_out() -> None:
-        while undo:
-            undo[-1]()
-            undo.pop()
-
-    return SharedChange(state.mixer_users, make, take_out)
+    return own_attributes(model, "mixers", replace)
 
 
 def _in_steps(module: Any) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
-"""Calls of linear layers under which something of ours lies, and layers that read the same input.
+"""What lies under the modules of a model in our steps, and which layers read the same input.
 
-For the length of a step, a stand-in lies under the `__call__` of each `nn.Linear` that is
-multiplied by in another way: by a packed copy, or together with other layers. It does so where the
-layer would do nothing but multiply by its weight, and calls the layer in every other case. All
-other code stays the model's own.
+For the length of a step, a stand-in lies under the `__call__` of each module that is computed in
+another way: of a linear layer by a packed copy or together with other layers, of a norm by a
+compiled function. It does so where the module would do nothing but the forward of its class, and
+calls the module in every other case. All other code stays the model's own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from lookahead_hf.runner.shared_change import SharedChange
 CALL = "_compiled_call_impl"
 """The attribute that torch calls in place of a module's hooks and forward. Copies and pickles of a
 module leave it out, so that a model can be copied and saved in the middle of a step."""
-
-_LINEAR, _FORWARD = torch._C._nn.linear, nn.Linear.forward
 
 NO_PRODUCT: tuple[Any, Any, Any, list[Any]] = (None, None, None, [])
 
@@ -81,42 +79,37 @@ def _is_unwritten(x: torch.Tensor, stamp: Any) -> bool:
 
 
 def linear_is_torchs() -> bool:
-    """Whether torch's linear layers are torch's own, and nobody watches all modules."""
-    return (
-        nn.Linear.forward is _FORWARD
-        and functional.linear is _LINEAR
-        and not _modules_are_watched()
-    )
-
-
-def _modules_are_watched() -> bool:
-    """Whether a hook sees the calls of all modules."""
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    """Whether torch's linear layers are torch's own, and no hook sees the calls of all modules."""
+    is_own = getattr(nn.Linear.forward, "__globals__", None) is vars(nn.modules.linear)
+    return is_own and functional.linear is torch._C._nn.linear and not _has_global_hooks()
 
 
 def is_watched() -> bool:
     """Whether a hook sees the calls of all modules, or a mode those of all functions."""
     has_modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    return bool(has_modes) or _modules_are_watched()
+    return bool(has_modes) or _has_global_hooks()
 
 
-def only_multiplies(module: nn.Module, device: str = "cpu") -> bool:
-    """Whether a call of a module does no more than multiply by its weight, and nobody watches."""
-    return type(module) is nn.Linear and only_computes(module, device)
+def _has_global_hooks() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
-def only_computes(module: nn.Module, device: str = "cpu") -> bool:
-    """Whether a call of a module does no more than the forward of its class, and nobody watches.
+def only_multiplies(module: nn.Module) -> bool:
+    """Whether a call of a module does no more than multiply by its weight."""
+    return type(module) is nn.Linear and only_computes(module)
+
+
+def only_computes(module: nn.Module) -> bool:
+    """Whether a call of a module does no more than the forward of its class.
 
     This is asked in every call, since code inside a forward may hook, patch or switch anything.
     """
-    own = module.__dict__
     return not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or "forward" in own
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in module.__dict__
         or torch.is_grad_enabled()
-        or torch.is_autocast_enabled(device)
+        or torch._C._is_any_autocast_enabled()
     )
 
 
@@ -136,19 +129,30 @@ def laid(calls: list[tuple[nn.Module, Any]], users: set[object]) -> SharedChange
     return SharedChange(users, put, take_out)
 
 
-@contextmanager
-def laid_on_thread(
-    stand_ins: Iterable[Any], thread: OnThread, users: set[object]
-) -> Iterator[None]:
-    """Let this thread's calls of layers go through their stand-ins, which know them as `module`."""
-    calls = [(module, each) for each in stand_ins if (module := each.module()) is not None]
-    with laid(calls, users):
-        thread.depth += 1
-        try:
-            yield
-        finally:
-            thread.depth -= 1
-            thread.product = NO_PRODUCT
+class StandIns:
+    """What lies under modules of one model in our steps.
+
+    Attributes:
+        stand_ins: One per module, which knows it by a weak reference `module`: what is kept of a
+            model must not keep the model alive.
+        thread: What they share on each thread.
+    """
+
+    def __init__(self) -> None:
+        self.stand_ins: list[Any] = []
+        self.thread, self._users = OnThread(), set[object]()
+
+    @contextmanager
+    def laid_under(self) -> Iterator[None]:
+        """Let this thread's calls of the modules go through their stand-ins."""
+        calls = [(module, each) for each in self.stand_ins if (module := each.module()) is not None]
+        with laid(calls, self._users):
+            self.thread.depth += 1
+            try:
+                yield
+            finally:
+                self.thread.depth -= 1
+                self.thread.product = NO_PRODUCT
 
 
 class InputObserver:
@@ -177,7 +181,7 @@ class InputObserver:
 
     def _call(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         is_own = args and threading.get_ident() == self._thread
-        if is_own and only_multiplies(layer, args[0].device.type):
+        if is_own and only_multiplies(layer):
             self._note(layer, args[0])
         return layer._call_impl(*args, **kwargs)
 
