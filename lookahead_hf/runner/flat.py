@@ -18,8 +18,8 @@ _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 
 MOST_PADDING = 40
-"""Queries of padding that a further row may add to a run. Steps of four rows with up to 1,200 tokens
-each take 1 to 2 % less time with 40 than with 10, and no less with 120."""
+"""Queries of padding that a further row may add to a run. Steps of four rows, each with up to 1,200
+tokens, take 1 to 2 % less time with 40 than with 10, and no less with 120."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
