@@ -122,10 +122,11 @@ class Arrived(BestTokens):
         self._found = super().take(every // self._width, every % self._width)
 
     def take(
-        self, rows: np.ndarray, places: np.ndarray, top_k: int | None = None
+        self, rows: np.ndarray, places: np.ndarray, counts: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         which = rows * self._width + places
-        return self._found[0][which, :top_k], self._found[1][which, :top_k]
+        most = None if counts is None else int(counts.max(initial=0))
+        return self._found[0][which, :most], self._found[1][which, :most]
 
 
 def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> Line:

@@ -186,8 +186,9 @@ def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offs
 
     The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
     overwrite those that were only considered, and its end is the end of the row's part. Other nodes
-    are left out if the memory has their last two tokens: what it has is as good, and on a CPU the
-    search of their logits is most of what drafting for many rows takes.
+    are left out if the memory has their last two tokens, since what it has is as good, or if their
+    parent was rejected, since what follows it seldom occurs again. On a CPU the search of their
+    logits is most of what drafting for many rows takes.
 
     Args:
         keys: Of the memory, [places, ways] int64.
@@ -219,9 +220,9 @@ def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offs
         is_accepted[0] = True
         for node in accepted:
             is_accepted[1 + node] = True
-        for node in range(1 + num_nodes):
-            if not is_accepted[node]:
-                place[count] = node
+        for node in range(num_nodes):
+            if is_accepted[1 + parents[first + node]] and not is_accepted[1 + node]:
+                place[count] = 1 + node
                 count += 1
         place[count] = 0
         count += 1

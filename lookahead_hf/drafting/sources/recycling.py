@@ -102,6 +102,7 @@ class RecyclingDrafter(BuiltInDrafter):
         if self._memory is None or not self._keep:
             self._memory = LogitsMemory(self._top_k, self._capacity)
         self._waiting, self._defers = None, False
+        self._max_nodes = self._num_next
         shape = rows.num_rows, self._num_next
         self._next_tokens = np.full(shape, -1, np.int32)
         self._next_probs = np.zeros(shape, np.float32)
@@ -112,7 +113,7 @@ class RecyclingDrafter(BuiltInDrafter):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees
 
-        memory = self._memory
+        memory, self._max_nodes = self._memory, max_nodes
         assert memory is not None, "begin() comes first"
         offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
             memory.keys, memory.tokens, memory.probs, rows.last_two(),
@@ -144,21 +145,17 @@ class RecyclingDrafter(BuiltInDrafter):
             self._memory.keys, rows.last_two(verdict.num_emitted), draft.row_offsets,
             draft.token_ids, draft.parents, verdict.path_offsets, verdict.path, verdict.live,
         )  # fmt: skip
-        tokens = np.empty((len(last), self._top_k), np.int32)
-        probs = np.empty((len(last), self._top_k), np.float32)
-        considered = best.take(row[ends], place[ends])
-        tokens[ends], probs[ends] = (part[:, : self._top_k] for part in considered)
-        if len(last) > len(ends):
-            # On the CPU every row of logits is searched on demand: most need only a few tokens.
-            inner = np.ones(len(last), bool)
-            inner[ends] = False
-            tokens[inner], probs[inner] = best.take(row[inner], place[inner], self._top_k)
+        # A tree has no room for more other candidates than it has nodes.
+        most = max(self._top_k, min(self._num_next, self._max_nodes))
+        counts = np.full(len(last), self._top_k)
+        counts[ends] = most
+        tokens, probs = best.take(row, place, counts)
         if self._defers:
             # There is time for it during the next forward; the draft before that hardly needs it.
             self._waiting = before, last, tokens, probs
         else:
             self._remember(before, last, tokens, probs)
-        self._note_rejected(live, rows.last_tokens[live], *considered)
+        self._note_rejected(live, rows.last_tokens[live], tokens[ends], probs[ends])
 
     def end(self, rows: Rows) -> None:
         self._flush()

@@ -70,17 +70,18 @@ def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
     assert chain(drafter.propose(rows, 32))[:3] == [4, 3, 4]
 
 
-def test_rejected_nodes_are_learned_from_too() -> None:
+def test_rejected_nodes_are_learned_from_too_where_their_parents_were_right() -> None:
     rows = rows_of([[1, 2]])
     drafter = drafter_for(rows)
-    draft = DraftTree.from_rows([([10, 11], [ROOT, ROOT])])
+    draft = DraftTree.from_rows([([10, 11, 14], [ROOT, ROOT, 1])])
     verdict = take(rows, ([0], [10, 12]))
-    logits = logits_of([{10: LIKELY}, {12: LIKELY}, {13: LIKELY}])
+    logits = logits_of([{10: LIKELY}, {12: LIKELY}, {13: LIKELY}, {15: LIKELY}])
     drafter.observe(rows, draft, verdict, logits)
     memory = drafter._memory
     assert memory is not None
     for context, best in (((2, 11), 13), ((2, 10), 12), ((1, 2), 10)):
         assert memory.tokens[find(memory.keys, *context), 0] == best
+    assert find(memory.keys, 11, 14) < 0
 
 
 def test_a_known_context_is_searched_again_only_where_a_path_ends() -> None:
