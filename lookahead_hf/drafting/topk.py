@@ -101,10 +101,10 @@ def _bits(logits: torch.Tensor) -> np.ndarray:
     """Bit patterns of CPU logits: int16 of bfloat16, int32 of everything else as float32."""
     import torch
 
-    logits = logits.contiguous()  # the compiled search knows one layout
-    if logits.dtype == torch.bfloat16:
-        return logits.view(torch.int16).numpy()
-    return logits.float().view(torch.int32).numpy()
+    is_half = logits.dtype == torch.bfloat16
+    logits = logits if is_half else logits.float()
+    bits: np.ndarray = logits.view(torch.int16 if is_half else torch.int32).numpy()
+    return np.ascontiguousarray(bits)  # the compiled search knows one layout
 
 
 def _padded(values: np.ndarray, top_k: int, fill: float) -> np.ndarray:

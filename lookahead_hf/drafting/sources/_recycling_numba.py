@@ -181,14 +181,15 @@ def _flatten_buckets(nodes, count):
 
 
 @jit
-def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offsets, path, live):
+def verified_contexts(
+    keys, last_two, row_offsets, token_ids, parents, path_offsets, path, live, below_rejected
+):
     """The last two tokens at verified nodes of the live rows, and where their logits are.
 
     The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
     overwrite those that were only considered, and its end is the end of the row's part. Other nodes
-    are left out if the memory has their last two tokens, since what it has is as good, or if their
-    parent was rejected, since what follows it seldom occurs again. On a CPU the search of their
-    logits is most of what drafting for many rows takes.
+    are left out if the memory has their last two tokens: what it has is as good, and on a CPU the
+    search of their logits is most of what drafting for many rows takes.
 
     Args:
         keys: Of the memory, [places, ways] int64.
@@ -196,6 +197,7 @@ def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offs
         row_offsets, token_ids, parents: Of the draft.
         path_offsets, path: Of the verdict.
         live: Rows whose text went on, [rows] bool.
+        below_rejected: Whether nodes count whose parents were rejected.
 
     Returns:
         before: Token before the last one, -1 where there is none, [nodes] int64.
@@ -221,7 +223,8 @@ def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offs
         for node in accepted:
             is_accepted[1 + node] = True
         for node in range(num_nodes):
-            if is_accepted[1 + parents[first + node]] and not is_accepted[1 + node]:
+            counts = below_rejected or is_accepted[1 + parents[first + node]]
+            if counts and not is_accepted[1 + node]:
                 place[count] = 1 + node
                 count += 1
         place[count] = 0
