@@ -118,10 +118,11 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
 
 @jit
 def fetch(array):
-    """Read a flat array once from end to end; returns what keeps the compiler from leaving it out.
+    """Read a flat array from end to end, so that it is in the caches.
 
-    After a forward, tables have left the caches. Reading a small one in order takes less time than
-    the waits of many look-ups in no order.
+    A forward drives tables out of them. Reading a small one in order takes less time than waiting
+    for memory in each of many look-ups. The caller has to store the sum, whatever it then does with
+    it, since the compiler leaves out reads that nobody needs.
     """
     total = 0
     for at in range(0, len(array), 64 // array.itemsize):

@@ -37,7 +37,6 @@ NUM_COLUMNS = 7
 FILL = 0.75
 """How full a hash table may be."""
 
-
 FETCHED = 32
 """Tokens of a text per node of its tree up to which the whole index is read ahead of its look-ups:
 with 32 rows of 300 tokens and 12 nodes that saves a quarter of their time."""
