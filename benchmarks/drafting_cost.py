@@ -1,7 +1,8 @@
 """Time what drafting takes of the host, by the rows of a batch, on recorded texts.
 
-No model runs: a recorded text decides what is accepted, and its recorded tokens stand out of the
-logits. Every row drafts as many nodes as `--nodes` says. Two systems:
+No model runs: a recorded text decides what is accepted, and recorded tokens stand out of the
+logits, at a rejected node those that were recorded after the same token elsewhere. Every row drafts
+as many nodes as `--nodes` says. Two systems:
 
     cpu     the best tokens are searched in the logits, in bfloat16, as on a CPU
     device  they have arrived from a device, which searched them beside the step
@@ -76,7 +77,8 @@ class Batch:
         self.rows = Rows(ids, np.arange(width) >= width - lengths[:, None])
         for row, text in enumerate(texts):
             self.rows.emit(row, int(text.output[0]))
-        self._vocab_size = vocab_size
+        self._places = [(text, at) for text in texts for at in range(len(text.top_ids))]
+        self._place_of = {int(text.tokens[at]): (text, at) for text, at in self._places}
         self._background = torch.randn(8, vocab_size).bfloat16()
 
     def verify(self, draft: DraftTree) -> Verdict:
@@ -99,18 +101,28 @@ class Batch:
         return Verdict.from_rows(tokens, paths, live, self.rows.finished.copy())
 
     def logits(self, draft: DraftTree, verdict: Verdict) -> torch.Tensor:
-        """What the target says: the recorded tokens stand out at the nodes of the texts' own."""
+        """What the target says at every node."""
         width = 1 + draft.max_nodes
         chosen = torch.arange(len(self.texts) * width) % len(self._background)
         logits = self._background[chosen].view(len(self.texts), width, -1)
         for row, text in enumerate(self.texts):
             at = len(text.prompt) + int(self.rows.num_emitted[row]) - 1
             at -= int(verdict.num_emitted[row])
-            for node in [0, *(verdict.accepted(row) + 1).tolist()][: verdict.num_emitted[row]]:
-                ids = torch.from_numpy(text.top_ids[at, :RECORDED].astype(np.int64))
-                logits[row, node, ids] = torch.linspace(24, 12, len(ids)).bfloat16()
+            path = [0, *(verdict.accepted(row) + 1).tolist()]
+            for node, token in enumerate(draft.token_ids[draft.row(row)].tolist(), 1):
+                if node not in path:
+                    place = self._place_of.get(token, self._places[token % len(self._places)])
+                    _stand_out(logits[row, node], *place)
+            for node in path[: verdict.num_emitted[row]]:
+                _stand_out(logits[row, node], text, at)
                 at += 1
         return logits
+
+
+def _stand_out(logits: torch.Tensor, text: Text, at: int) -> None:
+    """Raise what was recorded at a place of a text out of a node's logits, [vocab]."""
+    ids = torch.from_numpy(text.top_ids[at, :RECORDED].astype(np.int64))
+    logits[ids] = torch.linspace(24, 12, len(ids)).bfloat16()
 
 
 class Arrived(BestTokens):
@@ -122,10 +134,11 @@ class Arrived(BestTokens):
         self._found = super().take(every // self._width, every % self._width)
 
     def take(
-        self, rows: np.ndarray, places: np.ndarray, top_k: int | None = None
+        self, rows: np.ndarray, places: np.ndarray, counts: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         which = rows * self._width + places
-        return self._found[0][which, :top_k], self._found[1][which, :top_k]
+        most = None if counts is None else int(counts.max(initial=0))
+        return self._found[0][which, :most], self._found[1][which, :most]
 
 
 def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> Line:

@@ -52,32 +52,34 @@ class BestTokens:
         return device.type != "cpu" or backend(device) == "triton"
 
     def take(
-        self, rows: np.ndarray, places: np.ndarray, top_k: int | None = None
+        self, rows: np.ndarray, places: np.ndarray, counts: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Best tokens of chosen nodes.
 
         Args:
             rows: Row of each node, [nodes] int64.
             places: Its index in the row's logits, [nodes] int64.
-            top_k: Tokens per node, by default as many as can be found; at most `few` where no
-                path ends.
+            counts: Tokens that suffice at each node, [nodes] int64; on the CPU no more are
+                searched. By default as many as can be found.
 
         Returns:
-            tokens: Best first, -1 where there are no more, [nodes, top_k] int32.
-            probs: Their probabilities, [nodes, top_k] float32; on the CPU approximate.
+            tokens: Best first, -1 where there are no more, [nodes, most of counts] int32.
+            probs: Their probabilities, the same shape, float32; on the CPU approximate.
         """
-        which, top_k = rows * self._width + places, top_k or self._top_k
+        if counts is None:
+            counts = np.full(len(rows), self._top_k)
+        which, most = rows * self._width + places, int(counts.max(initial=0))
         if self._ticket is None and self._flat.device.type == "cpu":
             from lookahead_hf.ngram_pool.logits_memory import top_rows
 
             if self._bits is None:
                 self._bits = _bits(self._flat)
-            return top_rows(self._bits, which, top_k)
+            return top_rows(self._bits, which, counts)
         if self._held is None:
             on_way = self._ticket
             self._held = on_way.take() if on_way else _pack(self._flat, self._top_k).cpu().numpy()
-        tokens, probs = self._held[:, which, :top_k]
-        return _padded(tokens.astype(np.int32), top_k, -1), _padded(probs, top_k, 0.0)
+        tokens, probs = self._held[:, which, :most]
+        return _padded(tokens.astype(np.int32), most, -1), _padded(probs, most, 0.0)
 
 
 def _pack(
@@ -99,10 +101,10 @@ def _bits(logits: torch.Tensor) -> np.ndarray:
     """Bit patterns of CPU logits: int16 of bfloat16, int32 of everything else as float32."""
     import torch
 
-    logits = logits.contiguous()  # the compiled search knows one layout
-    if logits.dtype == torch.bfloat16:
-        return logits.view(torch.int16).numpy()
-    return logits.float().view(torch.int32).numpy()
+    is_half = logits.dtype == torch.bfloat16
+    logits = logits if is_half else logits.float()
+    bits: np.ndarray = logits.view(torch.int16 if is_half else torch.int32).numpy()
+    return np.ascontiguousarray(bits)  # the compiled search knows one layout
 
 
 def _padded(values: np.ndarray, top_k: int, fill: float) -> np.ndarray:

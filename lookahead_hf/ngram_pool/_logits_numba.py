@@ -21,17 +21,17 @@ WAYS = 4
 
 
 @jit
-def top_rows(bits, which, tokens, probs):
-    lanes, k = min(LANES, bits.shape[1]), tokens.shape[1]
-    maxima, best = np.empty(lanes, bits.dtype), np.zeros(k, bits.dtype)
-    found = np.empty(k, np.int64)
+def top_rows(bits, which, counts, tokens, probs):
+    lanes, most = min(LANES, bits.shape[1]), tokens.shape[1]
+    maxima, found = np.empty(lanes, bits.dtype), np.empty(most, np.int64)
+    best = np.zeros(most, bits.dtype)
     # Bit patterns and, in the same memory, the numbers that they encode.
-    lane_bits, best_bits = np.empty(lanes, np.int32), np.empty(k, np.int32)
+    lane_bits, best_bits = np.empty(lanes, np.int32), np.empty(most, np.int32)
     lane_values, best_values = lane_bits.view(np.float32), best_bits.view(np.float32)
     for out in range(len(which)):
         row = bits[which[out]]
         _lane_maxima(row, maxima)
-        count = _select(row, maxima, found)
+        count = _select(row, maxima, found[: counts[out]])
         for rank in range(count):
             best[rank], tokens[out, rank] = found[rank] >> 32, ~np.int32(found[rank])
         _decode(maxima, lane_bits)

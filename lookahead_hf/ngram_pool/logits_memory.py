@@ -38,8 +38,8 @@ class LogitsMemory:
         Args:
             before: Token before the last one, -1: none, [contexts] int64.
             last: Last token, [contexts] int64.
-            tokens: Likeliest next tokens, best first, -1: none, [contexts, top_k] int32.
-            probs: Their probabilities, [contexts, top_k] float32.
+            tokens: Likeliest next tokens, best first, -1: none, [contexts, top_k or more] int32.
+            probs: Their probabilities, the same shape, float32.
         """
         self._clock = compiled.remember(
             self.keys, self._stamps, self.tokens, self.probs, self._clock,
@@ -47,19 +47,22 @@ class LogitsMemory:
         )  # fmt: skip
 
 
-def top_rows(bits: np.ndarray, which: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+def top_rows(
+    bits: np.ndarray, which: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Find the best tokens of rows of logits, with approximate probabilities.
 
     Args:
         bits: Bit patterns, [rows, vocab]: int16 of bfloat16 or int32 of float32.
         which: Rows to search, [wanted] int64.
-        top_k: Tokens per row.
+        counts: Tokens to find in each of them, [wanted] int64.
 
     Returns:
-        tokens: Best first, the lower id first among equals, [wanted, top_k] int32, -1: none.
-        probs: Their probabilities, [wanted, top_k] float32.
+        tokens: Best first, the lower id first among equals, -1 beyond the row's count,
+            [wanted, most of counts] int32.
+        probs: Their probabilities, the same shape, float32.
     """
-    tokens = np.empty((len(which), top_k), np.int32)
-    probs = np.empty((len(which), top_k), np.float32)
-    compiled.top_rows(bits, which, tokens, probs)
+    shape = len(which), int(counts.max(initial=0))
+    tokens, probs = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    compiled.top_rows(bits, which, counts, tokens, probs)
     return tokens, probs

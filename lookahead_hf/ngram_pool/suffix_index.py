@@ -15,6 +15,10 @@ from lookahead_hf.ngram_pool.store import enlarged
 # Entries of the table per token of natural text (4 at most).
 ENTRIES_PER_TOKEN = 2.6
 
+SPARE = 256
+"""Tokens that a row gets room for beyond those that it lacks room for. Moving the tables of a row
+takes 50 microseconds, and with many short texts some row would move in every step."""
+
 
 class SuffixIndexes:
     """Finds what followed the longest suffixes of each row's text earlier in that text.
@@ -99,11 +103,12 @@ class SuffixIndexes:
         functions, (text, links, heads) = _functions(), self._arrays[row]
         length = self.length(row) + num_tokens
         if length > len(text):
-            room = max(length, len(text) * 3 // 2, 64)
+            room = max(length + SPARE, len(text) * 3 // 2)
             text, links = enlarged(text, room), enlarged(links, room)
         num_entries = int(self._states[row, functions.NUM_ENTRIES])
         if num_entries + NUM_KEYS > int(functions.FILL * len(heads)):
-            size = int((num_entries + ENTRIES_PER_TOKEN * num_tokens) / functions.FILL)
+            num_more = ENTRIES_PER_TOKEN * (num_tokens + SPARE)
+            size = int((num_entries + num_more) / functions.FILL)
             larger = np.full(max(size, len(heads) * 3 // 2), -1, np.int32)
             functions.rehash(text, heads, larger)
             heads = larger

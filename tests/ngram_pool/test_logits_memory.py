@@ -36,7 +36,7 @@ def test_the_best_logits_are_found_exactly(dtype: str, vocab: int, shift: float)
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(4, vocab, generator=generator) * 4 + shift
     k = min(12, vocab)
-    tokens, probs = top_rows(bits_of(logits, dtype), np.array([3, 0]), k)
+    tokens, probs = top_rows(bits_of(logits, dtype), np.array([3, 0]), np.array([k, k]))
     np.testing.assert_array_equal(tokens, expected_tokens(logits, dtype, k)[[3, 0]])
     exact = logits.to(DTYPES[dtype][0]).float().softmax(-1).topk(k).values[[3, 0]]
     np.testing.assert_allclose(probs, exact, rtol=0.6, atol=0.02)
@@ -47,7 +47,7 @@ def test_the_best_logits_are_found_exactly(dtype: str, vocab: int, shift: float)
 def test_probabilities_of_a_peaked_row_are_close(dtype: str) -> None:
     logits = torch.zeros(1, 4 * LANES)
     logits[0, [7, 2000, 3000]] = torch.tensor([20.0, 19.0, 16.0])
-    tokens, probs = top_rows(bits_of(logits, dtype), np.array([0]), 3)
+    tokens, probs = top_rows(bits_of(logits, dtype), np.array([0]), np.array([3]))
     assert tokens.tolist() == [[7, 2000, 3000]]
     np.testing.assert_allclose(probs, logits.softmax(-1).topk(3).values, rtol=0.02)
 
@@ -57,7 +57,7 @@ def test_broken_logits_are_never_proposed(dtype: str) -> None:
     for value in (float("nan"), -float("nan"), float("inf")):
         logits = torch.zeros(1, 2 * LANES)
         logits[0, 17] = value
-        tokens, probs = top_rows(bits_of(logits, dtype), np.array([0]), 4)
+        tokens, probs = top_rows(bits_of(logits, dtype), np.array([0]), np.array([4]))
         assert 17 not in tokens
         assert np.isfinite(probs).all()
 
@@ -74,11 +74,12 @@ def test_compiled_and_plain_search_agree(data: st.DataObject, dtype: str, k: int
     # -0.0 and 0.0 are equal numbers; the search sorts bit patterns.
     bits[bits == np.iinfo(bits.dtype).min] = 0
     which = np.arange(len(rows))
+    counts = np.array([data.draw(st.integers(1, k)) for _ in rows])
     found = []
     for functions in (compiled, reference):
         tokens = np.empty((len(rows), k), np.int32)
         probs = np.empty((len(rows), k), np.float32)
-        functions.top_rows(bits, which, tokens, probs)
+        functions.top_rows(bits, which, counts, tokens, probs)
         found.append((tokens, probs))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=0.02, atol=1e-4)

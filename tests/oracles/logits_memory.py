@@ -10,21 +10,22 @@ from lookahead_hf.ngram_pool._logits_numba import LANES, WAYS
 def top_rows(
     bits: np.ndarray,  # [rows, vocab] int16 (bfloat16) or int32 (float32) bit patterns
     which: np.ndarray,  # [wanted] int64, rows to look at
-    tokens: np.ndarray,  # [wanted, k] int32, written
-    probs: np.ndarray,  # [wanted, k] float32, written
+    counts: np.ndarray,  # [wanted] int64, tokens to find in each
+    tokens: np.ndarray,  # [wanted, most] int32, written
+    probs: np.ndarray,  # [wanted, most] float32, written
 ) -> None:
-    """The k best tokens of each wanted row, best first (the lower id where two are equal).
+    """The best tokens of each wanted row, best first (the lower id where two are equal).
 
     Probabilities are relative to the lanes' maxima only, not to the whole row: on a 135M model that
     moves 1 % of the values into another tenth. A row whose best is NaN or infinite yields nothing.
     Unused places hold token -1 and probability 0.
     """
-    for out, row in enumerate(bits[which]):
+    for out, (row, count) in enumerate(zip(bits[which], counts, strict=True)):
         if bits.dtype == np.int16:
             values = (row.astype(np.int32) << 16).view(np.float32)
         else:
             values = row.view(np.float32)
-        order = np.lexsort((np.arange(len(row)), -values))[: tokens.shape[1]]
+        order = np.lexsort((np.arange(len(row)), -values))[:count]
         top = values[order[0]]
         tokens[out], probs[out] = -1, 0.0
         if not np.isfinite(top) or np.isnan(values).any():

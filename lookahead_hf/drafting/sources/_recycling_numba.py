@@ -16,9 +16,13 @@ from lookahead_hf.drafting.sources.recycling_buckets import (
     SINGLE_START,
 )
 from lookahead_hf.ngram_pool._logits_numba import find
+from lookahead_hf.ngram_pool._numba import fetch
 from lookahead_hf.ngram_pool.jit import jit
 
 TOKEN, PARENT, DEPTH, MEMORY_BUCKET, NEXT_BUCKET = range(5)
+
+FETCHED = 16
+"""Places of the memory per node up to which all keys are read ahead of the look-ups."""
 
 
 @jit
@@ -40,6 +44,8 @@ def grow_trees(
     heap = np.empty(room, np.int32)
     top = room - 1
     written = 0
+    if capacity > len(keys) // FETCHED:
+        reach[:] = fetch(keys.reshape(-1))
     for row in range(num_rows):
         first = written
         size, count = 0, 0
@@ -181,7 +187,9 @@ def _flatten_buckets(nodes, count):
 
 
 @jit
-def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offsets, path, live):
+def verified_contexts(
+    keys, last_two, row_offsets, token_ids, parents, path_offsets, path, live, below_rejected
+):
     """The last two tokens at verified nodes of the live rows, and where their logits are.
 
     The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
@@ -195,6 +203,7 @@ def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offs
         row_offsets, token_ids, parents: Of the draft.
         path_offsets, path: Of the verdict.
         live: Rows whose text went on, [rows] bool.
+        below_rejected: Whether nodes count whose parents were rejected.
 
     Returns:
         before: Token before the last one, -1 where there is none, [nodes] int64.
@@ -219,9 +228,10 @@ def verified_contexts(keys, last_two, row_offsets, token_ids, parents, path_offs
         is_accepted[0] = True
         for node in accepted:
             is_accepted[1 + node] = True
-        for node in range(1 + num_nodes):
-            if not is_accepted[node]:
-                place[count] = node
+        for node in range(num_nodes):
+            counts = below_rejected or is_accepted[1 + parents[first + node]]
+            if counts and not is_accepted[1 + node]:
+                place[count] = 1 + node
                 count += 1
         place[count] = 0
         count += 1

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 MAX_TOP_K = 64
 
+MANY_ROWS = 32
+"""Rows from which on nodes with rejected parents teach nothing: the others fill the memory. In
+batches of 32 that costs no tokens, in smaller ones up to 2 %."""
+
 # Measured on texts of a 135M model: acceptance rates by classes of rank (rows) and of probability.
 # A first rank is never improbable and a late one never probable: the ends of the rows are guesses.
 PAIR_RATES = (
@@ -102,6 +106,7 @@ class RecyclingDrafter(BuiltInDrafter):
         if self._memory is None or not self._keep:
             self._memory = LogitsMemory(self._top_k, self._capacity)
         self._waiting, self._defers = None, False
+        self._max_nodes = self._num_next
         shape = rows.num_rows, self._num_next
         self._next_tokens = np.full(shape, -1, np.int32)
         self._next_probs = np.zeros(shape, np.float32)
@@ -112,7 +117,7 @@ class RecyclingDrafter(BuiltInDrafter):
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         from lookahead_hf.drafting.sources._recycling_numba import grow_trees
 
-        memory = self._memory
+        memory, self._max_nodes = self._memory, max_nodes
         assert memory is not None, "begin() comes first"
         offsets, tokens, parents, depth, score, entries, buckets = grow_trees(
             memory.keys, memory.tokens, memory.probs, rows.last_two(),
@@ -143,22 +148,19 @@ class RecyclingDrafter(BuiltInDrafter):
         before, last, row, place, ends = verified_contexts(
             self._memory.keys, rows.last_two(verdict.num_emitted), draft.row_offsets,
             draft.token_ids, draft.parents, verdict.path_offsets, verdict.path, verdict.live,
+            len(live) < MANY_ROWS,
         )  # fmt: skip
-        tokens = np.empty((len(last), self._top_k), np.int32)
-        probs = np.empty((len(last), self._top_k), np.float32)
-        considered = best.take(row[ends], place[ends])
-        tokens[ends], probs[ends] = (part[:, : self._top_k] for part in considered)
-        if len(last) > len(ends):
-            # On the CPU every row of logits is searched on demand: most need only a few tokens.
-            inner = np.ones(len(last), bool)
-            inner[ends] = False
-            tokens[inner], probs[inner] = best.take(row[inner], place[inner], self._top_k)
+        # A tree has no room for more other candidates than it has nodes.
+        most = max(self._top_k, min(self._num_next, self._max_nodes))
+        counts = np.full(len(last), self._top_k)
+        counts[ends] = most
+        tokens, probs = best.take(row, place, counts)
         if self._defers:
             # There is time for it during the next forward; the draft before that hardly needs it.
             self._waiting = before, last, tokens, probs
         else:
             self._remember(before, last, tokens, probs)
-        self._note_rejected(live, rows.last_tokens[live], *considered)
+        self._note_rejected(live, rows.last_tokens[live], tokens[ends], probs[ends])
 
     def end(self, rows: Rows) -> None:
         self._flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.sources import _recycling_numba as compiled
-from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
+from lookahead_hf.drafting.sources.recycling import MANY_ROWS, RecyclingDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import (
     NEXT_START,
     NUM_BUCKETS,
@@ -70,17 +71,20 @@ def test_what_was_expected_after_the_same_tokens_is_proposed_again() -> None:
     assert chain(drafter.propose(rows, 32))[:3] == [4, 3, 4]
 
 
-def test_rejected_nodes_are_learned_from_too() -> None:
-    rows = rows_of([[1, 2]])
+@pytest.mark.parametrize("num_rows", [1, MANY_ROWS])
+def test_rejected_nodes_are_learned_from_too(num_rows: int) -> None:
+    rows = rows_of([[1, 2]] * num_rows)
     drafter = drafter_for(rows)
-    draft = DraftTree.from_rows([([10, 11], [ROOT, ROOT])])
-    verdict = take(rows, ([0], [10, 12]))
-    logits = logits_of([{10: LIKELY}, {12: LIKELY}, {13: LIKELY}])
+    draft = DraftTree.from_rows([([10, 11, 14], [ROOT, ROOT, 1])] * num_rows)
+    verdict = take(rows, *[([0], [10, 12])] * num_rows)
+    logits = logits_of(*[[{10: LIKELY}, {12: LIKELY}, {13: LIKELY}, {15: LIKELY}]] * num_rows)
     drafter.observe(rows, draft, verdict, logits)
     memory = drafter._memory
     assert memory is not None
     for context, best in (((2, 11), 13), ((2, 10), 12), ((1, 2), 10)):
         assert memory.tokens[find(memory.keys, *context), 0] == best
+    # Where many rows fill the memory, what follows a rejected node is left out.
+    assert (find(memory.keys, 11, 14) >= 0) == (num_rows < MANY_ROWS)
 
 
 def test_a_known_context_is_searched_again_only_where_a_path_ends() -> None:
