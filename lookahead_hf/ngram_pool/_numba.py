@@ -117,20 +117,6 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
 
 
 @jit
-def fetch(array):
-    """Read a flat array from end to end, so that it is in the caches.
-
-    A forward drives tables out of them. Reading a small one in order takes less time than waiting
-    for memory in each of many look-ups. The caller has to store the sum, whatever it then does with
-    it, since the compiler leaves out reads that nobody needs.
-    """
-    total = 0
-    for at in range(0, len(array), 64 // array.itemsize):
-        total += array[at]
-    return total
-
-
-@jit
 def bucket_of(level, count, total):
     share = (NUM_SHARES * count + total - 1) // total - 1
     return (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1

@@ -20,7 +20,6 @@ from lookahead_hf.ngram_pool._numba import (
     NUM_FIELDS,
     PARENT,
     TOKEN,
-    fetch,
     grow,
     insert,
     rehash,
@@ -36,10 +35,6 @@ NUM_COLUMNS = 7
 
 FILL = 0.75
 """How full a hash table may be."""
-
-FETCHED = 32
-"""Tokens of a text per node of its tree up to which the whole index is read ahead of its look-ups:
-with 32 rows of 300 tokens and 12 nodes that saves a quarter of their time."""
 
 
 @intrinsic
@@ -113,8 +108,6 @@ def grow_rows(states, live, limits, rates, min_score, max_nodes):
         if live[row]:
             text, links, heads = _arrays(states[row])
             length = states[row, LENGTH]
-            if length <= FETCHED * max_nodes:
-                scores[:] = fetch(text[:length]) + fetch(links[:length].reshape(-1)) + fetch(heads)
             count = grow(text, links, heads, length, limits, rates, min_score, nodes, scores)
         for node in range(count):
             tokens[first + node] = nodes[node, TOKEN]

@@ -16,13 +16,9 @@ from lookahead_hf.drafting.sources.recycling_buckets import (
     SINGLE_START,
 )
 from lookahead_hf.ngram_pool._logits_numba import find
-from lookahead_hf.ngram_pool._numba import fetch
 from lookahead_hf.ngram_pool.jit import jit
 
 TOKEN, PARENT, DEPTH, MEMORY_BUCKET, NEXT_BUCKET = range(5)
-
-FETCHED = 16
-"""Places of the memory per node up to which all keys are read ahead of the look-ups."""
 
 
 @jit
@@ -44,8 +40,6 @@ def grow_trees(
     heap = np.empty(room, np.int32)
     top = room - 1
     written = 0
-    if capacity > len(keys) // FETCHED:
-        reach[:] = fetch(keys.reshape(-1))
     for row in range(num_rows):
         first = written
         size, count = 0, 0
