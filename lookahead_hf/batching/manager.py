@@ -68,7 +68,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             progress: Shows how the requests get on, None for no bar.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
-        self.input_queue = RequestQueue(max_queue_size, self._takes_requests)
+        self.input_queue = RequestQueue(max_queue_size, self._takes_requests, self._has_ended)
         self.cancel_queue: queue.Queue[str] = queue.Queue()
         self._request_counter = 0
         self._request_lock = threading.Lock()
@@ -166,7 +166,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             if request is None:
                 return None
             self._jobs += self._split(request)
-        return self._jobs.popleft()
+        # Copies of a function are the function itself, which the texts of a request then share.
+        return self._jobs.popleft() if self._jobs[0].objects.isdisjoint(in_use) else None
 
     def cancelled(self) -> set[str]:
         """Return the ids of requests that were cancelled since the last time."""
@@ -202,10 +203,19 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.output_router.deliver(output)
 
     def _takes_requests(self) -> bool:
-        """Whether a run goes on and takes what waits, as soon as there is room."""
-        status = self.background_thread_status
+        """Whether a run goes on and takes what waits, as soon as there is room.
+
+        It does not while its own thread waits, in a processor or criterion that adds requests.
+        """
+        status, thread = self.background_thread_status, threading.current_thread()
         going = self.is_running() and status.can_accept_new_requests() is None
-        return going and not status.is_pause_requested(local=True)
+        waits = thread is self._generation_thread or status.is_pause_requested(local=True)
+        return going and not waits
+
+    def _has_ended(self) -> bool:
+        """Whether the run has ended, and fails what still waits."""
+        status = self.background_thread_status
+        return bool(status.local_status == status.STOPPED)
 
     def _split(self, request: Waiting) -> list[Job]:
         """The texts of a request, the one with its own id last.
@@ -243,11 +253,11 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         except Exception as fatal:
             self._handle_critical_error(fatal, None)
         finally:  # whatever ends the thread, SystemExit included
+            self.background_thread_status.mark_as_stopped()  # first, so that nothing is added later
             error = RuntimeError("the run was stopped before this request was begun")
             self._fail_all_remaining_requests(error, None)
             if self.progress is not None:
                 self.progress.close()
-            self.background_thread_status.mark_as_stopped()
 
     def _decode_all(self) -> None:
         status = self.background_thread_status

@@ -40,10 +40,18 @@ class RequestQueue(queue.Queue[Any]):
 
     num_texts = 0
 
-    def __init__(self, maxsize: int, is_emptied: Callable[[], bool]) -> None:
-        """`is_emptied`: asked whether a run takes requests, so that there will be room."""
+    def __init__(
+        self, maxsize: int, is_emptied: Callable[[], bool], has_ended: Callable[[], bool]
+    ) -> None:
+        """Prepare an empty queue.
+
+        Args:
+            maxsize: Most requests that wait, 0 for any number.
+            is_emptied: Asked whether a run takes requests, so that there will be room.
+            has_ended: Asked whether the run has ended, so that nobody takes requests any more.
+        """
         super().__init__(maxsize)
-        self._is_emptied = is_emptied
+        self._is_emptied, self._has_ended = is_emptied, has_ended
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Add a request, and wait for room as long as a run goes on, whatever the timeout.
@@ -58,17 +66,24 @@ class RequestQueue(queue.Queue[Any]):
                     raise
 
     def _put(self, state: RequestState) -> None:
+        if self._has_ended():  # while the caller waited for room
+            raise queue.Full
         super()._put(Waiting(state, self.num_texts, own_objects(state)))
         self.num_texts += 1 + state.num_children
 
     def take(self, in_use: Set[int]) -> Waiting | None:
-        """Return the first request that brings no object in use, None if there is none."""
+        """Return the first request that brings no object in use, None if there is none.
+
+        Every object sees its texts in the order in which their requests were added.
+        """
+        awaited = set(in_use)
         with self.mutex:
             for request in self.queue:
-                if request.objects.isdisjoint(in_use):
+                if request.objects.isdisjoint(awaited):
                     self.queue.remove(request)
                     self.not_full.notify()
                     return request
+                awaited |= request.objects
         return None
 
     def cancel(self, request_id: str) -> None:

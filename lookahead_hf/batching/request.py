@@ -59,12 +59,15 @@ def request_seed(seed: int, index: int) -> int:
 def own_objects(state: RequestState) -> frozenset[int]:
     """Return the ids of a request's objects that may keep something of the text that they see.
 
-    Processors and criteria of transformers' own keep nothing. The owner stands for a method.
+    Processors and criteria of known classes keep nothing. The owner stands for a method.
     """
-    found = []
+    found: list[Any] = []
     for name in OBJECTS:
         given = state.logit_processor_kwargs.get(name)
-        found += given if isinstance(given, list) else [] if given is None else [given]
+        if isinstance(given, (list, tuple)):
+            found += given
+        elif given is not None:
+            found.append(given)
     unknown = (each for each in found if not (knows_processor(each) or knows_criterion(each)))
     return frozenset(id(getattr(each, "__self__", each)) for each in unknown)
 

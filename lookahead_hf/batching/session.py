@@ -174,6 +174,7 @@ class RefillSession(Session):
             return
         if self.jobs.get(row) is job:
             job.state.generated_tokens = tokens
+            del job.state._timestamps[len(tokens) :]  # beams may go on after the best has ended
             self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
     def _pass_on(self, row: int, job: Job) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
 import queue
 import random
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -75,13 +77,13 @@ def test_what_ends_a_text_comes_in_any_form(model: Any, kind: Any) -> None:
 
 
 def test_another_way_of_decoding_is_plain_generates(model: Any) -> None:
-    config, (text,) = settings(model), prompts(1)
+    config, (text,) = settings(model, eos_token_id=[*range(3, 60)]), prompts(1)
     with running(model, config) as manager:
         manager.add_request(text, request_id="beams", num_beams=3, record_timestamps=True)
         manager.add_request(text, request_id="contrastive", penalty_alpha=0.5, top_k=4)
         manager.add_request(text, request_id="texts", num_return_sequences=2)
         found = results(manager, 3)
-    expected = alone(model, text, settings(model, num_beams=3))
+    expected = alone(model, text, settings(model, num_beams=3, eos_token_id=[*range(3, 60)]))
     assert found["beams"].generated_tokens == expected
     assert found["beams"].speculative_stats.fallback_reason == "beams"
     assert len(found["beams"].timestamps) == len(expected)
@@ -310,6 +312,48 @@ def test_who_waits_for_room_waits_as_long_as_the_run_goes_on(
     manager.add_request(texts[0])
     with pytest.raises(queue.Full):  # nobody would make room
         manager.add_request(texts[1])
+
+
+def test_what_waits_for_room_is_not_added_to_a_run_that_has_ended(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_and_add(*given: Any) -> None:
+        fail(*given)
+        for name in "bc":  # as threads do that have waited for room
+            with suppress(queue.Full):
+                manager.input_queue.put(copy.copy(waiting), timeout=0.001)
+                added.append(name)
+
+    manager = model.init_continuous_batching(settings(model), seeded(max_queue_size=1))
+    fail, added = manager._fail_all_remaining_requests, []
+    monkeypatch.setattr(manager, "_fail_all_remaining_requests", fail_and_add)
+    manager.add_request([5])
+    waiting = manager.input_queue.queue[0].state
+    manager.background_thread_status.request_stop(2, 0)
+    manager._run_generation_loop()
+    assert manager.output_router.output_queue.qsize() == 1 + len(added)
+
+
+def test_a_criterion_that_adds_requests_does_not_wait_for_itself(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = queue.Queue.put
+
+    def impatient(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        put(self, item, block, timeout and 0.001)
+
+    def adds(input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        manager.add_request(text)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    monkeypatch.setattr(queue.Queue, "put", impatient)
+    config, (text,) = settings(model), prompts(1)
+    with running(model, config, max_slots=1, max_queue_size=1) as manager:
+        manager.add_request(text, request_id="adds", stopping_criteria=[adds])
+        found = results(manager, 2)
+    assert "Full" in found["adds"].error
+    assert found["req_0"].generated_tokens == alone(model, text, config)
+    speculated([found["req_0"]])
 
 
 def test_requests_draft_from_each_other_if_they_may_learn(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import (
 
 from lookahead_hf.batching import runner as runners
 from tests.helpers import users_parts
+from tests.helpers.models import VOCAB
 from tests.helpers.requests import alone, prompts, results, running, settings, speculated
 
 
@@ -115,6 +117,43 @@ def test_what_keeps_something_of_a_text_sees_one_text_after_the_other(
         assert found[str(index)].generated_tokens == alone(model, text, config, **again)
     assert counts["logits_processor"][0].calls == again["logits_processor"][0].calls
     assert max(live) == 2
+    speculated(found.values())
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_every_object_sees_its_texts_in_their_order(model: Any, kind: Any) -> None:
+    def given() -> list[dict[str, Any]]:
+        one, other = users_parts.Counts(), users_parts.Counts()
+        return [{"logits_processor": kind(own)} for own in ([one], [one, other], [other])]
+
+    config, texts = settings(model, max_new_tokens=25), prompts(3)
+    with running(model, config, max_slots=3) as manager:
+        with manager.pause():
+            for name, text, own in zip("abc", texts, given(), strict=True):
+                manager.add_request(text, request_id=name, **own)
+        found = results(manager, 3)
+    for name, text, own in zip("abc", texts, given(), strict=True):
+        assert found[name].generated_tokens == alone(model, text, config, **own)
+    speculated(found.values())
+
+
+def test_texts_of_a_request_share_a_function_in_turn(model: Any) -> None:
+    def given() -> dict[str, Any]:
+        counts = itertools.count()
+
+        def allowed(row: int, ids: torch.Tensor) -> list[int]:
+            at = next(counts)
+            return [token for token in range(VOCAB) if (token + at) % 3]
+
+        return {"prefix_allowed_tokens_fn": allowed}
+
+    config = settings(model, do_sample=True, num_return_sequences=3, max_new_tokens=25)
+    text, own = prompts(1)[0], given()
+    with running(model, config, max_slots=3) as manager:
+        manager.add_request(text, request_id="a", **given())
+        found = results(manager, 3)
+    for index, name in enumerate(("a__child#0", "a__child#1", "a")):
+        assert found[name].generated_tokens == alone(model, text, config, index, **own)
     speculated(found.values())
 
 
