@@ -149,8 +149,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             request_id: The id of the request; one that is not known is ignored.
         """
         self.input_queue.cancel(request_id)
+        self.output_router.silence(request_id)  # first, since the run forgets what is silent
         self.cancel_queue.put(request_id)
-        self.output_router.silence(request_id)
         self._wake_up_loop.set()
 
     # What the session of a run asks, in the thread of the run.
@@ -174,8 +174,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         found = set()
         while not self.cancel_queue.empty():
             found.add(self.cancel_queue.get())
-        if found:
-            self.output_router.forget_silent()
+        self.output_router.forget(found)
         self._jobs = deque(job for job in self._jobs if not job.names & found)
         return found
 

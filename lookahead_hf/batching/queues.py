@@ -124,12 +124,13 @@ class Router(OutputRouter):
                 if name == request_id or name.startswith(f"{request_id}__child#"):
                     self.result_handlers[name] = _ignore, loop
 
-    def forget_silent(self) -> None:
-        """Forget the handlers that hear nothing: what they heard of has ended."""
+    def forget(self, request_ids: Set[str]) -> None:
+        """Forget the handlers that were silenced for these requests, which have ended."""
         with self._lock:
-            handlers = self.result_handlers
-            for name in [name for name, (heard, _) in handlers.items() if heard is _ignore]:
-                del handlers[name]
+            for name, (heard, _) in list(self.result_handlers.items()):
+                ids = {name, name.rpartition("__child#")[0]}
+                if heard is _ignore and ids & request_ids:
+                    del self.result_handlers[name]
 
 
 def _ignore(output: GenerationOutput) -> None:
