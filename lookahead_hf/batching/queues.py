@@ -14,6 +14,11 @@ from lookahead_hf.compat.batching import GenerationOutput, OutputRouter, Request
 _logger = logging.getLogger(__name__)
 
 
+def is_text_of(request_id: str, result_id: str) -> bool:
+    """Return whether a result is that of a request, or of one of its further texts."""
+    return result_id == request_id or result_id.startswith(f"{request_id}__child#")
+
+
 @dataclass(eq=False)
 class Waiting:
     """A request that waits.
@@ -91,7 +96,7 @@ class RequestQueue(queue.Queue[Any]):
         with self.mutex:
             kept = [each for each in self.queue if each.state.request_id != request_id]
             for each in kept:
-                if request_id.startswith(f"{each.state.request_id}__child#"):
+                if is_text_of(each.state.request_id, request_id):
                     each.cancelled.add(request_id)
             self.not_full.notify(len(self.queue) - len(kept))
             self.queue.clear()
@@ -121,15 +126,14 @@ class Router(OutputRouter):
         """Let the handlers of a request's texts hear nothing more."""
         with self._lock:
             for name, (_, loop) in self.result_handlers.items():
-                if name == request_id or name.startswith(f"{request_id}__child#"):
+                if is_text_of(request_id, name):
                     self.result_handlers[name] = _ignore, loop
 
     def forget(self, request_ids: Set[str]) -> None:
         """Forget the handlers that were silenced for these requests, which have ended."""
         with self._lock:
             for name, (heard, _) in list(self.result_handlers.items()):
-                ids = {name, name.rpartition("__child#")[0]}
-                if heard is _ignore and ids & request_ids:
+                if heard is _ignore and any(is_text_of(each, name) for each in request_ids):
                     del self.result_handlers[name]
 
 

@@ -296,15 +296,19 @@ def test_a_full_queue_lets_callers_wait(model: Any) -> None:
     assert max(seen) <= 1
 
 
-def test_who_waits_for_room_waits_as_long_as_the_run_goes_on(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let whoever waits for room in a queue for some time wait a millisecond."""
     put = queue.Queue.put
 
-    def impatient(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put_soon(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
         put(self, item, block, timeout and 0.001)
 
-    monkeypatch.setattr(queue.Queue, "put", impatient)
+    monkeypatch.setattr(queue.Queue, "put", put_soon)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_waits_for_room_waits_as_long_as_the_run_goes_on(model: Any) -> None:
     config, texts, small = settings(model), prompts(5), {"max_queue_size": 1}
     found = model.generate_batch(texts, config, seeded(**small), max_slots=1).values()
     assert [each.generated_tokens for each in found] == [alone(model, t, config) for t in texts]
@@ -334,19 +338,12 @@ def test_what_waits_for_room_is_not_added_to_a_run_that_has_ended(
     assert manager.output_router.output_queue.qsize() == 1 + len(added)
 
 
-def test_a_criterion_that_adds_requests_does_not_wait_for_itself(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put = queue.Queue.put
-
-    def impatient(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        put(self, item, block, timeout and 0.001)
-
+@pytest.mark.usefixtures("impatient")
+def test_a_criterion_that_adds_requests_does_not_wait_for_itself(model: Any) -> None:
     def adds(input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
         manager.add_request(text)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    monkeypatch.setattr(queue.Queue, "put", impatient)
     config, (text,) = settings(model), prompts(1)
     with running(model, config, max_slots=1, max_queue_size=1) as manager:
         manager.add_request(text, request_id="adds", stopping_criteria=[adds])
