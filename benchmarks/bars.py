@@ -22,31 +22,57 @@ NAMES, BARS, BAR = 130, 560, 10
 """Pixels: the names of families, the longest bar, the height of a bar."""
 
 
+Bar = tuple[str, float, str]
+"""A bar's series, its value, and what is written behind it."""
+
+
 def draw(lines: list[dict[str, Any]]) -> str:
     """A picture of the lines of a report, a group of bars for each family."""
-    lines = [line for line in lines if line["system"] in COLOURS]
-    scale = BARS / max(line["tokens_per_second"] for line in lines)
-    systems = [name for name in COLOURS if any(line["system"] == name for line in lines)]
-    styles = {name: f"s{at}" for at, name in enumerate(systems)}
-    parts, x = [], float(NAMES)
-    for name in systems:
-        parts += [svg.box(x, 8, 10, 10, styles[name]), svg.text(x + 16, 17, name)]
-        x += svg.CHARACTER * len(name) + 44
-    y = 34.0
-    for family in dict.fromkeys(line["family"] for line in lines):
-        group = [line for line in lines if line["family"] == family]
-        parts.append(svg.text(8, y + len(group) * BAR / 2 + 4, family))
-        for line in group:
-            width = scale * line["tokens_per_second"]
-            parts.append(svg.box(NAMES, y, width, BAR - 1.5, styles[line["system"]]))
-            if line["system"] == OURS:
-                value = f"{line['tokens_per_second']:.0f} tokens/s, {line['ratio']:.2f} x plain"
-                parts.append(svg.text(NAMES + width + 8, y + BAR - 1, value))
+    groups: dict[str, list[Bar]] = {}
+    for line in lines:
+        if line["system"] in COLOURS:
+            value = f"{line['tokens_per_second']:.0f} tokens/s, {line['ratio']:.2f} x plain"
+            label = value if line["system"] == OURS else ""
+            bar = line["system"], line["tokens_per_second"], label
+            groups.setdefault(line["family"], []).append(bar)
+    return grouped(groups, COLOURS, "tokens per second by family")
+
+
+def grouped(groups: dict[str, list[Bar]], colours: dict[str, str], title: str) -> str:
+    """A picture of groups of bars.
+
+    Args:
+        groups: The bars by the name of their group.
+        colours: Colour of each series, in the order of the legend.
+        title: What a screen reader says.
+    """
+    bars = [bar for group in groups.values() for bar in group]
+    scale = BARS / max(value for _, value, _ in bars)
+    series = [name for name in colours if any(bar[0] == name for bar in bars)]
+    styles = {name: f"s{at}" for at, name in enumerate(series)}
+    parts, y = [legend(styles, NAMES)], 34.0
+    for name, group in groups.items():
+        parts.append(svg.text(8, y + len(group) * BAR / 2 + 4, name))
+        for kind, value, label in group:
+            parts.append(svg.box(NAMES, y, scale * value, BAR - 1.5, styles[kind]))
+            if label:
+                parts.append(svg.text(NAMES + scale * value + 8, y + BAR - 1, label))
             y += BAR
         y += 9
-    colours = {styles[name]: COLOURS[name] for name in systems}
-    width = NAMES + BARS + 30 * svg.CHARACTER
-    return svg.document(width, y, "tokens per second by family", "".join(parts), colours, INK)
+    width = NAMES + BARS + svg.CHARACTER * (2 + max(len(label) for _, _, label in bars))
+    width = max(width, NAMES + sum(svg.CHARACTER * len(name) + 44 for name in series))
+    return svg.document(
+        width, y, title, "".join(parts), {styles[name]: colours[name] for name in series}, INK
+    )
+
+
+def legend(styles: dict[str, str], x: float) -> str:
+    """A line with a box of its colour before the name of each series."""
+    parts = []
+    for name, style in styles.items():
+        parts += [svg.box(x, 8, 10, 10, style), svg.text(x + 16, 17, name)]
+        x += svg.CHARACTER * len(name) + 44
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from record import folder_of, recorded
 from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Text, replay
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting import ensemble
+from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.rows import Rows
@@ -133,7 +133,7 @@ def simulate(texts: Iterable[Text], scene: Scene, budget: str | int = "auto") ->
     rng, clock = np.random.default_rng(0), Clock()
     model, tokens, spent = MemoryHolder(), 0, 0.0
     plain = COSTS[scene.cost][0]
-    with mock.patch.object(ensemble, "perf_counter", clock):
+    with mock.patch.object(drafter, "perf_counter", clock):
         for text in texts:
             model = MemoryHolder() if scene.cold else model
             count, time = _decode(text, scene, budget, model, clock, rng)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import bars
 import matplotlib
 import numpy as np
+import svg
 from ours import Ours
 from replay import Line, Recorded, replay
 
@@ -20,30 +23,46 @@ matplotlib.rcParams["svg.fonttype"] = "none"
 
 from matplotlib import pyplot  # noqa: E402 (the backend is chosen first)
 
+COLOURS = ("#8b949e", "#d29922", "#3fb950", "#2f81f7")
+"""They stand out on white and on black; the last is ours."""
+LEFT, WIDE, HIGH = 60, 560, 260
+"""Pixels of the curve's picture."""
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 LEAST_TESTS = 100
 """Rates from fewer tests are not drawn."""
 
 
 def by_family(lines: list[Line], path: Path) -> None:
-    """Plot tokens per step of every drafter, a group of bars per family."""
-    families = list(dict.fromkeys(line.family for line in lines))
-    drafters = list(dict.fromkeys(line.drafter for line in lines))
-    colors = iter(("tab:orange", "tab:blue", "tab:green", "tab:red"))
-    figure, axis = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
-    for place, name in enumerate(drafters):
-        own = [line for line in lines if line.drafter == name]
-        at = np.arange(len(families)) + 0.85 * ((place + 0.5) / len(drafters) - 0.5)
-        heights = [line.tokens_per_step for line in own]
-        is_ours = name.startswith("ours")
-        label = name if is_ours else f"{name}: {own[-1].nodes_per_step:.0f} nodes"
-        color = next(colors, "tab:purple") if is_ours else str(0.85 - 0.09 * place)
-        axis.bar(at, heights, 0.85 / len(drafters), label=label, color=color)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_ylabel("tokens per step")
-    axis.set_xticks(range(len(families)), families, rotation=15)
-    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
-    _save(figure, path)
+    """Draw tokens per step of `chosen`, a group of bars per family."""
+    names = chosen(lines)
+    groups: dict[str, list[bars.Bar]] = {}
+    for line in lines:
+        if line.drafter in names:
+            is_ours = line.drafter.startswith("ours")
+            label = f"{line.tokens_per_step:.2f}" if is_ours else ""
+            bar = names[line.drafter], line.tokens_per_step, label
+            groups.setdefault(line.family, []).append(bar)
+    colours = dict(zip(names.values(), COLOURS, strict=False))
+    path.write_text(bars.grouped(groups, colours, "tokens per step by family"))
+
+
+def chosen(lines: list[Line]) -> dict[str, str]:
+    """The drafters of a picture and their labels: the first, the two best others, our largest."""
+    over_all = [line for line in lines if line.family == "all"]
+    first, *others = [line for line in over_all if not line.drafter.startswith("ours")]
+    best = sorted(others, key=lambda line: -line.tokens_per_step)[:2]
+    ours = [line for line in over_all if line.drafter.startswith("ours")]
+    largest = max((line for line in ours if "kept" not in line.drafter), key=_size)
+    drawn = [first, *reversed(best), largest]
+    labels = [*(line.drafter for line in drawn[:-1]), "lookahead_hf"]
+    return {
+        line.drafter: f"{label}: {line.nodes_per_step:.0f} nodes"
+        for line, label in zip(drawn, labels, strict=True)
+    }
+
+
+def _size(line: Line) -> float:
+    return line.nodes_per_step
 
 
 def for_docs(
@@ -65,22 +84,40 @@ def for_docs(
 
 
 def by_size(means: list[float], lines: list[Line], path: Path) -> None:
-    """Plot ours as a curve over the number of nodes, every other drafter as a point."""
-    figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    axis.plot(SIZES, means, "o-", label="ours")
-    for line in lines:
-        if line.family == "all" and not line.drafter.startswith("ours"):
-            axis.plot(line.nodes_per_step, line.tokens_per_step, "s", color="0.45")
-            axis.annotate(
-                line.drafter, (line.nodes_per_step, line.tokens_per_step), (5, -9),
-                textcoords="offset points", fontsize="x-small",
-            )  # fmt: skip
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(SIZES, [str(size) for size in SIZES])
-    axis.set_xlabel("nodes per step (others: their mean)")
-    axis.set_ylabel("tokens per step")
-    axis.grid(alpha=0.3)
-    _save(figure, path)
+    """Draw ours as a curve over the number of nodes, the others of `chosen` as points."""
+    *others, _ = chosen(lines)
+    points = [line for line in lines if line.family == "all" and line.drafter in others]
+    top = max([*means, *(line.tokens_per_step for line in points)])
+    bottom = math.floor(5 * min([*means, *(line.tokens_per_step for line in points)])) / 5
+
+    def place(nodes: float, tokens: float) -> tuple[float, float]:
+        across = math.log2(nodes) / math.log2(SIZES[-1])
+        return LEFT + WIDE * across, 20 + HIGH * (top - tokens) / (top - bottom)
+
+    end = LEFT + WIDE
+    parts = []
+    for step in range(round(5 * bottom), math.floor(5 * top) + 1):
+        _, y = place(1, step / 5)
+        parts.append(svg.line([(LEFT - 4, y), (LEFT + 4, y)], "tick"))
+        parts.append(svg.text(LEFT - 8 - 3 * svg.CHARACTER, y + 4, f"{step / 5:.1f}", "dim"))
+    curve = [place(*each) for each in zip(SIZES, means, strict=True)]
+    parts.append(svg.line(curve, "ours"))
+    for size, (x, y) in zip(SIZES, curve, strict=True):
+        parts.append(svg.box(x - 3, y - 3, 6, 6, "ours"))
+        parts.append(svg.text(x - svg.CHARACTER * len(str(size)) / 2, HIGH + 42, str(size), "dim"))
+    x, y = curve[len(curve) // 2]
+    parts.append(svg.text(x - 14 * svg.CHARACTER, y - 8, "lookahead_hf", "ours"))
+    for line in points:
+        x, y = place(line.nodes_per_step, line.tokens_per_step)
+        label = f"{line.drafter} {line.tokens_per_step:.2f}"
+        parts.append(svg.box(x - 3, y - 3, 6, 6, "other"))
+        fits = x + 10 + svg.CHARACTER * len(label) < end + 20
+        parts.append(svg.text(x + 10 if fits else end - svg.CHARACTER * len(label), y + 18, label))
+    parts.append(svg.text(LEFT, HIGH + 62, "draft nodes per step (others: their mean)", "dim"))
+    parts.append(svg.text(8, 12, "tokens per step", "dim"))
+    colours = {"ours": COLOURS[-1], "other": COLOURS[0], "tick": COLOURS[0]}
+    title = "tokens per step by number of draft nodes"
+    path.write_text(svg.document(end + 30, HIGH + 72, title, "".join(parts), colours, bars.INK))
 
 
 def by_bucket(tested: np.ndarray, path: Path) -> None:  # [2, buckets]

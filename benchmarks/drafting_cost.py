@@ -33,12 +33,12 @@ import torch
 from record import folder_of, recorded
 
 from lookahead_hf import SpeculativeConfig, ngram_pool
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.cli.analysis.replay import MemoryHolder, Text, accepted_path
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.drafting.topk import BestTokens
-from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 
 SYSTEMS = ("cpu", "device")
@@ -144,7 +144,9 @@ class Arrived(BestTokens):
 def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> Line:
     """Draft the texts as one call."""
     batch = Batch(texts, vocab_size)
-    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
+    runner: Any = SimpleNamespace(
+        mode="", sizes=None, most_nodes=None, is_flat=False, has_one_shape=False
+    )
     config = SpeculativeConfig()
     drafts = DraftSession(
         MemoryHolder(), config, batch.rows, build(Request(config)), do_sample=False,

@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     lookahead_hf.enable(model)
     lengths = {length.bit_length(): length for length in map(common.num_columns, batches)}
     for length in lengths.values():  # costs are told apart by powers of two
-        lookahead_hf.warm_up(model, batch_size=arguments.batch, context_length=length)
+        lookahead_hf.warm_up(model, batch_size=arguments.batch, context_length=length, seconds=None)
     about = machine(model) | {"command": " ".join(sys.argv[1:])}
     runs: list[Run] = []
     shared = shared_arguments(arguments, tokenizer)

@@ -68,7 +68,9 @@ def child(arguments: argparse.Namespace) -> None:
     batches = list(common.batches(tokenizer, prompts, chosen, rows))[:NUM_CALLS]
     lookahead_hf.enable(model)
     if system == "warm":
-        lookahead_hf.warm_up(model, batch_size=rows, context_length=common.num_columns(batches[0]))
+        lookahead_hf.warm_up(
+            model, batch_size=rows, context_length=common.num_columns(batches[0]), seconds=None
+        )
     shared = {
         "max_new_tokens": arguments.new_tokens,
         "pad_token_id": tokenizer.pad_token_id,

@@ -48,24 +48,32 @@ tests() { # name, what to run...
     name=$1
     shift
     # Other versions than the tests were written for may warn.
-    part "$name" 150 "$python" -m pytest -q -W default -m "$mark" --junitxml "$files/$name.xml" "$@"
+    part "$name" 200 "$python" -m pytest -q -W default -m "$mark" --junitxml "$files/$name.xml" "$@"
 }
 
 machine() {
     nvidia-smi >"$files/machine.txt" 2>&1 || rocm-smi >"$files/machine.txt" 2>&1
+    # Without a C compiler Triton launches nothing.
+    cc --version >>"$files/machine.txt" 2>&1 || echo "no C compiler" >>"$files/machine.txt"
     part versions 60 "$python" -c '
 import numba, numpy, torch, transformers, triton
 print(torch.__version__, triton.__version__, transformers.__version__, numba.__version__, numpy.__version__)
 print(numba.njit(lambda x: x + 1)(1), torch.cuda.is_available() and torch.cuda.get_device_name())
 import lookahead_hf.ngram_pool as pool, lookahead_hf.drafting.session
 pool.compile_now()
-print(pool.compiled())'
+print(pool.compiled())
+from lookahead_hf import kernels
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+print(kernels.verify_tree(torch.eye(5, device=device)[None, 2:3], one, one - 1, one[0]).bonus.item())
+print(kernels.backend(device))'
     keep
 }
 
 one() {
     name_of_run=one
     machine
+    bench launches 90 launches --shapes "$large" --nodes 0,15,63 --context "$short" $on
     # Most of their time goes to the compilation of kernels, on one core each.
     tests kernels_tests $kernels_tests &
     kernels=$!
@@ -77,10 +85,9 @@ one() {
         wait "$each" || failed=1
     done
     keep
-    bench launches 90 launches --shapes "$large" --nodes 0,15,63 --context "$short" $on
     bench step 90 step --shapes "$large" --nodes 0,7,15,31,63 --context "$short" --batch 1 \
         --no-compiled $on
-    bench products 40 launches --products --shapes "$large" $on
+    bench calls 120 calls --shapes "$small" --context 256 $on $new
     for nodes in $attention; do
         bench "attention_$nodes" 20 kernels --only tree_attention --nodes $nodes \
             --context "$long" $sizes
@@ -91,6 +98,7 @@ one() {
 two() {
     name_of_run=two
     machine
+    bench products 40 launches --products --shapes "$large" $on
     bench step_long 120 step --shapes "$large" --nodes 0,15,63 --context "$long" --batch 1 \
         --no-compiled $on
     bench step_batches 120 step --shapes "$large" --nodes 0,1,3,7 --context "$short" \
@@ -104,19 +112,19 @@ two() {
         bench end_to_end 120 end_to_end --dtype bfloat16 --prompts-per-family 2 --rounds 2 \
             --no-cache-only --model "$MODEL"
     fi
-    # Last, as it compiles for a minute before its first line.
-    bench static 120 step --shapes "$large" --nodes 0 --context "$short" --batch 1 $on
+    # Last, as it compiles for a minute before its second line.
+    bench calls_large 180 calls --shapes "$large" $on
 }
 
 kernels_tests="tests/kernels --ignore tests/kernels/test_attention.py --ignore tests/kernels/test_ahead_of_time.py"
-mark=gpu few="" large=8B small=1B short=1024 long=32768 batches=8,32 sizes="" on=""
+mark=gpu few="" large=8B small=1B short=1024 long=32768 batches=8,32 sizes="" on="" new=""
 attention="1 15 63"
 case $run in
 one | two) $run ;;
 --rehearse)
     mark="not slow" few="--collect-only" kernels_tests="tests/kernels/test_compact.py"
     large=tiny small=tiny short=128 long=256 batches=2,3 attention=15
-    on="--device cpu --dtype float32 --rounds 1"
+    on="--device cpu --dtype float32 --rounds 1" new="--new-tokens 16"
     sizes="--device cpu --rounds 1 --vocab 1009 --layers 2 --heads 2 --kv-heads 1 --head-dim 16"
     one
     two

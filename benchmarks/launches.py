@@ -1,10 +1,9 @@
 """List what a device runs in one step of ours: every kernel with its launches and its time.
 
 On a GPU the step is replayed as a CUDA graph, and what runs are kernels. On a CPU the same step is
-run, and what is listed are torch's operations, also those that launch nothing. `joined` joins the
-linear layers that read the same input (`packed_weights=True`). `products` instead times the matrix
-products of the shape by the tokens that they take, each over several copies of its weight, so that
-none stays in a cache.
+run, and what is listed are torch's operations, also those that launch nothing. `products` instead
+times the matrix products of the shape by the tokens that they take, each over several copies of its
+weight, so that none stays in a cache.
 
     python benchmarks/launches.py --shapes 8B --nodes 0,15,63 --json launches.json
     python benchmarks/launches.py --shapes 8B --products --json products.json
@@ -51,7 +50,7 @@ def launches(shape: str, options: argparse.Namespace) -> Iterator[Line]:
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     for nodes in options.nodes:
         on_gpu = device.type == "cuda"
-        with bench.stepping(nodes, on_gpu, options.joined, on_device=True) as step:
+        with bench.stepping(nodes, on_gpu, on_device=True) as step:
             step(), step()
             with profile(activities=[kind]) as seen:
                 step()
@@ -69,7 +68,7 @@ def launches(shape: str, options: argparse.Namespace) -> Iterator[Line]:
 
 
 def products(shape: str, options: argparse.Namespace) -> Iterator[Line]:
-    """Time the products of a layer and of the head, and of those layers that could be joined."""
+    """Time the products of a layer and of the head, and of layers that read the same input."""
     hidden, inner, _, heads, kv_heads, vocab = SHAPES[shape]
     of_kv = hidden // heads * kv_heads
     sizes = {"q or o": (hidden, hidden), "k or v": (hidden, of_kv), "gate or up": (hidden, inner)}
@@ -97,7 +96,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--joined", action="store_true", help="join layers of one input")
     parser.add_argument("--products", action="store_true", help="time matrix products instead")
     parser.add_argument("--json", type=Path, help="also write the lines to this file, as they come")
     parser.set_defaults(nodes=[0, 15, 63])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from replay import Contender, Seen
 
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.cli.analysis.replay import UNUSED, RecordedRecycling
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
@@ -16,7 +17,6 @@ from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.drafting.tree import head
-from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 
 

@@ -2,8 +2,8 @@
 
 The rest is drafting, preparing and launching, reading the verdict, emitting and learning. A greedy
 call drafts up to `--nodes` tokens in every step. `step` is the time of a step, `forward` the part
-in which the device runs what the forward launched (on a CPU, the time of the forward), `outside`
-the rest, all in microseconds. Of `--rounds` calls, the one with the least `outside` counts.
+in which the device runs the replayed graph (on a CPU, the time of the forward), `outside` the rest,
+all in microseconds. Of `--rounds` calls, the one with the least `outside` counts.
 
     python benchmarks/outside.py --json outside.json --plot outside.svg
     python benchmarks/outside.py --shapes 0.1B --dtype float32 --new-tokens 64
@@ -27,7 +27,7 @@ from step import load, shapes_parser
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
-from lookahead_hf.runner.cuda.runner import CudaRunner
+from lookahead_hf.runner.cuda.capture import Recording
 from lookahead_hf.runner.host import Runner
 
 
@@ -48,8 +48,8 @@ class Line:
 def timed_forwards(on_device: bool) -> Iterator[list[Callable[[], float]]]:
     """Yield functions that return the microseconds of each forward once all have run."""
     spans: list[Callable[[], float]] = []
-    kind = CudaRunner if on_device else Runner
-    name = "_step" if on_device else "forward"
+    kind: Any = Recording if on_device else Runner
+    name = "replay" if on_device else "forward"
     forward = getattr(kind, name)
 
     def on_clock(target: Any, *inputs: Any) -> Any:
@@ -79,13 +79,14 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> Line:
     config = SpeculativeConfig(budget=options.nodes)
     lines = []
     with lookahead_hf.enabled(model):
-        lookahead_hf.warm_up(model)
+        lookahead_hf.warm_up(model, seconds=None)
         for _ in range(1 + options.rounds):
             with timed_forwards(model.device.type == "cuda") as spans:
                 model.generate(ids, **call, speculative=config)
                 wait(model.device)
             stats = lookahead_hf.last_stats(model)
             assert stats is not None and stats.fallback_reason is None
+            assert spans, f"no step was replayed: {stats.execution}"
             took = stats.draft_ms + stats.forward_ms + stats.verify_ms + stats.commit_ms
             step = took * 1e3 / stats.num_steps
             forward = sum(span() for span in spans) / len(spans)

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     place = arguments.dtype, arguments.device, arguments.threads
     model, tokenizer = common.load(arguments.model, *place)
     lookahead_hf.enable(model)
-    lookahead_hf.warm_up(model, context_length=300)
+    lookahead_hf.warm_up(model, context_length=300, seconds=None)
     shared = {
         "max_new_tokens": arguments.new_tokens,
         "do_sample": False,

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=common.positive, default=128)
     options = parser.parse_args()
     model, tokenizer = common.load(options.model, options.dtype, options.device)
-    lookahead_hf.warm_up(lookahead_hf.enable(model), context_length=512)
+    lookahead_hf.warm_up(lookahead_hf.enable(model), context_length=512, seconds=None)
     prompts = common.read_prompts([options.family])[options.family]
     chosen, other = (prompts[options.prompt - back] for back in (0, 1))
     runs: dict[bool, list[Run]] = {False: [], True: []}

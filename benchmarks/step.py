@@ -8,8 +8,7 @@ tokens, and the result on the host. Systems:
     static          transformers' compiled forward over a StaticCache, without nodes, on a GPU
     ours            our cache, masks, walk and compaction, one operation after the other
     ours graphs     the same replayed as a CUDA graph
-    ours packed     the same with packed linear layers, on a CPU
-    ours joined     "ours graphs" with the linear layers of one input joined
+    ours compiled   the same with layers that compiled kernels compute, on a CPU
 
 `floor` is the time to read the weights once, but for an embedding that is no head, by the bandwidth
 of a large copy in the same run. The context of transformers' eager steps grows by a token from
@@ -38,15 +37,16 @@ from kernels import bandwidth, microseconds
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lookahead_hf import compat, kernels
+from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
+from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
-from lookahead_hf.runner.packed_steps import PackedSteps
-from lookahead_hf.runner.recurrent import layers as recurrent
+from lookahead_hf.support import checks
 
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512),  # to rehearse with
@@ -160,10 +160,10 @@ class Bench:
         return fastest(step, self.rounds)
 
     def ours(
-        self, nodes: int, cuda_graphs: bool = False, packed: bool = False
+        self, nodes: int, cuda_graphs: bool = False, compiled: bool = False
     ) -> tuple[float, float | None]:
         """Our step; and on a CPU what the twins take of it."""
-        with self.stepping(nodes, cuda_graphs, packed) as step:
+        with self.stepping(nodes, cuda_graphs, compiled) as step:
             whole = fastest(lambda _: step(), self.rounds)
             work = getattr(step, "__self__", None)
             return whole, work.twins(self.rounds) if isinstance(work, _Host) else None
@@ -173,7 +173,7 @@ class Bench:
         self,
         nodes: int,
         cuda_graphs: bool = False,
-        packed: bool = False,
+        compiled: bool = False,
         on_device: bool | None = None,
     ) -> Iterator[Callable[[], None]]:
         """Yield a function that runs our step and waits for it.
@@ -182,10 +182,11 @@ class Bench:
         """
         if on_device is None:
             on_device = self.model.device.type == "cuda"
-        with attention.laid_under(self.model), recurrent.laid_under(self.model):
-            given: dict[str, Any] = {"packed": PackedSteps(self.model, packed)}
+        with patched(self.model):
+            given: dict[str, Any] = {"steps": CompiledSteps(self.model, compiled)}
             if on_device:
-                given = {"room": nodes + 1, "cuda_graphs": cuda_graphs, "joins_layers": packed}
+                # With room for one token no step follows, and none tries what layers read.
+                given = {"room": max(2, 1 + nodes), "cuda_graphs": cuda_graphs}
             target: Any = (CudaRunner if on_device else Runner)(self.model, self.rows, **given)
             target.start(self.prompt, DynamicCache(config=self.model.config))
             texts, draft = self._texts(), self._draft(nodes)
@@ -242,8 +243,8 @@ class _Host:
     def compact(self) -> None:
         assert self.target.cache is not None
         for group in self.target.cache.slots.each_group():
-            lengths = torch.from_numpy(group.lengths)
-            kernels.compact_path(group.path_table, lengths, self.path, self.kept)
+            path = self.path.numpy(), self.kept.numpy()
+            kernels.compact_on_host(group.path_table, group.lengths, *path)
 
     def twins(self, rounds: int) -> float:
         """Milliseconds of both."""
@@ -263,7 +264,7 @@ def bytes_read(model: Any) -> int:
 def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
     """All lines of one model."""
     cuda = model.device.type == "cuda"
-    support.check_trial(model)  # decides how layers with a recurrent state run blocks
+    checks.check_trial(model)  # decides how layers with a recurrent state run blocks
     for rows in options.batch:
         for context in options.context:
             bench = Bench(model, rows, context, options.rounds)
@@ -271,7 +272,7 @@ def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -
                 yield Line(shape, "static", rows, context, 0, bench.static(), floor)
             for nodes in options.nodes:
                 place = rows, context, nodes
-                rolls_back = not (nodes and compat.mixers(model))
+                rolls_back = not (nodes and facts_of(model).mixers)
                 if rolls_back:
                     with cudnn(True):
                         yield Line(shape, "eager", *place, bench.eager(nodes), floor)
@@ -283,11 +284,9 @@ def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -
                 if cuda:
                     step, _ = bench.ours(nodes, cuda_graphs=True)
                     yield Line(shape, "ours graphs", *place, step, floor)
-                    step, _ = bench.ours(nodes, cuda_graphs=True, packed=True)
-                    yield Line(shape, "ours joined", *place, step, floor)
                 else:
-                    step, twins = bench.ours(nodes, packed=True)
-                    yield Line(shape, "ours packed", *place, step, floor, twins)
+                    step, twins = bench.ours(nodes, compiled=True)
+                    yield Line(shape, "ours compiled", *place, step, floor, twins)
             state_of(model).free()
 
 

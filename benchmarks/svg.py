@@ -34,6 +34,12 @@ def box(x: float, y: float, width: float, height: float, style: str) -> str:
     return f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="2" class="{style}"/>'
 
 
+def line(points: list[tuple[float, float]], style: str) -> str:
+    """A line through points in a colour of the document."""
+    through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{through}" class="{style}"/>'
+
+
 def between(start: float, end: float, total: float, content: str) -> str:
     """Show elements from `start` to `end`, in a loop of `total` seconds.
 
@@ -69,7 +75,9 @@ def document(
         paper: Colour behind everything.
     """
     style = _STYLE % (_FONTS, ink) + "".join(
-        f"text.{name},rect.{name}{{fill:{colour}}}" for name, colour in colours.items()
+        f"text.{name},rect.{name}{{fill:{colour}}}"
+        f"polyline.{name}{{fill:none;stroke:{colour};stroke-width:2}}"
+        for name, colour in colours.items()
     )
     size = f'width="{width:.0f}" height="{height:.0f}"'
     return (

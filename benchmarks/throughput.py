@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> None:
     lookahead_hf.enable(model)
     for size in {work.size for work in works}:
         longest = max(len(prompt) for work in works for prompt in work.prompts)
-        lookahead_hf.warm_up(model, batch_size=size, context_length=longest)
+        lookahead_hf.warm_up(model, batch_size=size, context_length=longest, seconds=None)
     if not takes_speculative(model):
         print("ours in a queue is left out: generate_batch takes no speculative=", file=sys.stderr)
     about = machine(model) | {"command": " ".join(sys.argv[1:])}

@@ -21,16 +21,19 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from lookahead_hf.config import PRESETS
+from lookahead_hf.config import STRATEGIES
 from lookahead_hf.hook import enable_everywhere
+from lookahead_hf.spelling import known_names
 
 _SWITCHES = {"": None, "0": False, "1": True}
 _USAGE = "python -m lookahead_hf.auto [--speculative] PROGRAM [argument ...]"
 _PROGRAMS = "PROGRAM is a command that a package installs, a module, or a file that ends in .py"
 _value = os.environ.get("LOOKAHEAD_HF", "")
 
-if _value not in (*_SWITCHES, *PRESETS):
-    raise ValueError(f"LOOKAHEAD_HF={_value}: set it to 1, 0 or a preset ({', '.join(PRESETS)})")
+if _value not in (*_SWITCHES, *STRATEGIES):
+    raise ValueError(
+        f"LOOKAHEAD_HF={_value}: set it to 1, 0 or a preset; {known_names(_value, STRATEGIES)}"
+    )
 enable_everywhere(default=_SWITCHES.get(_value, _value))
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from lookahead_hf import vllm_config
-from lookahead_hf.warn import warn_caller
+from lookahead_hf.spelling import known_names
 
 BUILT_IN_DRAFTERS = (
     "ngram",
@@ -36,7 +37,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "lookahead": {"drafters": ("lookahead",), "budget": 64},
     }
 )
-"""The names that `speculative=` takes, and the fields that each name sets."""
+"""Names for settings that are often used, and the fields that each name sets."""
+
+STRATEGIES = tuple(dict.fromkeys((*PRESETS, *BUILT_IN_DRAFTERS)))
+"""The presets, and the drafters that `speculative=` takes alone by their names."""
 
 MOST_DRAFT_NODES = 4096
 """The upper limit of `max_draft_nodes`: drafts grow in arrays of that many nodes."""
@@ -46,8 +50,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "verification": ("exact", "rejection"),
         "draft_invariant": (True, False),
         "cuda_graphs": ("auto", True, False),
-        "recorded_steps": ("auto", True, False),
-        "packed_weights": ("auto", True, False),
+        "compiled_layers": (True, False),
         "learn": (True, False),
         "trace": (True, False),
         "on_fallback": ("warn", "error", "silent"),
@@ -56,12 +59,39 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """The fields that take one of a few values."""
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _spelt_right(cls: _Class) -> _Class:
+    """Let a data class say which field an unknown argument may mean."""
+    original = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **fields: Any) -> None:
+        _check_fields(fields, TypeError)
+        original(self, *args, **fields)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+def _check_fields(given: Iterable[str], kind: type[Exception]) -> None:
+    names = [each.name for each in dataclasses.fields(SpeculativeConfig)]
+    for name in given:
+        if name not in names:
+            raise kind(
+                f"a speculative configuration has no field {name!r}; {known_names(name, names)}"
+            )
+
+
+@_spelt_right
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How to speculate: which drafters, how many draft tokens, and what to do about a fallback.
 
     Attributes:
-        drafters: Names of built-in drafters, or Drafter objects; None takes the default drafters.
+        drafters: Names of built-in drafters, or Drafter objects, or a single one of them; None
+            takes the default drafters.
         max_draft_nodes: The most draft tokens per row and step, up to 4,096.
         budget: "auto" measures what draft tokens cost and drafts as many as pay. An int drafts up
             to that many tokens per row in every step, whatever they cost.
@@ -75,18 +105,10 @@ class SpeculativeConfig:
             if the text may become long enough for that to pay off, True always, False never.
             Captured graphs stay with the model, and so do their K and V. If steps cannot be
             captured, the statistics give the reason.
-        recorded_steps: No longer has an effect; True and False warn.
-        packed_weights: Whether linear layers on a CPU multiply by copies of their weights that are
-            laid out for blocks of tokens: "auto" once a model has run a while, where the copies
-            take less than a quarter of the free memory; True or False at once or never. Only where
-            the copies are faster and give the same bits; in float32, whose bits depend on the width
-            of the block in any case, the same numbers up to rounding. Weights that were written to
-            between calls are packed anew. In the middle of a call a write counts from the next
-            step on, unless it goes through `.data`, which counts from the next call on.
-            On a GPU, True computes linear layers that read the same input (an attention's
-            projections, a gate and what it gates) in one product, which may round differently. The
-            first call moves their weights to other addresses, and `disable` moves them again:
-            nothing else may run the model at these moments.
+        compiled_layers: Whether compiled kernels compute the model's layers in steps on a CPU,
+            where they know the code of the layers. They read weights where the model has them, and
+            sum in an order of their own, which is the same for every block; float32 results agree
+            with the model's own up to rounding, bfloat16 texts part at near ties alone.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the
@@ -98,14 +120,13 @@ class SpeculativeConfig:
         options: Options of drafters given by name, `{drafter name: {option: value}}`.
     """
 
-    drafters: tuple[Any, ...] | None = None
+    drafters: Sequence[Any] | None = None
     max_draft_nodes: int = 64
     budget: str | int = "auto"
     verification: str = "exact"
     draft_invariant: bool = False
     cuda_graphs: str | bool = "auto"
-    recorded_steps: str | bool = "auto"
-    packed_weights: str | bool = "auto"
+    compiled_layers: bool = True
     pool: Any = None
     learn: bool = False
     trace: bool = False
@@ -130,10 +151,6 @@ class SpeculativeConfig:
                 'draft_invariant=True needs verification="exact": with "rejection" the drafts '
                 "decide which sample is drawn"
             )
-        if self.recorded_steps != "auto":  # which stored configurations of earlier versions hold
-            object.__setattr__(self, "recorded_steps", "auto")  # copies do not warn again
-            message = "steps are no longer recorded: recorded_steps has no effect, leave it out"
-            warn_caller(message, DeprecationWarning)
         _check_pool(self.pool)
         named = self._names()
         if self.learn and "pool" not in named:
@@ -175,13 +192,8 @@ class SpeculativeConfig:
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
         if vllm_config.is_vllm(values):
             values = vllm_config.fields_of(values)
-        allowed = [f.name for f in dataclasses.fields(cls)]
+        _check_fields(values, ValueError)
         for name, value in values.items():
-            if name not in allowed:
-                raise ValueError(
-                    f"a speculative configuration has no field {name!r}; it has "
-                    f"{', '.join(allowed)}"
-                )
             _as_json(value, name)
         return cls(**values)
 
@@ -190,7 +202,8 @@ class SpeculativeConfig:
         """Turn the argument `speculative=` into a configuration; None means plain `generate`.
 
         Args:
-            value: True, False, None, the name of a preset, a dict of fields, or a configuration.
+            value: True, False, None, the name of a preset or of a drafter, a dict of fields, or a
+                configuration.
 
         Raises:
             ValueError: `value` is anything else.
@@ -202,13 +215,13 @@ class SpeculativeConfig:
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
-            _check_choice("speculative", value, tuple(PRESETS))
-            return cls(**PRESETS[value])
+            _check_choice("speculative", value, STRATEGIES)
+            return cls(**PRESETS.get(value, {"drafters": value}))
         if isinstance(value, Mapping):
             return cls.from_dict(value)
         raise ValueError(
-            f"speculative={value!r} is not understood: give True, False, one of the presets "
-            f"{', '.join(PRESETS)}, a SpeculativeConfig, or a dict of its fields"
+            f"speculative={value!r} is not understood: give True, False, one of "
+            f"{', '.join(STRATEGIES)}, a SpeculativeConfig, or a dict of its fields"
         )
 
     @classmethod
@@ -246,9 +259,7 @@ def check_int(name: str, value: Any, least: int, most: int, others: str = "") ->
 
 
 def _checked_drafters(drafters: Any) -> tuple[Any, ...]:
-    if not isinstance(drafters, (list, tuple)):
-        raise ValueError(f"drafters must be a tuple of names or Drafter objects, not {drafters!r}")
-    drafters = tuple(drafters)
+    drafters = tuple(drafters) if isinstance(drafters, (list, tuple)) else (drafters,)
     if not drafters:
         raise ValueError("drafters is empty: name at least one, or pass speculative=False")
     for drafter in drafters:
@@ -264,8 +275,8 @@ def _check_drafter(drafter: Any) -> None:
     if isinstance(drafter, str):
         if drafter not in BUILT_IN_DRAFTERS:
             raise ValueError(
-                f"there is no drafter {drafter!r}: name one of {', '.join(BUILT_IN_DRAFTERS)}, or "
-                "pass a Drafter object of your own"
+                f"there is no drafter {drafter!r}; {known_names(drafter, BUILT_IN_DRAFTERS)}, or "
+                "a Drafter object of your own"
             )
     elif isinstance(drafter, type) or not callable(getattr(drafter, "propose", None)):
         raise ValueError(
@@ -282,7 +293,7 @@ def _check_pool(pool: Any) -> None:
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if not _is_one_of(value, allowed):
-        raise ValueError(f"{name}={value!r} is not known; known: {', '.join(map(str, allowed))}")
+        raise ValueError(f"{name}={value!r} is not known; {known_names(value, allowed)}")
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -306,8 +317,8 @@ def _why_not(name: Any) -> str:
     if name in BUILT_IN_DRAFTERS:
         return f"this configuration does not draft with it: add it, as drafters=(..., {name!r})"
     return (
-        f"there is no such drafter: name one of {', '.join(BUILT_IN_DRAFTERS)}; a Drafter object "
-        "gets its options when you create it"
+        f"there is no such drafter; {known_names(name, BUILT_IN_DRAFTERS)}; a Drafter object gets "
+        "its options when you create it"
     )
 
 

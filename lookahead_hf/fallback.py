@@ -50,6 +50,7 @@ class FallbackReason(str, Enum):
         "this cache implementation is not supported",
         "leave cache_implementation out",
     )
+    MEMORY = "memory", "memory ran out while the cache was taken over", "free some memory"
     CACHE = (
         "cache",
         "this cache cannot be rolled back row by row",

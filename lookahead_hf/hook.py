@@ -12,13 +12,13 @@ from weakref import WeakSet
 
 from transformers import GenerationMixin
 
-from lookahead_hf import ngram_pool
+from lookahead_hf import compat, ngram_pool
 from lookahead_hf.batching import methods
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.generation.strategy import run
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model_state import return_memory, state_of
 from lookahead_hf.wrappers import unwrap
 
 _Model = TypeVar("_Model")
@@ -150,7 +150,7 @@ def disable(model: _Model) -> _Model:
 
     This frees what the library keeps for later calls on the model: packed weights, and captured
     graphs with their K and V. It does so for any model that has generated speculatively, enabled or
-    not; a later speculative call makes them anew.
+    not; a later speculative call makes them anew. Freed memory goes back to the system.
 
     Args:
         model: A model, enabled or not.
@@ -163,6 +163,7 @@ def disable(model: _Model) -> _Model:
     if isinstance(hook, Hook):
         _put(target, hook._found)
     state_of(target).free()
+    return_memory()
     return model
 
 
@@ -310,8 +311,7 @@ def set_default(model: Any, value: Any) -> None:
         value = value.to_dict()
     SpeculativeConfig.resolve_stored(value)
     config.speculative = value
-    # With this mark transformers drops attributes that it does not know when it loads the file.
-    config._from_model_config = False
+    compat.keep_unknown_settings(config)
 
 
 def learned_rates(model: Any) -> list[LearnedRate]:

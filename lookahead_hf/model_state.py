@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from lookahead_hf.drafting.memory import ModelMemory
+    from lookahead_hf.model.facts import ModelFacts
+    from lookahead_hf.model.numerics import Numerics
+    from lookahead_hf.patches.layers import CompiledLayers
     from lookahead_hf.runner.cuda.graphs import ModelGraphs
-    from lookahead_hf.runner.cuda.joined_linear import JoinedLinears
-    from lookahead_hf.runner.packed_linear import PackedLinears
     from lookahead_hf.stats import SpeculativeStats, Totals
 
 
@@ -24,10 +27,10 @@ class ModelState:
     copied, pickled and saved with it.
 
     Attributes:
+        facts: What the latest call has read of the model.
         lock: Held while a field is read and replaced.
         drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
-        packed: Packed copies of the weights of linear layers, on a CPU.
-        joined: Linear layers of one input that are computed in one product, on a GPU.
+        compiled: Layers that compiled kernels compute, on a CPU.
         graphs: Captured steps with their K and V, on a GPU.
         heads: Heads that draft, by the drafter's name, each with what it was loaded for.
         stats: What the latest call did, None after a plain one.
@@ -36,21 +39,21 @@ class ModelState:
         stats_listeners: Callbacks that hear the statistics of every call.
         warned: What was warned of: reasons for a fallback, and quantised activations.
         run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
-        trials: What self tests of padded (False) and of flat blocks found, empty for no fault.
+        trials: What self tests of padded (False) and of flat blocks found, empty for no fault, by
+            the numerics that they were made in.
         needs_copies: Whether the self test showed that the model needs contiguous K and V.
-        kernel_trial: Attention implementations, and whether our kernel does all attention there.
+        kernel_trials: Whether our kernel does all attention, by numerics.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
-        attention_users: Calls in progress that have our attention under the model's.
-        own_attributes: By what they are for, the calls in progress that have given modules
-            attributes of their own, and what takes these away.
-        stepwise_mixers: Mixers that get a block's tokens one by one, None before the self test.
+        patch_users: Calls in progress that have our patches under the model.
+        patches: Callbacks that take away the attributes that these calls gave to modules.
+        stepwise_mixers: Mixers that get a block's tokens one by one, by numerics, once tested.
     """
 
+    facts: ModelFacts | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
     drafting: ModelMemory | None = None
-    packed: PackedLinears | None = None
-    joined: JoinedLinears | None = None
+    compiled: CompiledLayers | None = None
     graphs: ModelGraphs | None = None
     heads: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     stats: SpeculativeStats | None = None
@@ -59,16 +62,14 @@ class ModelState:
     stats_listeners: dict[object, Callable[[SpeculativeStats], None]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)
-    trials: dict[bool, str] = field(default_factory=dict)
+    trials: dict[tuple[Numerics, bool], str] = field(default_factory=dict)
     needs_copies: bool = False
-    kernel_trial: tuple[tuple[str | None, ...], bool] | None = None
+    kernel_trials: dict[Numerics, bool] = field(default_factory=dict)
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None
-    attention_users: set[object] = field(default_factory=set)
-    own_attributes: dict[str, tuple[set[object], list[Callable[[], None]]]] = field(
-        default_factory=dict
-    )
-    stepwise_mixers: frozenset[int] | None = None
+    patch_users: set[object] = field(default_factory=set)
+    patches: list[Callable[[], None]] = field(default_factory=list)
+    stepwise_mixers: dict[Numerics, frozenset[int]] = field(default_factory=dict)
 
     def is_first(self, warning: str) -> bool:
         """Return whether a warning is the model's first of its kind, and remember it."""
@@ -80,13 +81,20 @@ class ModelState:
     def free(self) -> None:
         """Free what takes memory; a later call makes it anew."""
         with self.lock:
-            joined, self.joined, self.packed = self.joined, None, None
+            self.compiled = None
             self.heads.clear()
             graphs, self.graphs = self.graphs, None
         if graphs is not None:
             graphs.release()
-        if joined is not None:
-            joined.take_apart()
+
+
+def return_memory() -> None:
+    """Let the C library give freed memory back to the system, where it can.
+
+    glibc keeps what was freed below its upper end, such as the copies of a model's weights.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # another library, or Windows
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _states: WeakKeyDictionary[Any, ModelState] = WeakKeyDictionary()

@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.pipelines import check_task
 
+from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.generation.options import OURS
 from lookahead_hf.hook import enable
@@ -56,9 +57,9 @@ def pipeline(
     _check(pipe.task, type(pipe))
     enable(pipe.model)
     pipe.__class__ = _NESTING.get(type(pipe), type(pipe))
-    pipe._forward_params["speculative"] = speculative
+    compat.set_forward_parameter(pipe, "speculative", speculative)
     # A call needs it to check a pool's fingerprint, and to encode a prediction.
-    pipe._forward_params["speculative_tokenizer"] = _tokenizer(pipe)
+    compat.set_forward_parameter(pipe, "speculative_tokenizer", _tokenizer(pipe))
     return pipe
 
 

@@ -13,6 +13,7 @@ from operator import add
 from typing import Any
 
 from lookahead_hf.model_state import state_of
+from lookahead_hf.spelling import known_names
 from lookahead_hf.trace import Trace
 from lookahead_hf.trace.page import notebook
 from lookahead_hf.trace.steps import PARTS
@@ -20,6 +21,9 @@ from lookahead_hf.wrappers import unwrap
 
 PHASES = PARTS
 """Parts of a call that are timed."""
+
+_STYLES = ("full", "vllm")
+"""The forms of `SpeculativeStats.to_dict`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:
-    """Statistics of one call of `generate`, or of one request of continuous batching.
+    """Statistics of a call of `generate` or `generate_batch`, or of a request of the latter.
 
     A request counts what it alone causes, and its share of the time of the steps that it takes with
     others, so that requests add up to their run. A step counts for every request that decodes in
@@ -71,8 +75,9 @@ class SpeculativeStats:
         commit_ms: Time spent on the cache after verification.
         budget_histogram: Number of steps by the most draft tokens of a row in the step.
         engine: How the call was verified.
-        execution: How the steps were run: "model" by the model's own forward, "packed" by the same
-            with packed linear layers under it, "replayed" as CUDA graphs; on a device else why not.
+        execution: How the steps were run: "model" by the model's own forward, "compiled"
+            where compiled kernels computed layers, "replayed" as CUDA graphs; else on a device why
+            not.
         num_fed: Tokens that the target was fed in the prefill and in steps, padding included.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: Counts of each row.
@@ -136,7 +141,7 @@ class SpeculativeStats:
                 "num_draft_tokens": drafted,
             }
         if style != "full":
-            raise ValueError(f"style={style!r} is not known; known: full, vllm")
+            raise ValueError(f"style={style!r} is not known; {known_names(style, _STYLES)}")
         values = dataclasses.asdict(self)
         for name in ("accepted_histogram", "row_stats"):
             values[name] = list(values[name])
@@ -161,14 +166,14 @@ class SpeculativeStats:
             return f"plain generate, nothing was speculated: {self.fallback_reason}"
         speed = f"{self.tokens_per_step:.2f}" if self.row_steps else "no"
         rate = f" ({self.acceptance_rate:.0%})" if self.num_drafted else ""
-        ready = self.execution in ("replayed", "packed")
+        ready = self.execution in ("replayed", "compiled")
         lines = [
             f"{speed} tokens per step: {_counted(self.num_emitted, 'token')} in "
             f"{_counted(self.num_steps, 'step')}, {_counted(self.rows, 'row')}, "
             f"engine {self.engine}" + (f", steps {self.execution}" if ready else ""),
             f"{self.num_accepted} of {self.num_drafted} draft tokens accepted{rate}, "
             f"{self.num_moved} moved in the cache",
-            "ms: " + ", ".join(f"{phase} {getattr(self, phase + '_ms'):.1f}" for phase in PHASES),
+            "ms: " + ", ".join(f"{phase} {getattr(self, f'{phase}_ms'):.1f}" for phase in PHASES),
         ]
         lines += [
             f"{name}: {source.accepted} of {source.drafted} accepted, {source.exclusive} alone"
@@ -206,12 +211,19 @@ class Totals:
 
 
 def joined(first: SpeculativeStats, second: SpeculativeStats) -> SpeculativeStats:
-    """Return the sum of two decodings of one call of `generate`."""
+    """Return the sum of two decodings of one call of `generate`, or of two requests of a run."""
     names = [each.name for each in dataclasses.fields(first)]
     both = {name: (getattr(first, name), getattr(second, name)) for name in names}
     return SpeculativeStats(
         **{name: _JOINED.get(name, add)(*values) for name, values in both.items()}
     )
+
+
+def of_run(total: SpeculativeStats | None, record: SpeculativeStats) -> SpeculativeStats:
+    """Return the sum of a run's requests with one more; plain ones count where all are plain."""
+    if total is None or total.fallback_reason is not None:
+        return record
+    return total if record.fallback_reason is not None else joined(total, record)
 
 
 def _by_key(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -277,8 +289,10 @@ def last_stats(model: Any) -> SpeculativeStats | None:
         model: As for `enable`.
 
     Returns:
-        The statistics; None before the first call and after a plain one. They are available when a
-        streamer gets the end. A call that raises earlier leaves those of the call before it.
+        The statistics; None before the first call and after a plain one. After `generate_batch`
+        they are the sum of its requests, whose rows are in the order in which they ended. They are
+        available when a streamer gets the end. A call that raises earlier leaves those of the call
+        before it.
     """
     return state_of(unwrap(model)).stats
 

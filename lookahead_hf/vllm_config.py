@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from lookahead_hf.spelling import known_names
+
 _logger = logging.getLogger(__name__)
 
 _KEYS = {
@@ -41,7 +43,7 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     # A model alone means a draft model.
     method = values.get("method", "draft_model" if "model" in values else None)
     if not isinstance(method, str) or method not in _KEYS:
-        raise ValueError(f"method={method!r} is not known; known: {', '.join(_KEYS)}")
+        raise ValueError(f"method={method!r} is not known; {known_names(method, _KEYS)}")
     known = {"method", "num_speculative_tokens", *_KEYS[method]}
     if unknown := [str(name) for name in values if name not in known]:
         raise ValueError(

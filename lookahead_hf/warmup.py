@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils.logging import tqdm
 
-from lookahead_hf import compat
+from lookahead_hf import compat, ngram_pool
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.cost_model import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved
+from lookahead_hf.model import position_limits
+from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, implicit_positions, positions, support
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
-from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
-from lookahead_hf.runner.recurrent import layers as recurrent
+from lookahead_hf.support import checks
 from lookahead_hf.verification import device
 from lookahead_hf.wrappers import unwrap
 
 REPEATS = 5
+"""How often each size is measured: once if an earlier process has done so, and time is short."""
+
+SECONDS = 10.0
+"""Time that warming up takes at most, but for a part that has begun."""
+
+POLL_SECONDS = 0.05
+"""How often it looks whether another process has compiled the functions."""
+
+logger = logging.getLogger(__name__)
 
 
 def warm_up(
@@ -36,9 +51,15 @@ def warm_up(
     max_draft_nodes: int = 64,
     max_new_tokens: int = 256,
     do_sample: bool = False,
-    packed_weights: str | bool = "auto",
+    compiled_layers: bool = True,
+    seconds: float | None = SECONDS,
+    progress: bool = True,
 ) -> None:
     """Compile, pack weights, capture steps, and measure what draft tokens cost this model.
+
+    It ends after `seconds` with what it has by then, and calls do the rest. For a model of 135
+    million parameters on two cores all of it takes about 3 seconds, and 20 more right after an
+    installation. What steps cost is kept on disk for the next process with the same model.
 
     Without it the first calls draft by prompt lookup until numba has compiled (seconds, once per
     installation), the first steps of a model find out what they cost, weights on a CPU are packed
@@ -54,12 +75,13 @@ def warm_up(
             serves all calls that need no more room.
         do_sample: Whether such calls sample or have logits processors: then only the forward is
             captured. What is captured serves one of the two kinds.
-        packed_weights: That of the calls to come, as in `SpeculativeConfig`. With True the weights
-            on a GPU move, so that what is captured serves such calls.
+        compiled_layers: That of the calls to come, as in `SpeculativeConfig`.
+        seconds: When to end; None ends when all is done. A part that has begun is completed.
+        progress: Whether a bar on stderr shows what goes on, from the first second on.
 
     Raises:
-        ValueError: A number that is no int from 1 on, another value of `packed_weights` than a
-            configuration takes, or no model in `model`.
+        ValueError: A number that is no int from 1 on, `seconds` that are not above 0, another value
+            of `compiled_layers` than a configuration takes, or no model in `model`.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -69,41 +91,121 @@ def warm_up(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int from 1 on, not {value!r}")
-    packs = SpeculativeConfig(packed_weights=packed_weights).packed_weights
-    model = unwrap(model)
-    compile_or_warn()
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and seconds > 0):
+        raise ValueError(f"seconds must be a number above 0, or None, not {seconds!r}")
+    compiled = SpeculativeConfig(compiled_layers=compiled_layers).compiled_layers
+    sizes = batch_size, context_length, max_draft_nodes, max_new_tokens
+    with _Time(seconds, progress) as limit:
+        _warm_up(unwrap(model), *sizes, do_sample, compiled, limit)
+
+
+class _Time:
+    """The time that warming up may take, and a bar that shows it after the first second."""
+
+    def __init__(self, seconds: float | None, shows: bool) -> None:
+        self._begin, self._shown = time.monotonic(), 0.0
+        self._most = math.inf if seconds is None else seconds
+        most = "" if seconds is None else f" of at most {seconds:g}"
+        self._bar = tqdm(
+            total=seconds,
+            delay=1.0,
+            mininterval=0.5,
+            leave=False,
+            disable=not shows,
+            bar_format=f"warm_up, {{desc}}: {{n:.0f}}{most} s",
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be begun."""
+        return time.monotonic() - self._begin >= self._most
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether there is no limit."""
+        return self._most == math.inf
+
+    def show(self, what: str) -> None:
+        """Show what goes on."""
+        passed = time.monotonic() - self._begin
+        self._bar.set_description_str(what, refresh=False)
+        self._bar.update(passed - self._shown)
+        self._shown = passed
+
+    def __enter__(self) -> _Time:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+        if self.is_over:
+            logger.info("warm_up has ended after %g s; calls do what is left", self._most)
+
+
+def _compile(limit: _Time, compiled: bool) -> None:
+    """Compile numba's functions, or load them; warn where that fails."""
+    if limit.is_endless or not ngram_pool.available():  # what has failed is tried again
+        limit.show("compiling")
+        compile_or_warn()
+        if compiled and ngram_pool.available():
+            compilation.of_kernels.compile_now()
+        return
+    parts = [compilation.of_process, *([compilation.of_kernels] if compiled else [])]
+    for part in parts:
+        while not part.ready() and part.available() and not limit.is_over:
+            limit.show("compiling")
+            time.sleep(POLL_SECONDS)
+    if not ngram_pool.available():
+        compile_or_warn()
+
+
+def _warm_up(
+    model: Any,
+    batch_size: int,
+    context_length: int,
+    max_draft_nodes: int,
+    max_new_tokens: int,
+    do_sample: bool,
+    compiled: bool,
+    limit: _Time,
+) -> None:
+    """Do all that `warm_up` does, up to a time limit."""
+    _compile(limit, compiled)
+    if limit.is_over:
+        return
+    limit.show("testing the model")
     try:
-        support.check_setup(model)
-        support.check_kind(model)
-        support.check_trial(model)
+        checks.check_setup(model)
+        checks.check_kind(model)
+        checks.check_trial(model)
     except Unserved:
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:
         return  # what its steps cost is learned in its calls
-    room = positions.room(model)
+    room = position_limits.room(model)
     if room is not None:
         max_draft_nodes = min(max_draft_nodes, room // 2)
         context_length = max(1, min(context_length, room - 1 - max_draft_nodes))
         max_new_tokens = max(1, min(max_new_tokens, room - context_length))
-    runner = _runner(model, batch_size, max_new_tokens, do_sample, packs)
+    runner = _runner(model, batch_size, max_new_tokens, do_sample, compiled)
     try:
-        _measure(runner, context_length, min(max_draft_nodes, runner.most_nodes or max_draft_nodes))
+        most_nodes = min(max_draft_nodes, runner.most_nodes or max_draft_nodes)
+        _measure(runner, context_length, most_nodes, limit)
     finally:
         runner.end()
+        memory_of(model).keep_costs(at_once=True)
 
 
 def _runner(
-    model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, packs: str | bool
+    model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool
 ) -> Runner:
     """What will run the steps of calls like these."""
     nothing = torch.empty(num_rows, 0, device=model.device)
-    if device.serves(model.device) and support.on_device(model, nothing):
+    if device.serves(model.device) and checks.on_device(model, nothing):
         scoring = _unaltered if do_sample else None
-        given: dict[str, Any] = {"room": max_new_tokens, "joins_layers": packs is True}
-        return CudaRunner(model, num_rows, scoring=scoring, **given)
-    is_flat = num_rows > 1 and support.takes_flat(model, torch.zeros(num_rows, 1), {})
-    packed = PackedSteps(model, packs, LONG_CALL)
-    return Runner(model, num_rows, packed=packed, flat=is_flat)
+        return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
+    is_flat = num_rows > 1 and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
+    return Runner(model, num_rows, steps=CompiledSteps(model, compiled), flat=is_flat)
 
 
 def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
@@ -111,36 +213,47 @@ def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
 
 
 @torch.no_grad()
-def _measure(runner: Runner, context_length: int, most_nodes: int) -> None:
+def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time) -> None:
     """Time steps of every size, the sizes in turn, so that a disturbance hits all of them."""
     model, num_rows = runner.model, runner.num_rows
     vocab = int(compat.text_config(model).vocab_size)
     ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
     rows = Rows(ids)
-    columns, states = implicit_positions.laid_under(model), recurrent.laid_under(model)
-    with attention.laid_under(model), columns, states:
+    with patched(model):
         prompt = torch.from_numpy(ids).to(model.device)
         cache = compat.DynamicCache(config=model.config)
         runner.start(prompt, cache, position_ids=compat.text_positions(model, prompt))
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
+        limit.show("packing weights, or capturing steps")
         if isinstance(runner, CudaRunner):
             runner.capture()
         else:
-            _time_step(runner, rows, ids[0, 0] % vocab, 0)  # packs weights
+            _time_step(
+                runner, rows, ids[0, 0] % vocab, 0
+            )  # finds out which layers the kernels compute
         setting = num_rows, context_length, placement(model), runner.mode, runner.sizes
         curve = memory_of(model).costs.curve(*setting, runner.is_flat)
         if runner.is_flat:  # nothing is kept of greater blocks
             most_nodes = max(0, min(most_nodes, curve.sizes[-1] // num_rows - 1))
         known = SIZES if runner.is_flat else curve.sizes
         counts = {min(size, most_nodes) for size in known}
-        for turn in range(REPEATS + 1):
-            # Downwards, since a step after a much larger one takes longer.
-            for count in sorted(counts, reverse=True):
-                seconds = _time_step(runner, rows, ids[0, 0] % vocab, count)
-                if turn:  # the first of a shape allocates
-                    size = (1 + count) * num_rows if runner.is_flat else count
-                    curve.observe(size, seconds)
+        firsts: dict[int, float] = {}
+        turns = range(1 + (1 if curve.is_kept and not limit.is_endless else REPEATS))
+        # Downwards, since a step after a much larger one takes longer.
+        for turn, count in product(turns, sorted(counts, reverse=True)):
+            if limit.is_over:
+                break
+            limit.show("measuring what draft tokens cost")
+            seconds = _time_step(runner, rows, ids[0, 0] % vocab, count)
+            size = (1 + count) * num_rows if runner.is_flat else count
+            if turn:
+                curve.observe(size, seconds)
+            else:  # the first of a shape allocates
+                firsts[size] = seconds
+        for size, seconds in firsts.items():
+            if not curve.num_samples(size):
+                curve.observe(size, seconds)
 
 
 def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:

@@ -52,6 +52,11 @@ def _not_a_model(model: Any) -> ValueError:
             f"{model.__name__} is a class: pass a model object, derive a class of your own from "
             "SpeculativeMixin and it, or use enable_everywhere()"
         )
+    if isinstance(model, str):
+        return ValueError(
+            f"{model!r} is a name, not a model: load the model first, as in "
+            f"model = AutoModelForCausalLM.from_pretrained({model!r})"
+        )
     return ValueError(
         f"{type(model).__name__} is not a transformers model that can generate (no "
         "GenerationMixin), and does not contain one"

@@ -19,8 +19,10 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel's module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests.helpers.device import TapeRecorder, taped
 from tests.helpers.fakes import PlainDecoding
 from tests.helpers.llava import tiny_llava
+from tests.helpers.replayed import WIDTHS
 
 torch.set_num_threads(1)
 
@@ -56,10 +58,26 @@ def fixed_seed() -> Iterator[None]:
 def compiled() -> None:
     """No call decodes plainly because numba still compiles."""
     import lookahead_hf.drafting.session  # noqa: F401 (says what there is to compile)
-    from lookahead_hf import ngram_pool
+    import lookahead_hf.patches.layers  # noqa: F401 (the same)
+    from lookahead_hf.ngram_pool import compilation
 
-    if ngram_pool.available():
-        ngram_pool.compile_now()
+    if compilation.available():
+        compilation.compile_now()
+        compilation.of_kernels.compile_now()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TapeRecorder]]:
+    """The recorders of a test, one per call that asks for graphs; few of them record anything."""
+    monkeypatch.setattr("lookahead_hf.runner.cuda.graphs.WIDTHS", WIDTHS)
+    with taped(monkeypatch) as recorders:
+        yield recorders
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds what another one, or a user of the machine, has measured."""
+    monkeypatch.setattr("lookahead_hf.drafting.kept_costs.file_of", lambda model: None)
 
 
 @pytest.fixture

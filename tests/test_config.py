@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +24,20 @@ OBJECT = SimpleNamespace(propose=print, name="mine")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"drafters": "ngram"}, "tuple of names"),
+        ({"drafters": 3}, "holds 3, which is neither"),
+        ({"drafters": "ngrm"}, "did you mean 'ngram'"),
         ({"drafters": ()}, "speculative=False"),
-        ({"drafters": ("ngrams",)}, "name one of ngram, recycling"),
+        ({"drafters": ("ngrams",)}, "did you mean 'ngram'. known: ngram, recycling"),
         ({"drafters": ("ngram", "ngram")}, "duplicate: 'ngram'"),
         ({"drafters": (object(),)}, "method `propose`"),
         ({"drafters": (type("Mine", (), {"propose": print}),)}, "neither"),
         ({"max_draft_nodes": 0}, "int in 1..4096"),
         ({"budget": "much"}, 'must be "auto" or an int in 0..64'),
         ({"budget": 65}, "int in 0..64"),
+        ({"verification": "Exakt"}, "did you mean 'exact'. known: exact, rejection"),
         ({"verification": "sure"}, "known: exact, rejection"),
         ({"draft_invariant": 1}, "known: True, False"),
-        ({"packed_weights": "yes"}, "known: auto, True, False"),
+        ({"compiled_layers": "yes"}, "known: True, False"),
         ({"draft_invariant": True, "verification": "rejection"}, 'needs verification="exact"'),
         ({"on_fallback": "raise"}, "known: warn, error, silent"),
         ({"learn": True}, "pass pool= too"),
@@ -88,18 +91,6 @@ def test_through_json_and_back(config: SpeculativeConfig) -> None:
     assert SpeculativeConfig.resolve(stored) == SpeculativeConfig.resolve_stored(stored) == back
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_recorded_steps_warns_and_has_no_effect(value: bool) -> None:
-    stored = SpeculativeConfig().to_dict()
-    assert "recorded_steps" in stored
-    SpeculativeConfig.from_dict(stored)
-    with pytest.warns(DeprecationWarning, match="no longer recorded") as caught:
-        config = SpeculativeConfig.from_dict({**stored, "recorded_steps": value})
-        SpeculativeConfig(recorded_steps=value)
-    assert [warning.filename for warning in caught] == [__file__] * 2
-    assert config == dataclasses.replace(config) == SpeculativeConfig()
-
-
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
@@ -120,7 +111,7 @@ def test_resolve() -> None:
     found = [SpeculativeConfig.resolve(value) for value in given]
     assert found == [None, None, SpeculativeConfig(), config, config]
     assert found[3] is config
-    with pytest.raises(ValueError, match="no field 'drafter'; it has drafters, max_draft_nodes"):
+    with pytest.raises(ValueError, match="no field 'drafter'; did you mean 'drafters'"):
         SpeculativeConfig.resolve({"drafter": "ngram"})
 
 
@@ -191,6 +182,39 @@ def test_presets(name: str) -> None:
     assert config is not None
     assert set(config.drafters or DEFAULT_DRAFTERS) <= set(BUILT_IN_DRAFTERS)
     assert SpeculativeConfig.resolve_stored(name) == config
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN_DRAFTERS])
+def test_a_drafter_alone_means_what_it_says(name: str) -> None:
+    assert SpeculativeConfig(drafters=name).drafters == (name,)
+    assert SpeculativeConfig.resolve(name).drafters == (name,)  # type: ignore[union-attr]
+    assert SpeculativeConfig.resolve_stored({"drafters": name}).drafters == (name,)  # type: ignore[union-attr]
+    assert SpeculativeConfig(drafters=OBJECT).drafters == (OBJECT,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("promt_lookup", "did you mean 'prompt_lookup'. known: default,"),
+        ("n_gram", "did you mean 'ngram'. known: default,"),
+        ({"max_draft_node": 8}, "no field 'max_draft_node'; did you mean 'max_dr"),
+        ({"method": "ngrams"}, "did you mean 'ngram'. known: ngram, suffix"),
+    ],
+)
+def test_what_was_meant(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.resolve(value)
+
+
+def test_an_argument_that_is_misspelt() -> None:
+    with pytest.raises(TypeError, match="no field 'drafter'; did you mean 'drafters'. known"):
+        SpeculativeConfig(drafter=("ngram",))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="did you mean 'budget'"):
+        dataclasses.replace(SpeculativeConfig(), budgets=3)  # type: ignore[call-arg]
+    assert list(inspect.signature(SpeculativeConfig).parameters)[:2] == [
+        "drafters",
+        "max_draft_nodes",
+    ]
 
 
 @pytest.mark.parametrize("value", [SpeculativeConfig(), 1, 1.5, object(), ("ngram",)])

@@ -17,17 +17,18 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
 import lookahead_hf
+from lookahead_hf.call import execution
 from lookahead_hf.cli.commands import COMMANDS
 from lookahead_hf.compat.batching import IS_KNOWN
-from lookahead_hf.runner import execution
 from tests.helpers.tiny_chat import save_tiny_chat
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-GENERATING = [*sorted(DOCS.glob("howto/*.md")), DOCS / "quickstart.md", DOCS / "guarantees.md"]
+GENERATING = [ROOT / "README.md", *sorted(DOCS.glob("howto/*.md"))]
+GENERATING += [DOCS / "quickstart.md", DOCS / "guarantees.md"]
 CONFIGURING = [DOCS / "settings.md", DOCS / "comparison.md"]
-EXCERPTS = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
+EXCERPTS = [*(DOCS / f"{name}.md" for name in ("index", "statistics", "trace"))]
 """Pages whose snippets use what the reader has: a model, its inputs, a pipeline."""
 BATCHING = ("README", "generate_batch")
 """Names of pages that decode by continuous batching."""
@@ -146,6 +147,8 @@ def hub(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_snippets_generate_speculatively(page: Path, hub: Path) -> None:
     model = save_tiny_chat(hub / "Qwen" / "Qwen3-0.6B")
     (hub / "Qwen" / "Qwen3-4B").symlink_to(model)
+    (hub / "HuggingFaceTB").mkdir()
+    (hub / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(model)
     names = run(page)
     totals = lookahead_hf.totals(names["pipe"].model if "pipe" in names else names["model"])
     assert totals.num_calls
@@ -157,7 +160,6 @@ def test_snippets_generate_speculatively(page: Path, hub: Path) -> None:
 def test_excerpts_generate_speculatively(page: Path, hub: Path) -> None:
     folder = save_tiny_chat(hub / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.generation_config.max_new_tokens = 24  # which excerpts leave out
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     prompts = ["def f(x):", "abcabcabc"]
@@ -177,6 +179,19 @@ def test_excerpts_generate_speculatively(page: Path, hub: Path) -> None:
     totals = lookahead_hf.totals(run(page, given)["model"])
     assert totals.num_calls and not totals.fallbacks
     assert totals.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_snippets_say_how_long_a_text_may_become(page: Path) -> None:
+    """transformers' own default is 20 tokens, which nobody wants."""
+    for code in snippets(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if is_call_of(node, "generate") or is_call_of(node, "generate_batch"):
+                given = {each.arg for each in node.keywords if each.arg} | {
+                    ast.unparse(each.value) for each in node.keywords if not each.arg
+                }
+                has_config = any(isinstance(each, ast.Name) for each in node.args[1:])
+                assert {"max_new_tokens", "generation_config", "limits"} & given or has_config, code
 
 
 @pytest.mark.parametrize("page", CONFIGURING, ids=name_of)

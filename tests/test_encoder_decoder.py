@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import lookahead_hf
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner.support import ENCODER_DECODERS
+from lookahead_hf.support.checks import ENCODER_DECODERS
 from tests.helpers.compared import compared, speculated
 from tests.helpers.encoder_decoder import GREEDY, SAMPLED, call, texts, tiny_pair
 from tests.helpers.models import prompt, tiny

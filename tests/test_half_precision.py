@@ -19,12 +19,12 @@ from tests.helpers.real_texts import encode, load_real_model, texts
 
 SEED = 3
 MODES: dict[str, dict[str, Any]] = {
-    "as they are": {"packed_weights": False},
-    "packed": {"packed_weights": True},
-    "invariant": {"packed_weights": False, "draft_invariant": True},
-    "invariant, packed": {"packed_weights": True, "draft_invariant": True},
+    "as they are": {"compiled_layers": False},
+    "compiled": {"compiled_layers": True},
+    "invariant": {"compiled_layers": False, "draft_invariant": True},
+    "invariant, compiled": {"compiled_layers": True, "draft_invariant": True},
 }
-"""Which weights steps use, and whether the drafts may change the shape of a step."""
+"""Whether compiled kernels compute layers, and whether drafts may change the shape of a step."""
 
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 
@@ -59,6 +59,7 @@ def assert_near_ties(
             ours.append(written(model, call, SpeculativeConfig(budget=16, **MODES[mode])))
             stats = lookahead_hf.last_stats(model)
             assert stats is not None and stats.fallback_reason is None
+            assert (stats.execution == "compiled") == ("compiled" in mode)
             accepted[mode] += stats.num_accepted
         partings = find_partings(model, call, plain, ours, SEED)
         for mode, of_batch in zip(modes, partings, strict=True):
@@ -73,13 +74,13 @@ def assert_near_ties(
 @pytest.mark.parametrize("rows", [1, 3])
 def test_some_greedy_texts(loaded: tuple[Any, Any], rows: int) -> None:
     prompts = texts(per_family=1, longest=400)[: 2 if rows == 1 else 3]
-    modes = ["packed", "invariant"]
+    modes = ["compiled", "invariant, compiled"]
     assert_near_ties(loaded, prompts, rows, modes, do_sample=False, max_new_tokens=32)
 
 
 def test_some_sampled_texts(loaded: tuple[Any, Any]) -> None:
     prompts = texts(per_family=1, longest=400)[:3]
-    assert_near_ties(loaded, prompts, 3, ["packed"], **SAMPLED, max_new_tokens=32)
+    assert_near_ties(loaded, prompts, 3, ["compiled"], **SAMPLED, max_new_tokens=32)
 
 
 @pytest.mark.slow

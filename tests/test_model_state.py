@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,25 +12,23 @@ import pytest
 import lookahead_hf
 from lookahead_hf.model_state import state_of
 from tests.helpers.models import prompt, tiny
-from tests.helpers.packing import pack_all
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pack_all(monkeypatch)
+def model() -> Any:
     return tiny("llama")
 
 
 def is_kept(model: Any) -> bool:
-    return state_of(model).packed is not None
+    return state_of(model).compiled is not None
 
 
 def keeps(model: Any, generate: Callable[..., Any]) -> bool:
     """Whether a call keeps something."""
-    call = {"max_new_tokens": 40, "do_sample": False, "speculative": {"packed_weights": True}}
+    call = {"max_new_tokens": 40, "do_sample": False, "speculative": {"compiled_layers": True}}
     generate(prompt(), **call)
     stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None and stats.execution == "packed"
+    assert stats is not None and stats.fallback_reason is None and stats.execution == "compiled"
     return is_kept(model)
 
 
@@ -56,3 +55,14 @@ def test_disable_everywhere_frees_what_is_kept_of_models_not_enabled(model: Any)
     assert keeps(other, functools.partial(lookahead_hf.generate, other))
     lookahead_hf.disable_everywhere()
     assert [is_kept(each) for each in (model, enabled, other)] == [False, True, False]
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_disable_returns_memory_to_the_system(
+    has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[int] = []
+    library = SimpleNamespace(malloc_trim=trimmed.append) if has_it else SimpleNamespace()
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    lookahead_hf.disable(lookahead_hf.enable(tiny("llama")))
+    assert trimmed == [0] * has_it

@@ -29,8 +29,8 @@ from lookahead_hf.stats import (
     publish,
 )
 from tests.helpers.calls import run
+from tests.helpers.compiled import in_threads
 from tests.helpers.models import tiny
-from tests.helpers.packing import in_threads
 
 DRAFTS = {"budget": 8, "drafters": ["ngram", "recycling"]}
 

@@ -10,30 +10,24 @@ import torch
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import packed_weights
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
 from tests.helpers.device import taped
 from tests.helpers.encoder_decoder import tiny_pair
 from tests.helpers.models import prompt, tiny
 from tests.helpers.multimodal import build
-from tests.helpers.packing import needs_packing
 from tests.helpers.scripted import RandomTrees, Scripted, continuations, right, scripted
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "share", "mode"), [(1, 2.0, ""), (3, 2.0, ""), (1, 0.0, "packed")]
+    ("batch_size", "compiled", "mode"),
+    [(1, False, ""), (3, False, ""), (1, True, "compiled"), (3, True, "compiled")],
 )
-def test_costs_are_known_afterwards(
-    batch_size: int, share: float, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs_packing()
-    monkeypatch.setattr(packed_weights, "time_share", lambda *_: share)
-    monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**40)
+def test_costs_are_known_afterwards(batch_size: int, compiled: bool, mode: str) -> None:
     model = tiny("llama")
     before = model.generate(prompt(), max_new_tokens=8, do_sample=False)
-    lookahead_hf.warm_up(model, batch_size=batch_size, context_length=20, max_draft_nodes=16)
+    warm = {"batch_size": batch_size, "context_length": 20, "max_draft_nodes": 16}
+    lookahead_hf.warm_up(model, **warm, seconds=None, compiled_layers=compiled)  # type: ignore[arg-type]
     is_flat = batch_size > 1  # tokens of all rows count together then
     setting = batch_size, 20, placement(model), mode, None, is_flat
     curve = memory_of(model).costs.curve(*setting)
@@ -49,16 +43,10 @@ def test_costs_are_known_afterwards(
 
 
 @pytest.mark.parametrize(
-    ("name", "do_sample", "packed"),
-    [
-        ("llama", False, "auto"),
-        ("llama", True, "auto"),
-        ("llama", False, True),
-        ("qwen2_vl", False, "auto"),
-    ],
+    ("name", "do_sample"), [("llama", False), ("llama", True), ("qwen2_vl", False)]
 )
 def test_a_later_call_finds_its_graphs(
-    name: str, do_sample: bool, packed: str | bool, monkeypatch: pytest.MonkeyPatch
+    name: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a model whose tokens have a height and a width, beside a position in the text."""
     monkeypatch.setattr(graphs, "WIDTHS", (16, 1))
@@ -68,17 +56,15 @@ def test_a_later_call_finds_its_graphs(
     torch.manual_seed(7)
     plain = model.generate(ids, **call)
     trees = replace(scripted(continuations(plain, 20), RandomTrees()), cuda_graphs=True)
-    trees = replace(trees, packed_weights=packed)
     warm = {"batch_size": 2, "context_length": 20, "max_draft_nodes": 8, "max_new_tokens": 80}
     with taped(monkeypatch) as made, lookahead_hf.enabled(model):
-        lookahead_hf.warm_up(model, **warm, do_sample=do_sample, packed_weights=packed)
-        assert (state_of(model).joined is not None) == (packed is True)
+        lookahead_hf.warm_up(model, **warm, seconds=None, do_sample=do_sample)
         (recorder,) = [each for each in made if each.recordings]
         before = len(recorder.recordings)
         assert before == 6  # two widths, 64, 128 and 256 slots
         torch.manual_seed(7)
         assert model.generate(ids, **call, speculative=trees).tolist() == plain.tolist()
-        config = SpeculativeConfig(packed_weights=packed)
+        config = SpeculativeConfig()
         assert model.generate(ids[:, 5:], **call, speculative=config).shape == (2, 85)
     assert [each for each in made if each.recordings] == [recorder]
     assert len(recorder.recordings) == before
@@ -99,7 +85,7 @@ def test_it_captures_every_width_that_a_call_uses(
     plain = model.generate(ids, **call)
     drafters = Scripted(continuations(plain, 20), right(max(sizes) - 3))
     with taped(monkeypatch) as made, lookahead_hf.enabled(model):
-        lookahead_hf.warm_up(model, batch_size=rows)
+        lookahead_hf.warm_up(model, batch_size=rows, seconds=None)
         (recorder,) = [each for each in made if each.recordings]
         widths = [each.outputs[0].shape[1] for each in recorder.recordings]
         assert widths == 2 * [1 + size for size in reversed(sizes)]  # for 512 and 1,024 slots
@@ -113,6 +99,19 @@ def test_it_captures_every_width_that_a_call_uses(
     assert max(rows * width for width in widths) <= graphs.MOST_TOKENS
 
 
+def test_where_nothing_is_captured_the_ancestors_fit_their_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hooks keep graphs away, whose widths would end there anyway."""
+    model = tiny("llama", num_hidden_layers=1)
+    model.model.norm.register_forward_hook(lambda *_: None)
+    with taped(monkeypatch) as made:
+        lookahead_hf.warm_up(model, context_length=20)
+    curve = memory_of(model).costs.curve(1, 20, placement(model), "device")
+    assert not any(each.recordings for each in made)
+    assert curve.num_samples(64) >= 3  # 63 nodes count for it
+
+
 @pytest.mark.parametrize(
     "name", ["batch_size", "context_length", "max_draft_nodes", "max_new_tokens"]
 )
@@ -122,8 +121,7 @@ def test_what_is_no_number_from_one_on_is_refused(name: str, value: object) -> N
         lookahead_hf.warm_up(tiny("llama"), **{name: value})  # type: ignore[arg-type]
 
 
-def test_a_table_of_positions_is_not_outgrown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "time_share", lambda *_: 2.0)
+def test_a_table_of_positions_is_not_outgrown() -> None:
     model = tiny("gpt2", n_positions=32)
     lookahead_hf.warm_up(model, context_length=256)
     curve = memory_of(model).costs.curve(1, 15, placement(model), "")

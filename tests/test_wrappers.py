@@ -95,7 +95,7 @@ def test_peft_at_either_level(model: Any, decoding: PlainDecoding) -> None:
     [
         (None, r"enable_everywhere\(\)"),
         (nn.Linear(2, 2), "Linear is not a transformers model"),
-        ("gpt2", "str is not a transformers model"),
+        ("gpt2", r"load the model first, .*AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
         (LlamaForCausalLM, "is a class"),
     ],
 )

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-_drawing = threading.RLock()
-"""Held while the generators are those of a text."""
+from lookahead_hf.verification import rng
+
+_taken = threading.RLock()
+"""Held by the thread for which the default generators are those of a text; nobody waits for it."""
 
 
 def _renew_lock() -> None:
     """Make the lock anew: in a forked process, nobody is left to release it."""
-    global _drawing
-    _drawing = threading.RLock()
+    global _taken
+    _taken = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -25,7 +27,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class OwnGenerators:
-    """Lets a text draw from the default generators what it draws alone after `manual_seed`."""
+    """Lets a text draw from the default generators what it draws alone after `manual_seed`.
+
+    If they are those of another thread's text at that moment, the text draws from generators of its
+    own. It must not wait: a processor of the other text may wait for this one.
+    """
 
     def __init__(self, device: torch.device, seed: int) -> None:
         """Begin where `torch.manual_seed(seed)` would put the generators.
@@ -46,14 +52,35 @@ class OwnGenerators:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the default generators be those of the text inside, and what they were behind it."""
-        with _drawing, torch.random.fork_rng(self._devices, device_type=self._kind):
-            self._put()
+        """Let this thread draw from the text's generators inside, and from others behind it."""
+        taken = _taken
+        if rng.on_own_generators() or not taken.acquire(blocking=False):
+            with self._on_thread():
+                yield
+            return
+        try:
+            with torch.random.fork_rng(self._devices, device_type=self._kind):
+                self._put()
+                try:
+                    yield
+                finally:
+                    of_devices = map(self._module.get_rng_state, self._devices)
+                    self._states = [torch.get_rng_state(), *of_devices]
+        finally:
+            taken.release()
+
+    @contextmanager
+    def _on_thread(self) -> Iterator[None]:
+        """Let this thread alone draw from the text's generators inside."""
+        places = [torch.device("cpu"), *(torch.device(self._kind, i) for i in self._devices)]
+        states = self._states or [
+            torch.Generator(place).manual_seed(self._seed).get_state() for place in places
+        ]
+        with rng.ThreadGenerators(dict(zip(places, states, strict=True))) as own:
             try:
                 yield
             finally:
-                of_devices = map(self._module.get_rng_state, self._devices)
-                self._states = [torch.get_rng_state(), *of_devices]
+                self._states = [generator.get_state() for generator in own.by_device.values()]
 
     def _put(self) -> None:
         """Set the generators to the states that the text has left them in."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Hashable, Mapping, Set
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lookahead_hf.compat.batching import (
     ContinuousBatchingManager,
     DistributedHelper,
     GenerationOutput,
+    end_with,
 )
 from lookahead_hf.generation.decode import run
 from lookahead_hf.stats import SpeculativeStats
@@ -53,6 +54,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         max_queue_size: int,
         seed: int | None,
         in_call: bool,
+        is_run: bool,
         progress: Progress | None,
     ) -> None:
         """Prepare a run, without a thread.
@@ -65,16 +67,16 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             seed: The seed of the samples, None to draw one from torch's default generator.
             in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody
                 adds requests later.
+            is_run: Whether `last_stats` adds up the requests, since one call makes all of them.
             progress: Shows how the requests get on, None for no bar.
         """
         # All that the inherited methods read. Their own `__init__` would change the attention.
         self.input_queue = RequestQueue(max_queue_size, self._takes_requests, self._has_ended)
-        self.cancel_queue: queue.Queue[str] = queue.Queue()
         self._request_counter = 0
         self._request_lock = threading.Lock()
         self._wake_up_loop = threading.Event()
         self.background_thread_status = BackgroundThreadStatus()
-        self.output_router = Router(self.cancel_queue.put)
+        self.output_router = Router()
         self.batch_processor: Any = None
         self._generation_thread: Any = None
         self.warmed_up = False
@@ -90,6 +92,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
         self.maker, self.max_slots, self.max_batch_tokens = maker, max_slots, max_batch_tokens
         self._in_call, self.progress = in_call, progress
+        self._is_run = is_run
+        self._sum: SpeculativeStats | None = None
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
         self._seed = int(torch.randint(2**31, ())) if seed is None else seed
 
@@ -138,20 +142,52 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self._wake_up_loop.set()
         super().join(*args, **kwargs)
 
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, *args: Any, **kwargs: Any
+    ) -> str | None:
+        """Add a request, as with transformers' manager.
+
+        Raises:
+            TypeError: The id cannot be hashed, so that no result would be found by it.
+        """
+        if not isinstance(request_id, Hashable):
+            kind = type(request_id).__name__
+            raise TypeError(f"a request_id has to be hashable, which a {kind} is not: pass a str")
+        return super().add_request(input_ids, request_id, *args, **kwargs)
+
     def cancel_request(self, request_id: str) -> None:
         """Cancel a request with all of its texts, or one text by the id of its result.
 
         What waits is cancelled at once, what is in progress before its next step. As with
         transformers' manager nothing more is delivered, so that `request_id_iter` goes on until the
-        manager stops. There, texts of the request that have begun go on.
+        manager stops. There, texts of the request that have begun go on. The id can be used again
+        at once: what is added later is another request.
 
         Args:
             request_id: The id of the request; one that is not known is ignored.
         """
-        self.input_queue.cancel(request_id)
-        self.output_router.silence(request_id)  # first, since the run forgets what is silent
-        self.cancel_queue.put(request_id)
+        self.output_router.cancel(request_id, self.input_queue.cancel)
         self._wake_up_loop.set()
+
+    def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
+        """Let the running event loop call a function with each output of a request.
+
+        That of a request that is cancelled is not called again, and leaves the handler of the next
+        request with its id alone.
+        """
+        handlers, lock = self.output_router.result_handlers, self.output_router._lock
+
+        def hear(output: GenerationOutput) -> None:
+            if handlers.get(request_id) is not entry:
+                return
+            callback(output)
+            with lock:
+                if output.is_finished() and handlers.get(request_id) is entry:
+                    del handlers[request_id]
+
+        entry = hear, asyncio.get_running_loop()
+        with lock:
+            handlers[request_id] = entry
 
     # What the session of a run asks, in the thread of the run.
 
@@ -169,13 +205,10 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         # Copies of a function are the function itself, which the texts of a request then share.
         return self._jobs.popleft() if self._jobs[0].objects.isdisjoint(in_use) else None
 
-    def cancelled(self) -> set[str]:
-        """Return the ids of requests that were cancelled since the last time."""
-        found = set()
-        while not self.cancel_queue.empty():
-            found.add(self.cancel_queue.get())
-        self.output_router.forget(found)
-        self._jobs = deque(job for job in self._jobs if not job.names & found)
+    def cancelled(self) -> Mapping[str, int]:
+        """Return the ids that were cancelled since the last time, for `Job.is_among`."""
+        found = self.output_router.take_cancelled()
+        self._jobs = deque(job for job in self._jobs if not job.is_among(found))
         return found
 
     def stops(self) -> bool:
@@ -195,11 +228,13 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         output = job.state.to_generation_output()
         output.speculative_stats = record
         if record is not None:
-            stats.publish(self.model, record)
+            if self._is_run:
+                self._sum = stats.of_run(self._sum, record)
+            stats.publish(self.model, self._sum or record)
             stats.tell(self.model, record)
         if self.progress is not None and output.is_finished():
             self.progress.finished(record)
-        self.output_router.deliver(output)
+        self.output_router.deliver(output, job)
 
     def _takes_requests(self) -> bool:
         """Whether a run goes on and takes what waits, as soon as there is room.
@@ -238,7 +273,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             each.num_children = 0
             seed = request_seed(self._seed, index)
             names = frozenset({each.request_id, name})
-            jobs.append(Job(each, seed, names, own_objects(each)))
+            jobs.append(Job(each, index, seed, names, own_objects(each)))
         return jobs
 
     def _run_generation_loop(self) -> None:
@@ -250,7 +285,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             with torch.no_grad():
                 self._decode_all()
         except Exception as fatal:
-            self._handle_critical_error(fatal, None)
+            end_with(self, fatal)
         finally:  # whatever ends the thread, SystemExit included
             self.background_thread_status.mark_as_stopped()  # first, so that nothing is added later
             error = RuntimeError("the run was stopped before this request was begun")
@@ -267,9 +302,11 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             elif status.local_status == status.FLUSH_AND_STOP:
                 return
             else:
+                self.cancelled()  # ids that nobody has any more
                 self._wake_up_loop.wait(IDLE_SECONDS)
                 self._wake_up_loop.clear()
 
     def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
+        self.cancelled()
         while (job := self.take()) is not None:
             self.output_router.fail_and_deliver(job.state, error)

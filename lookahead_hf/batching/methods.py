@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -20,13 +19,13 @@ from lookahead_hf import fallback
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import OBJECTS, Maker
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.generation.call import Request
-from lookahead_hf.generation.options import wanted
+from lookahead_hf.generation.options import check_name, wanted
 
-SLOTS_ON_CPU, SLOTS_ON_DEVICE = 8, 32
+DEFAULT_SLOTS = 8
 """Texts that are decoded together where nobody says how many."""
 
 MOST_SLOTS = 4096
@@ -73,9 +72,6 @@ ELSEWHERE = {
     ),
 }
 """Names that a misspelt one may mean, and what serves them."""
-
-LIKENESS = 0.7
-"""How much a name must resemble another one to count as misspelt, from 0 to 1, as in `difflib`."""
 
 _asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
 """What the call in progress asks, for the methods that it calls in turn."""
@@ -173,21 +169,12 @@ def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str])
     Raises:
         ValueError: A name resembles that of an argument or an option of ours.
     """
-    options = [each.name for each in fields(SpeculativeConfig)]
     theirs = {*inspect.signature(original).parameters, "max_new_tokens"}
     settings = model.generation_config, ContinuousBatchingConfig()
     for name in given:
         if name in theirs or any(hasattr(each, name) for each in settings):
             continue
-        known = {*OWN, *options, *theirs, *ELSEWHERE}
-        nearest = next(iter(difflib.get_close_matches(name, known, 1, LIKENESS)), None)
-        if nearest is None or nearest in theirs:
-            continue
-        fix = f"did you mean {nearest}=?"
-        if nearest in options:
-            fix = f"pass speculative=SpeculativeConfig({nearest}=...)"
-        fix = ELSEWHERE.get(nearest, fix)
-        raise ValueError(f"{original.__name__} has no argument {name!r}: {fix}")
+        check_name(original.__name__, name, OWN, theirs, ELSEWHERE)
 
 
 def _manager(
@@ -239,8 +226,7 @@ def _ours(
     generation.cache_implementation, generation.use_cache = None, True
     slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots
     if slots is None:
-        slots = SLOTS_ON_CPU if model.device.type == "cpu" else SLOTS_ON_DEVICE
-        slots = max(1, min(slots, getattr(hints, "num_requests", None) or slots))
+        slots = max(1, min(DEFAULT_SLOTS, getattr(hints, "num_requests", None) or DEFAULT_SLOTS))
     check_int("max_slots", slots, 1, MOST_SLOTS)
     most = batching.max_batch_tokens
     if most is not None:
@@ -261,6 +247,7 @@ def _ours(
         max_queue_size=batching.max_queue_size,
         seed=batching.seed,
         in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
+        is_run=asked.in_call,
         progress=Progress(getattr(hints, "num_requests", None)) if asked.progress else None,
     )
 

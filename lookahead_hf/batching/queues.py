@@ -8,7 +8,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from lookahead_hf.batching.request import own_objects
+from lookahead_hf.batching.request import Job, own_objects
 from lookahead_hf.compat.batching import GenerationOutput, OutputRouter, RequestState
 
 _logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 def is_text_of(request_id: str, result_id: str) -> bool:
     """Return whether a result is that of a request, or of one of its further texts."""
-    return result_id == request_id or result_id.startswith(f"{request_id}__child#")
+    return result_id == request_id or str(result_id).startswith(f"{request_id}__child#")
 
 
 @dataclass(eq=False)
@@ -63,18 +63,20 @@ class RequestQueue(queue.Queue[Any]):
 
         transformers' manager takes all that waits before every step, ours what has a row.
         """
+        waiting = Waiting(item, 0, own_objects(item))
         while True:
             try:
-                return super().put(item, block, timeout)
+                return super().put(waiting, block, timeout)
             except queue.Full:
                 if not block or not self._is_emptied():
                     raise
 
-    def _put(self, state: RequestState) -> None:
+    def _put(self, waiting: Waiting) -> None:
         if self._has_ended():  # while the caller waited for room
             raise queue.Full
-        super()._put(Waiting(state, self.num_texts, own_objects(state)))
-        self.num_texts += 1 + state.num_children
+        waiting.first = self.num_texts
+        super()._put(waiting)
+        self.num_texts += 1 + waiting.state.num_children
 
     def take(self, in_use: Set[int]) -> Waiting | None:
         """Return the first request that brings no object in use, None if there is none.
@@ -91,8 +93,12 @@ class RequestQueue(queue.Queue[Any]):
                 awaited |= request.objects
         return None
 
-    def cancel(self, request_id: str) -> None:
-        """Drop the requests with an id, or one text of a request by the id of its result."""
+    def cancel(self, request_id: str) -> int:
+        """Drop the requests with an id, or one text of a request by the id of its result.
+
+        Returns:
+            The texts of all requests that were added before.
+        """
         with self.mutex:
             kept = [each for each in self.queue if each.state.request_id != request_id]
             for each in kept:
@@ -101,41 +107,58 @@ class RequestQueue(queue.Queue[Any]):
             self.not_full.notify(len(self.queue) - len(kept))
             self.queue.clear()
             self.queue.extend(kept)
+            return self.num_texts
 
 
 class Router(OutputRouter):
-    """Passes outputs on, also when nobody hears of them any more."""
+    """Passes outputs on: nothing of a cancelled text, and also when nobody hears of them."""
 
-    def __init__(self, cancel: Callable[[str], None]) -> None:
-        """`cancel`: called with the id of a request whose text nobody takes."""
+    def __init__(self) -> None:
         super().__init__()
-        self._cancel = cancel
+        self._cancelled: dict[str, int] = {}
 
-    def deliver(self, output: GenerationOutput) -> None:
-        """Pass an output on; if the event loop of its handler was closed, cancel its request."""
+    def deliver(self, output: GenerationOutput, job: Job | None = None) -> None:
+        """Pass an output on; if the event loop of its handler was closed, cancel its text.
+
+        Args:
+            output: The output.
+            job: The text that it is of, which may have been cancelled; None where none was begun.
+        """
         name = output.request_id
+        with self._lock:
+            if job is not None and job.is_among(self._cancelled):
+                return
+            if name not in self.result_handlers:
+                self.output_queue.put(output)
+                return
+            hear, loop = self.result_handlers[name]
         try:
-            super().deliver(output)
+            loop.call_soon_threadsafe(hear, output)
         except RuntimeError as error:
             with self._lock:
                 self.result_handlers.pop(name, None)
-            self._cancel(name)
+                if job is not None:
+                    self._cancelled[name] = job.index + 1
             _logger.warning("nobody takes the text of %r: %s", name, error)
 
-    def silence(self, request_id: str) -> None:
-        """Let the handlers of a request's texts hear nothing more."""
+    def cancel(self, request_id: str, drop: Callable[[str], int]) -> None:
+        """Let nothing more be heard of the texts that a request has so far.
+
+        Args:
+            request_id: The id of the request, or of one of its texts.
+            drop: Drops those that wait, and returns the number of all texts that were added.
+        """
+        with self._lock, self.output_queue.mutex:
+            self._cancelled[request_id] = drop(request_id)
+            for name in [each for each in self.result_handlers if is_text_of(request_id, each)]:
+                del self.result_handlers[name]
+            outputs = self.output_queue.queue
+            kept = [each for each in outputs if not is_text_of(request_id, each.request_id)]
+            outputs.clear()
+            outputs.extend(kept)
+
+    def take_cancelled(self) -> dict[str, int]:
+        """Return the ids that were cancelled since the last time, for `Job.is_among`."""
         with self._lock:
-            for name, (_, loop) in self.result_handlers.items():
-                if is_text_of(request_id, name):
-                    self.result_handlers[name] = _ignore, loop
-
-    def forget(self, request_ids: Set[str]) -> None:
-        """Forget the handlers that were silenced for these requests, which have ended."""
-        with self._lock:
-            for name, (heard, _) in list(self.result_handlers.items()):
-                if heard is _ignore and any(is_text_of(each, name) for each in request_ids):
-                    del self.result_handlers[name]
-
-
-def _ignore(output: GenerationOutput) -> None:
-    """Hear of an output of a request that was cancelled."""
+            found, self._cancelled = self._cancelled, {}
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +13,20 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.verifier import Seeded
+from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
 from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.call import PreparedCall, Request
-from lookahead_hf.generation.outputs import RequestedOutputs
-from lookahead_hf.generation.streaming import ColumnStream
+from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
-from lookahead_hf.runner import positions, prefix_tuning, support
+from lookahead_hf.model import position_limits, prefix_tuning
+from lookahead_hf.model.facts import facts_of
+from lookahead_hf.support import checks
 from lookahead_hf.verification.select import choose_verifier
 from lookahead_hf.verification.stopping import knows_criterion
 from lookahead_hf.verification.verifier import Verifier
@@ -78,19 +82,31 @@ class Job:
 
     Attributes:
         state: What transformers keeps of a request: its prompt, its tokens, its status.
+        index: The number of texts that were added before.
         seed: The seed of its samples.
         names: The ids that cancel it: its own, and that of the request that it is a text of.
         objects: What the request brought that may keep something of its text, see `own_objects`.
         call: The call of `generate` that it stands for, None before it has a row.
         verifier: What verifies its text, None before it has a row.
+        constraint: The grammar that its text obeys, None without one.
     """
 
     state: RequestState
+    index: int
     seed: int
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
     verifier: Verifier | None = None
+    constraint: Constraint | None = None
+
+    def is_among(self, cancelled: Mapping[str, int]) -> bool:
+        """Return whether an id cancels this text; one that is used again spares later texts.
+
+        Args:
+            cancelled: Ids, each with the number of texts that had been added by then.
+        """
+        return any(self.index < cancelled.get(name, 0) for name in self.names)
 
 
 def _set_for_one(config: Any, name: str) -> Any:
@@ -160,7 +176,7 @@ class Maker:
                 f"need more than the {self.room} tokens that a request may have: lower "
                 "max_new_tokens, raise max_tokens, or lower max_slots, which share max_tokens"
             )
-        limit, last = positions.room(self.model), longest - 1
+        limit, last = position_limits.room(self.model), longest - 1
         if limit is not None and last > limit:
             detail = f"positions up to {last}, where those of the model change or end at {limit}"
             raise Unserved(FallbackReason.MODEL, detail)
@@ -184,7 +200,7 @@ class Maker:
         compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
         check_settings(lambda name: _set_for_one(call.generation_config, name))
-        support.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
+        checks.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
 
     def verifier(self, call: PreparedCall, seed: int) -> Verifier:
@@ -206,9 +222,9 @@ class Maker:
 
     def num_draftable(self, call: PreparedCall) -> int:
         """Return how many new tokens drafts may cover in a call."""
-        position_ids = positions.of_prompt(self.model, call.input_ids, call.model_kwargs)
+        position_ids = position_limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
         assert position_ids is not None
-        return positions.num_draftable(self.model, position_ids, call.num_new)
+        return position_limits.num_draftable(self.model, position_ids, call.num_new)
 
     def check(self) -> None:
         """Check whether the model and the settings of the run can be served at all.
@@ -219,23 +235,26 @@ class Maker:
         """
         model = self.model
         self._check_drafters()
-        support.check_setup(model)
-        support.check_kind(model)
+        if model.device.type != "cpu":
+            detail = "an accelerator, on which transformers' own has steps without the host"
+            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
+        checks.check_setup(model)
+        checks.check_kind(model)
         if sharding.is_spread(model):
             raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
         if compat.has_own_generate(model) or model.config.is_encoder_decoder:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
-        if compat.is_stateful(model) or compat.mixers(model):
+        if compat.is_stateful(model) or facts_of(model).mixers:
             raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
         if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
-        if compat.needs_columns(model) or prefix_tuning.of_model(model).count:
+        if facts_of(model).needs_columns or prefix_tuning.of_model(model).count:
             detail = "a model that counts positions itself"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
         self.verifier(self.trial(), 0)
-        support.check_trial(model)
+        checks.check_trial(model)
 
     def _check_drafters(self) -> None:
         heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}
@@ -253,10 +272,10 @@ class Maker:
     def takes_flat(self) -> bool:
         """Return whether steps may feed the tokens of live rows alone, one after another."""
         call = self.trial()
-        position_ids = positions.of_prompt(self.model, call.input_ids, call.model_kwargs)
+        position_ids = position_limits.of_prompt(self.model, call.input_ids, call.model_kwargs)
         assert position_ids is not None
-        return support.takes_flat(self.model, position_ids, call.model_kwargs)
+        return checks.takes_flat(self.model, position_ids, call.model_kwargs)
 
     def trial(self) -> PreparedCall:
         """Return the call of a request that nobody made, whose prompt is one token."""
-        return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0))
+        return self._prepared(Job(RequestState("trial", [0], max_new_tokens=None), 0, 0))

@@ -11,14 +11,14 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.refilled import RefilledCache
+from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import BlockLayout
 from lookahead_hf.runner.outputs import StepOutputs
-from lookahead_hf.runner.packed_steps import PackedSteps
 
 PIECE = 128
 """Tokens of prompts that a step reads beside the rows that decode.
@@ -57,7 +57,7 @@ class RefilledRunner(Runner):
         self,
         model: object,
         num_rows: int,
-        packed: PackedSteps,
+        compiled: CompiledSteps,
         flat: bool,
         most_tokens: int | None,
     ) -> None:
@@ -66,11 +66,11 @@ class RefilledRunner(Runner):
         Args:
             model: The target.
             num_rows: Rows of the steps.
-            packed: How steps and prompts use packed linear layers.
+            compiled: How steps run the layers.
             flat: Whether steps feed the tokens of live rows alone.
             most_tokens: Most tokens of a step, at least one per row; None for any number.
         """
-        super().__init__(model, num_rows, None, packed, flat)
+        super().__init__(model, num_rows, None, compiled, flat)
         self._texts = RefilledCache(num_rows)
         self.most_tokens = most_tokens
         if most_tokens is not None:
@@ -94,7 +94,7 @@ class RefilledRunner(Runner):
             Logits after the prompt, [1, 1, vocab].
         """
         self._prompts.pop(row, None)
-        alone = Runner(self.model, 1, None, self._packed)
+        alone = Runner(self.model, 1, None, self._steps)
         outputs = alone.prefill(
             call.input_ids, call.generation_config, call.model_kwargs, before_steps
         )
@@ -207,13 +207,13 @@ class RefilledRunner(Runner):
             if self._texts.slots.lengths[row]:
                 self._texts.free(row)
 
-    def renew(self, packed: PackedSteps) -> None:
-        """Go on with weights that may have changed, and with other packed layers.
+    def renew(self, compiled: CompiledSteps) -> None:
+        """Go on with weights that may have changed, and with other compiled layers.
 
         Texts go on with what they hold, which no other text may copy; prompts that are being read
         begin again.
         """
-        self._packed = packed
+        self._steps = compiled
         self._prompts.clear()
         for row, prompt_ids in list(self._reading.items()):
             self.read(row, prompt_ids)

@@ -17,19 +17,21 @@ from lookahead_hf.batching.request import Job, Maker
 from lookahead_hf.batching.rows import RefilledRows
 from lookahead_hf.batching.runner import RefilledRunner
 from lookahead_hf.batching.verifier import EachRow
+from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.session import Session
-from lookahead_hf.runner import attention
-from lookahead_hf.runner.packed_steps import LONG_CALL, PackedSteps
+from lookahead_hf.logits import constraints
+from lookahead_hf.patches.forward import left_to_kernel
+from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.stats import SpeculativeStats
 
 if TYPE_CHECKING:
     from lookahead_hf.batching.manager import SpeculativeBatchingManager
+    from lookahead_hf.logits.grammars.protocol import Grammar
 
 STOPPED = "the run was stopped before this request was complete"
 """The error of a request that a hard stop gives up."""
@@ -54,7 +56,7 @@ class RefillSession(Session):
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:
-        stack.enter_context(attention.left_to_kernel(False))
+        stack.enter_context(left_to_kernel(False))
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.runner.most_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.
@@ -65,7 +67,7 @@ class RefillSession(Session):
         """Pass on what the rows have become, and give free rows to the requests that wait."""
         self.stats.settle(self.runner.step_tokens)
         if self.manager.pauses():
-            self.runner.renew(packing(self.manager.maker))
+            self.runner.renew(compiled_steps(self.manager.maker))
         self._free_cancelled()
         stops = self.manager.stops()
         for row, job in list(self.jobs.items()):
@@ -85,7 +87,7 @@ class RefillSession(Session):
         """Free the rows of requests that were cancelled."""
         cancelled = self.manager.cancelled()
         for row, job in list(self.jobs.items()):
-            if job.names & cancelled:
+            if job.is_among(cancelled):
                 self._free(row)
 
     def _fill(self) -> None:
@@ -126,6 +128,7 @@ class RefillSession(Session):
         """Let a row decode once its prompt was read, which may take several steps."""
         if job.call is None:
             job.call = self.manager.maker.call(job)
+            job.constraint = constraints.of_call(job.call.processors, 1)
             job.verifier = self.manager.maker.verifier(job.call, job.seed)
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
@@ -174,7 +177,8 @@ class RefillSession(Session):
             return
         if self.jobs.get(row) is job:
             job.state.generated_tokens = tokens
-            del job.state._timestamps[len(tokens) :]  # beams may go on after the best has ended
+            if (times := job.state.timestamps) is not None:
+                del times[len(tokens) :]  # beams may go on after the best has ended
             self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
 
     def _pass_on(self, row: int, job: Job) -> None:
@@ -213,8 +217,8 @@ class RefillSession(Session):
         """Note that a text has so many new tokens."""
         if self.manager.progress is not None:
             self.manager.progress.emitted(count)
-        if job.state.record_timestamps:
-            job.state._timestamps += [time.perf_counter()] * count
+        if (times := job.state.timestamps) is not None:
+            times += [time.perf_counter()] * count
 
     def _finish(self, row: int, job: Job, stats: SpeculativeStats) -> None:
         self._free(row)
@@ -244,9 +248,9 @@ class RefillSession(Session):
             self._fail(row, job, error or RuntimeError(STOPPED))
 
 
-def packing(maker: Maker) -> PackedSteps:
-    """Return how steps use packed layers, from what is kept of the model now."""
-    return PackedSteps(maker.model, maker.request.config.packed_weights, LONG_CALL)
+def compiled_steps(maker: Maker) -> CompiledSteps:
+    """Return how steps run the layers, from what is kept of the model now."""
+    return CompiledSteps(maker.model, maker.request.config.compiled_layers)
 
 
 def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
@@ -258,13 +262,19 @@ def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
     maker, num_rows = manager.maker, manager.max_slots
     model, request = maker.model, maker.request
     do_sample = bool(maker.generation_config.do_sample)
-    rows, packed = RefilledRows(num_rows), packing(maker)
-    runner = RefilledRunner(model, num_rows, packed, maker.takes_flat(), manager.max_batch_tokens)
+    rows, compiled = RefilledRows(num_rows), compiled_steps(maker)
+    jobs: dict[int, Job] = {}
+
+    def grammar_of(row: int) -> Grammar | None:
+        constraint = jobs[row].constraint if row in jobs else None
+        return None if constraint is None else constraint.shadow(0)
+
+    runner = RefilledRunner(model, num_rows, compiled, maker.takes_flat(), manager.max_batch_tokens)
     drafts = DraftSession(
         model,
         request.config,
         rows,
-        build_drafters(model, request, num_rows, do_sample),
+        build_drafters(model, request, num_rows, do_sample, grammar_of=grammar_of),
         do_sample=do_sample,
         vocab_size=int(compat.text_config(model).vocab_size),
         max_new_tokens=rows.most_new,
@@ -278,4 +288,5 @@ def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
         processes=Processes(),
         stats=RowRecorder(num_rows),
         manager=manager,
+        jobs=jobs,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,11 @@ from lookahead_hf.cache import hf_layers
 from lookahead_hf.cache.slot_layer import SlotLayer
 from lookahead_hf.cache.slots import SlotCache, SlotGroup
 from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self_attention
+
+MOST_COPIES = 8
+"""Rows of a layer that are copied one by one; of more rows all tokens are copied at once."""
+
+_Part = tuple[slice, slice, np.ndarray]
 
 
 class AdoptedCache:
@@ -61,6 +67,7 @@ class AdoptedCache:
         self.num_columns = int(held)
         self.slots = SlotCache(num_rows)
         self.columns: np.ndarray | None = None
+        self._known: dict[Any, tuple[list[_Part], dict[torch.device, Any]]] = {}
         self.slots.lengths[:] = self.num_columns
         # Where the caller sees the cache and may attend a row's pads later: the rows, the columns
         # and the content of all pads, by the id of a layer.
@@ -131,29 +138,42 @@ class AdoptedCache:
         rows, heads, count, dim = states.shape
         store = states.new_zeros(rows, group.roomy(group.longest), heads, dim)
         first = self.num_columns - count  # a layer with a window has dropped the columns before
-        for of, slots, columns in self._parts(group.dropped, first, self.num_columns):
+        parts, known = self._parts(group.dropped, first, self.num_columns)
+        if len(parts) > MOST_COPIES:
+            row, slot, column = _places(parts, first, states.device, known)
+            store[row, slot] = states.transpose(1, 2)[row, column]
+            return store
+        for of, slots, columns in parts:
             index = _index(columns - first, states.device)
             store[of, slots].copy_(states[of][:, :, index].transpose(1, 2))
         return store
 
     def _parts(
         self, dropped: np.ndarray, first: int, last: int
-    ) -> Iterator[tuple[slice, slice, np.ndarray]]:
-        """Yield rows, their slots and these slots' columns, of what a layer holds in some columns.
+    ) -> tuple[list[_Part], dict[torch.device, Any]]:
+        """Return rows, their slots and these slots' columns, of what a layer holds in some columns.
+
+        The other layers of its group hold the same. Beside it comes what `_places` keeps.
 
         Args:
             dropped: Tokens of each row that came before its first slot, [rows].
             first: The first column.
             last: The column after the last one.
         """
-        counts = dropped.tolist()
+        asked = first, last, dropped.tobytes()
+        if asked in self._known:
+            return self._known[asked]
+        counts, parts = dropped.tolist(), []
         alike = self.columns is None and len(set(counts)) == 1
         for row, gone in enumerate(counts[:1] if alike else counts):
             tokens = np.arange(last - self.pads[row])
             columns = self.columns_of(np.full_like(tokens, row), tokens)
             token = max(int(np.searchsorted(columns, first)), gone)
             of = slice(None) if alike else slice(row, row + 1)
-            yield of, slice(token - gone, len(columns) - gone), columns[token:]
+            parts.append((of, slice(token - gone, len(columns) - gone), columns[token:]))
+        found: tuple[list[_Part], dict[torch.device, Any]] = parts, {}
+        self._known[asked] = found
+        return found
 
     def token_columns(self, group: SlotGroup, slots: int | None = None) -> np.ndarray:
         """Column of the token in every slot of a group, [rows, slots] int64; of the visible ones
@@ -211,10 +231,28 @@ class AdoptedCache:
     ) -> torch.Tensor:
         """Turn [rows, slots, kv_heads, dim] into [rows, kv_heads, last - first, dim]."""
         out = store.new_zeros(store.shape[0], store.shape[2], last - first, store.shape[3])
-        for of, slots, columns in self._parts(dropped, first, last):
+        parts, known = self._parts(dropped, first, last)
+        if len(parts) > MOST_COPIES:
+            row, slot, column = _places(parts, first, store.device, known)
+            out.transpose(1, 2)[row, column] = store[row, slot]
+            return out
+        for of, slots, columns in parts:
             index = _index(columns - first, store.device)
             out[of][:, :, index] = store[of, slots].transpose(1, 2)
         return out
+
+
+def _places(
+    parts: list[_Part], first: int, device: torch.device, known: dict[torch.device, Any]
+) -> Any:
+    """Return row, slot and column less `first` of every token in parts, kept in `known`."""
+    if device not in known:
+        counts = [len(columns) for _, _, columns in parts]
+        row = np.repeat([of.start for of, _, _ in parts], counts)
+        slot = np.concatenate([np.arange(slots.start, slots.stop) for _, slots, _ in parts])
+        column = np.concatenate([columns for _, _, columns in parts]) - first
+        known[device] = torch.from_numpy(np.stack([row, slot, column])).to(device).unbind(0)
+    return known[device]
 
 
 def _index(places: np.ndarray, device: torch.device) -> slice | torch.Tensor:

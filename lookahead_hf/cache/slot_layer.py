@@ -66,6 +66,7 @@ class SlotLayer(DynamicLayer):
         """Write states, [rows, heads, width, dim]; return the visible slots in the same order."""
         block, shown = self.group.block, store.transpose(1, 2)
         assert block is not None
+        states = states.to(store.dtype)  # under autocast, K and V may come in other types
         if block.span is not None:
             shown[:, :, block.span].copy_(states)
             return shown.narrow(2, 0, block.visible)

@@ -11,7 +11,7 @@ from lookahead_hf.cache.slot_layer import Block, SlotLayer, StateSlotLayer
 from lookahead_hf.cache.storage import Extent, Stores
 from lookahead_hf.compat import HYBRID_LAYERS, Cache, EmptyLayer, StateLayer
 from lookahead_hf.draft import place_in_row
-from lookahead_hf.kernels import PathTable, compact_path
+from lookahead_hf.kernels import PathTable, compact_on_host
 
 GROWTH_SLOTS = 64
 """Fewest slots added at once. Beyond 1,024 slots a sixteenth is added: at most 1.1x the memory."""
@@ -41,6 +41,8 @@ class SlotGroup:
         self.capacity = 0
         self.block: Block | None = None
         self._path_table: PathTable | None = None
+        # Memory ran out before the last layer had grown, or had dropped its tokens.
+        self._is_uneven = self._is_dropping = False
         self._slots_by_device: dict[torch.device, torch.Tensor] = {}
 
     @property
@@ -82,16 +84,18 @@ class SlotGroup:
 
         Layers with a window drop tokens before they grow, so they need no further room.
         """
-        if slots > self.capacity:
+        if slots > self.capacity or self._is_uneven:
             is_whole = self.window is None
-            self.grow(self.roomy(slots) if is_whole else max(slots, self.roomy(slots - width)))
+            wanted = self.roomy(slots) if is_whole else max(slots, self.roomy(slots - width))
+            self.grow(max([wanted, *(store.shape[1] for store in self.stores)]))
 
     def grow(self, capacity: int) -> None:
         """Give every layer exactly this room."""
         self._path_table = None  # it would hold all K and V until the last layer has grown
+        self._is_uneven = True
         for layer in self.layers:
             layer.grow(capacity)
-        self.capacity = capacity
+        self.capacity, self._is_uneven = capacity, False
 
     def move_to(
         self, stores: list[tuple[torch.Tensor, torch.Tensor]], capacity: int, table: PathTable
@@ -116,7 +120,7 @@ class SlotGroup:
             is_flat: Whether the block has these tokens alone, one row after another.
         """
         counts = np.broadcast_to(counts, len(self.dropped))
-        self._drop_unseen(int((self.lengths + counts).max()))
+        self.drop_unseen(int((self.lengths + counts).max()))
         lengths, width = self.lengths, int(counts.max())
         used = int((lengths + counts).max())
         self.reserve(used, width)
@@ -135,16 +139,17 @@ class SlotGroup:
         self.block = Block(None, flat_slots, visible)
         self._slots_by_device = {flat_slots.device: flat_slots}
 
-    def _drop_unseen(self, slots: int) -> None:
+    def drop_unseen(self, slots: int) -> None:
         """Where there is no room for so many slots, drop what a window has left behind."""
-        if self.window is None or slots <= self.capacity:
+        if self.window is None or (slots <= self.capacity and not self._is_dropping):
             return
         gone = np.maximum(self.lengths - self.num_kept - self.extent.lead, 0)
         if gone.any():
-            self._path_table = None
+            self._path_table, self._is_dropping = None, True
             for layer in self.layers:
-                layer.drop(gone)
-            self.dropped = self.dropped + gone
+                if (layer.dropped == self.dropped).all():
+                    layer.drop(gone)
+            self.dropped, self._is_dropping = self.dropped + gone, False
 
     def flat_slots_on(self, device: torch.device) -> torch.Tensor:
         """`block.flat_slots` on a device, copied once per block."""
@@ -244,6 +249,5 @@ class SlotCache(Cache):
         for group in self.each_group():
             if group.layers:
                 # A row that is not in the block may fill its room; its first path token stays.
-                lengths = torch.from_numpy(np.minimum(group.lengths, group.capacity - 1))
-                paths = torch.from_numpy(path), torch.from_numpy(counts)
-                compact_path(group.path_table, lengths, *paths)
+                lengths = np.minimum(group.lengths, group.capacity - 1)
+                compact_on_host(group.path_table, lengths, path, counts)

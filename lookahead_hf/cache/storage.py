@@ -66,8 +66,8 @@ class Stores:
         """Make room for K and V with heads like those of states, [any, kv_heads, any, dim] each."""
         for name, states in (("k_store", keys), ("v_store", values)):
             _, heads, _, dim = states.shape
-            rows = self.k_store.shape[0]
-            vars(self)[name] = states.new_zeros(rows, capacity, heads, dim)
+            rows, dtype = self.k_store.shape[0], torch.promote_types(keys.dtype, states.dtype)
+            vars(self)[name] = states.new_zeros(rows, capacity, heads, dim, dtype=dtype)
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots, first in K, then in V, to hold only one extra copy."""

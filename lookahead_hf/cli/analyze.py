@@ -68,10 +68,10 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     PROMPTS is a file of JSON records or of one prompt per line. For every group of prompts the
     command says how much faster this machine will generate, why, and with which settings.
     """
-    from lookahead_hf.cli.analysis.report import findings, show
+    samples = _read(arguments)
+    from lookahead_hf.cli.analysis.report import findings, show  # seconds, as it needs torch
 
     page = PageScreen() if arguments.html else None
-    samples = _read(arguments)
     stage = _open(arguments, screen)
     found = findings(*_analyse(stage, samples, arguments))
     about = _about(stage, samples, arguments)

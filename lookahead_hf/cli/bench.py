@@ -14,7 +14,7 @@ from lookahead_hf.cli.demo_prompts import PROMPTS
 from lookahead_hf.cli.generate import open_stage
 from lookahead_hf.cli.measuring import OURS, Batch, Run, measure, systems
 from lookahead_hf.cli.parsing import BATCH_SIZE, POSITIVE, Arguments, command, generation_options
-from lookahead_hf.cli.records import read_lines, text_of
+from lookahead_hf.cli.records import is_record, read_lines, text_of
 from lookahead_hf.cli.screen import CommandError, Screen
 from lookahead_hf.cli.summary import Line, summarize
 
@@ -32,8 +32,8 @@ examples:
     "--prompts",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="one prompt per line, or JSON records where the name ends in .jsonl (default: the two "
-    "prompts of the demo)",
+    help="a prompt or a JSON record per line; a record begins with { (default: the two prompts of "
+    "the demo)",
 )
 @click.option("--field", default="prompt", show_default=True, help="of each JSON record")
 @click.option("--limit", type=POSITIVE, metavar="N", help="the first N prompts only")
@@ -62,9 +62,11 @@ def _read_prompts(arguments: Arguments) -> dict[str, list[str]]:
     if file is None:
         return {name: [text] for name, text in [*PROMPTS.items()][:limit]}
     lines = read_lines(file)
-    if file.suffix == ".jsonl":
-        lines = [(place, text_of(line, arguments.field, place)) for place, line in lines]
-    texts = [text for _, text in lines if text.strip()]
+    texts = [
+        text_of(line, arguments.field, place) if is_record(file, line) else line
+        for place, line in lines
+    ]
+    texts = [text for text in texts if text.strip()]
     if not texts:
         raise CommandError(f"There is no prompt in {file}.")
     return {file.name: texts[:limit]}

@@ -42,15 +42,15 @@ def collect() -> dict[str, dict[str, Any]]:
     from lookahead_hf.fallback import FallbackReason
 
     return {
-        "versions": versions(),
-        "devices": _devices(),
-        "caches": _caches(),
-        "environment variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
-        },
         "reasons for plain generation": {
             reason.value: f"{reason.text} ({reason.fix})" for reason in FallbackReason
         },
+        "environment variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
+        "caches": _caches(),
+        "devices": _devices(),
+        "versions": versions(),  # last, where a terminal shows them
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,13 +13,14 @@ from lookahead_hf.cli.loading import load, open_model
 from lookahead_hf.cli.measuring import Call
 from lookahead_hf.cli.parsing import (
     BATCH_SIZE,
+    FILE,
     Arguments,
     command,
     generation_arguments,
     generation_options,
     with_pool,
 )
-from lookahead_hf.cli.screen import CommandError, Screen
+from lookahead_hf.cli.screen import CommandError, Screen, check_installed
 
 _EXAMPLES = """\
 examples:
@@ -26,6 +28,7 @@ examples:
   lookahead-hf generate --temperature 0.7 --top-p 0.95 --stats < prompt.txt > answer.txt
   lookahead-hf generate --prediction old.py "Rename x to y in this file: ..." > new.py
   lookahead-hf generate --json "What is 12 times 12?" > answer.json
+  lookahead-hf generate --json-schema person.json "Who wrote the first program?"
 """
 
 
@@ -33,6 +36,7 @@ examples:
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @generation_options()
 @BATCH_SIZE
+@click.option("--json-schema", type=FILE, help="the texts are JSON of the schema in this file")
 @click.option("--plain", is_flag=True, help="without speculation")
 @click.option("--stats", is_flag=True, help="print the statistics afterwards")
 def COMMAND(arguments: Arguments, screen: Screen) -> None:
@@ -42,11 +46,12 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     coloured. Without PROMPT, stdin is the prompt.
     """
     prompts = [read_prompt(prompt) for prompt in arguments.prompts or (None,)]
-    stage = open_stage(arguments, screen)
+    schema = read_schema(arguments.json_schema)
+    stage = open_stage(arguments, screen, warms_up=False)
     run = run_plain if arguments.plain else run_speculative
     for at in range(0, len(prompts), arguments.batch_size):
         batch = prompts[at : at + arguments.batch_size]
-        call = run(stage, stage.encode(*batch))
+        call = run(stage, {**stage.encode(*batch), **obeying(schema, stage.tokenizer)})
         for row, prompt in enumerate(batch):
             screen.result({"prompt": prompt, **as_data(call, stage.tokenizer, row)})
         screen.note(f"\n{call.num_tokens} tokens, {call.speed:.1f} tokens/s", "dim")
@@ -70,10 +75,38 @@ def read_prompt(given: str | None) -> str:
     return prompt
 
 
-def open_stage(arguments: Arguments, screen: Screen) -> Stage:
-    """Open the model and the assistant that a command's options name."""
+def read_schema(file: Path | None) -> str | None:
+    """Return the text of a JSON schema, None without a file.
+
+    Raises:
+        CommandError: xgrammar is not installed.
+    """
+    if file is None:
+        return None
+    check_installed("--json-schema", ("xgrammar",), "structured")
+    return file.read_text(encoding="utf-8")
+
+
+def obeying(schema: str | None, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments of `generate` for texts of a schema.
+
+    Raises:
+        CommandError: The schema cannot be compiled.
+    """
+    if schema is None:
+        return {}
+    from lookahead_hf import structured
+
+    try:
+        return {"logits_processor": [structured.json_schema(schema, tokenizer)]}
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def open_stage(arguments: Arguments, screen: Screen, warms_up: bool = True) -> Stage:
+    """Open the model and the assistant that a command's options name; see `open_model`."""
     config = with_pool(arguments.config, arguments.pool)  # a bad file fails before the model loads
-    model, tokenizer = open_model(arguments, screen)
+    model, tokenizer = open_model(arguments, screen, warms_up)
     drafting = {"speculative": config, "speculative_tokenizer": tokenizer}
     if arguments.prediction:
         drafting["prediction"] = arguments.prediction.read_text(encoding="utf-8")

@@ -18,8 +18,11 @@ HUB_TIMEOUT = 5.0
 """Seconds in which the hub has to answer."""
 
 
-def open_model(arguments: Arguments, screen: Screen) -> tuple[Any, Any]:
+def open_model(arguments: Arguments, screen: Screen, warms_up: bool = True) -> tuple[Any, Any]:
     """Load the model that `model_options` name, and its tokenizer; enable it and warm it up.
+
+    A command that writes one text does not warm up: it drafts at once, by the costs that are on
+    disk or that its steps turn out to have.
 
     Raises:
         CommandError: The model cannot be loaded, or the device cannot be used.
@@ -31,16 +34,19 @@ def open_model(arguments: Arguments, screen: Screen) -> tuple[Any, Any]:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     model, tokenizer = load(model_name(arguments, screen), "--model", arguments, screen)
-    warm_up(screen, lookahead_hf.enable(model))
+    lookahead_hf.enable(model)
+    if warms_up:
+        warm_up(screen, model)
     return model, tokenizer
 
 
 def warm_up(screen: Screen, model: Any) -> None:
     """Warm an enabled model up."""
     import lookahead_hf
+    from lookahead_hf.warmup import SECONDS
 
-    with screen.task("warming up: compiling (once per installation) and measuring"):
-        lookahead_hf.warm_up(model)
+    with screen.task(f"warming up: compiling and measuring, at most {SECONDS:g} s"):
+        lookahead_hf.warm_up(model, progress=False)
 
 
 def model_name(arguments: Arguments, screen: Screen) -> str:

@@ -126,6 +126,8 @@ def _examine(
     """Run plain decoding up to the last of these places, and look at each of them."""
     import torch
 
+    from lookahead_hf import compat
+
     # Without a token there is no logit: a text stopped where no end token made it.
     found = {place: Parting(place, None) for place in wanted if None in place}
 
@@ -148,7 +150,8 @@ def _examine(
                     found[place] = _measure(place, choose, logits, model.dtype)
             return logits_processor(ids, logits)
 
-        return model._sample(input_ids, watch, stopping_criteria, generation_config, **kwargs)
+        given = input_ids, watch, stopping_criteria, generation_config
+        return compat.run_loop(model, *given, **kwargs)
 
     last = max(place.num_same for place in wanted)
     settings = {**call, "max_new_tokens": last + 1, "speculative": False, "streamer": None}

@@ -14,7 +14,8 @@ import click
 
 import lookahead_hf
 from lookahead_hf.cli.screen import JsonScreen, Screen
-from lookahead_hf.config import PRESETS, SpeculativeConfig
+from lookahead_hf.config import STRATEGIES, SpeculativeConfig
+from lookahead_hf.spelling import known_names
 
 Arguments = SimpleNamespace
 """The values of a command's arguments and options, by name."""
@@ -64,15 +65,15 @@ def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
 
 def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
     """How to speculate: from JSON, from a file with JSON, or by a preset's name."""
-    if value is None or value in PRESETS:
-        return SpeculativeConfig(**PRESETS[value or "default"])
+    if value is None or value in STRATEGIES:
+        return SpeculativeConfig.resolve(value or True) or SpeculativeConfig()
     try:
         is_json = value.lstrip().startswith("{")
         text = value if is_json else Path(value).read_text(encoding="utf-8")
         return SpeculativeConfig.from_dict(json.loads(text))
     except FileNotFoundError:
-        known = ", ".join(PRESETS)
-        raise click.BadParameter(f"{value} is no file, no JSON and no preset ({known})") from None
+        known = known_names(value, STRATEGIES)
+        raise click.BadParameter(f"{value} is no file, no JSON and no preset; {known}") from None
     except (OSError, ValueError) as error:
         raise click.BadParameter(str(error)) from error
 
@@ -80,7 +81,7 @@ def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
 NEW_FILE = click.File("w", encoding="utf-8", lazy=False)
 """A file to write, opened at once, so that a wrong path is reported before any work is done."""
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 CONFIG = click.option(
     "--config",
@@ -89,7 +90,7 @@ CONFIG = click.option(
     help="a preset, or fields of a SpeculativeConfig or of vLLM's speculative_config",
 )
 
-POOL = click.option("--pool", type=_FILE, help="draft from this pool too; see `pool build`")
+POOL = click.option("--pool", type=FILE, help="draft from this pool too; see `pool build`")
 
 DTYPE = click.option(
     "--dtype", type=DTYPES, default="float32", show_default=True, help="of the model's weights"
@@ -102,7 +103,7 @@ BATCH_SIZE = click.option(
 DRAFTING = _all_of(
     CONFIG,
     POOL,
-    click.option("--prediction", type=_FILE, help="a text like the expected answer"),
+    click.option("--prediction", type=FILE, help="a text like the expected answer"),
     click.option("--assistant", metavar="MODEL", help="a small model that drafts too"),
 )
 """Options of how to speculate; `open_stage` reads them."""

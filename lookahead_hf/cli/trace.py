@@ -34,7 +34,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
     Without PROMPT, stdin is the prompt.
     """
     prompt = read_prompt(arguments.prompt)
-    stage = open_stage(arguments, screen)
+    stage = open_stage(arguments, screen, warms_up=False)
     inputs = stage.encode(prompt)
     config = replace(stage.config, trace=True, on_fallback="error")
     drafting = {**stage.drafting, "speculative": config}

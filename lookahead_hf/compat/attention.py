@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,14 @@ SDPA = sdpa_attention_forward
 """transformers' own attention by torch's function, which has neither soft caps nor sinks."""
 
 
-def attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configurations from which the model's modules read their attention's name."""
-    found = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the configurations from which modules read their attention's name."""
+    found = {id(config): config for m in modules if (config := getattr(m, "config", None))}
     return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
 
 
-def registry_configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of the model whose modules look the name up in the registry.
+def registry_configs(model: nn.Module, configs: Iterable[Any]) -> list[Any]:
+    """Return those of a model's `configs` whose modules look the name up in the registry.
 
     Falcon's modules, sparse attention and some remote code compare the name with the few that they
     know: any other name makes them choose the wrong one.
@@ -48,7 +48,7 @@ def registry_configs(model: nn.Module) -> list[Any]:
             id(part.config) for part in parts if compares or not part._can_set_attn_implementation()
         }
         state.fixed_attention = fixed
-    return [c for c in attention_configs(model) if id(c) not in state.fixed_attention]
+    return [c for c in configs if id(c) not in state.fixed_attention]
 
 
 def attention_name(config: Any) -> str | None:

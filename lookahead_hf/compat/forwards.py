@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.generation import utils as generation_utils
+from transformers.utils import output_capturing
 
 from lookahead_hf.model_state import state_of
 
@@ -84,6 +86,20 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
+NORM_METHOD = "_norm"
+"""The method of Gemma's norms that computes all but the weight."""
+
+
+def is_recording() -> bool:
+    """Return whether transformers collects outputs of modules in the forward in progress."""
+    return output_capturing._active_collector.get() is not None
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether accelerate moves a module's tensors before and after its forward."""
+    return "_hf_hook" in vars(module)
+
+
 def is_stock(model: Any) -> bool:
     """Return whether what runs the model and its decoder in `generate` is transformers' own."""
     kind, decoder = type(model), type(model.get_decoder())
@@ -95,6 +111,11 @@ def is_stock(model: Any) -> bool:
 def text_config(model: Any) -> Any:
     """Return the configuration of the part that decodes text."""
     return model.config.get_text_config(decoder=True)
+
+
+def loaded_from(model: Any) -> str:
+    """Return the folder or the name on the hub that a model was loaded from, "" for others."""
+    return str(getattr(model.config, "_name_or_path", "") or "")
 
 
 def encoded(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> Any:
@@ -111,9 +132,9 @@ def encodes(model: Any) -> bool:
     return bool(model.config.is_encoder_decoder or text_config(model) is not model.config)
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Return whether some layer routes every token to a few of its experts."""
-    return any("Expert" in type(module).__name__ for module in model.modules())
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module routes every token to a few of its experts, or is one of them."""
+    return "Expert" in type(module).__name__
 
 
 def mask_sources(model: nn.Module) -> list[str]:
@@ -125,13 +146,12 @@ def mask_sources(model: nn.Module) -> list[str]:
     return state.mask_sources
 
 
-def unreadable_forward(model: nn.Module) -> str | None:
-    """Return the class of a forward that handles masks and whose source is missing, if any.
+def unreadable_forward(kinds: Iterable[Any]) -> str | None:
+    """Return a class of modules whose forward handles masks and whose source is missing, if any.
 
     Sources are missing for classes that were made by `exec`, and in installations without `.py`
     files.
     """
-    kinds: set[Any] = {type(module) for module in model.modules()}
     return next((kind.__name__ for kind in kinds if _mask_source(kind) is None), None)
 
 

@@ -10,6 +10,13 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation import utils as generation_utils
 
+from lookahead_hf.compat.forwards import (
+    PROMPT_ONLY,
+    TOKEN_TYPES,
+    decoder_names,
+    text_config,
+)
+
 MOST_GATHERED = 8
 """Rows up to which a step of single tokens copies the weights of their experts, as plain does."""
 
@@ -71,6 +78,26 @@ def prepared_positions(
     return inputs.get(name)
 
 
+def forwarded(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those that plain `generate` accepts and passes to no forward.
+
+    A trainer's `labels` are one of them. transformers' own preparation of a forward says which; a
+    model's own may read an argument and pass on what follows from it.
+
+    Args:
+        model: The model.
+        input_ids: Prompt tokens, [rows, columns].
+        model_kwargs: As prepared by `generate`.
+    """
+    known = decoder_names(model).prepared | PROMPT_ONLY | {*TOKEN_TYPES}
+    others = model_kwargs.keys() - known - {"attention_mask", "encoder_outputs"}
+    if not others:
+        return model_kwargs
+    prepare: Any = GenerationMixin.prepare_inputs_for_generation
+    left_out = others - set(prepare(model, input_ids, is_first_iteration=True, **model_kwargs))
+    return {name: value for name, value in model_kwargs.items() if name not in left_out}
+
+
 def set_up_for_decoding(model: Any) -> AbstractContextManager[Any]:
     """Return the context in which `generate` runs its decoding loop, after the prompt.
 
@@ -86,15 +113,36 @@ def set_up_for_step(model: Any, num_rows: int, width: int) -> AbstractContextMan
 
     On an accelerator plain copies the weights of each token's experts ("batched_mm"). That is fast
     for a few single tokens; for a block it takes many times the memory and time of "grouped_mm".
+    Where that waits for the host, which no graph can hold, small blocks copy as much as there is.
 
     Args:
         model: The model.
         num_rows: Rows of the batch.
         width: Tokens per row.
     """
-    if width > 1 or num_rows > MOST_GATHERED or not _gathers_experts(model):
+    tokens = num_rows * width
+    if tokens > MOST_GATHERED or not _gathers_experts(model):
+        return nullcontext()
+    if width > 1 and not (_groups_wait(model) and _num_copied(model, tokens) <= 1):
         return nullcontext()
     return model._optimize_model_for_decode()
+
+
+def _groups_wait(model: Any) -> bool:
+    """Return whether torch's product by groups reads their sizes on the host."""
+    if model.device.type != "cuda" or torch.version.hip:
+        return False
+    return model.dtype != torch.bfloat16 or torch.cuda.get_device_capability(model.device)[0] < 9
+
+
+def _num_copied(model: Any, num_tokens: int) -> float:
+    """Return how often so many tokens copy all experts; infinity where nobody knows."""
+    config = text_config(model)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = (getattr(config, name, None) for name in names)
+    num_experts = next((count for count in counts if count), 0)
+    per_token = getattr(config, "num_experts_per_tok", None) or float("inf")
+    return num_tokens * per_token / num_experts if num_experts else float("inf")
 
 
 def _gathers_experts(model: Any) -> bool:
@@ -102,6 +150,15 @@ def _gathers_experts(model: Any) -> bool:
     if model.device.type == "cpu":
         return False
     return "grouped_mm" in model.get_experts_implementation().values()
+
+
+def refuses_argument(model: Any, name: str, value: Any) -> bool:
+    """Return whether `generate` refuses an argument, since the model has no use for it."""
+    try:
+        model._validate_model_kwargs({name: value})
+    except ValueError:
+        return True
+    return False
 
 
 def has_own_generate(model: Any) -> bool:
@@ -120,6 +177,21 @@ def is_stateful(model: Any) -> bool:
 def has_own_loop(model: Any) -> bool:
     """Return whether the model's class replaces the decoding loop of plain `generate`."""
     return bool(type(model)._sample.__module__ != generation_utils.__name__)
+
+
+def run_loop(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the decoding loop of plain `generate` on what it has prepared."""
+    return model._sample(*args, **kwargs)
+
+
+def keep_unknown_settings(generation_config: Any) -> None:
+    """Let a generation config keep attributes that transformers does not know when it is loaded."""
+    generation_config._from_model_config = False
+
+
+def set_forward_parameter(pipe: Any, name: str, value: Any) -> None:
+    """Set an argument that a pipeline passes to `generate` in every call."""
+    pipe._forward_params[name] = value
 
 
 def num_tensor_parallel(model: Any) -> int:

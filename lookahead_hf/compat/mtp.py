@@ -95,6 +95,11 @@ def mtp_cache(num_rows: int, device: torch.device) -> Any:
     return cache
 
 
+def head_logits(layers: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return the logits of states that left a model's own draft layers, on the states' device."""
+    return layers._project_to_logits(states).to(states.device)
+
+
 def crop_mtp_cache(cache: Any, num_columns: int) -> None:
     """Keep the first columns of such a cache; `crop` differs between versions of transformers."""
     cache.columns = cache.columns[:, :num_columns]

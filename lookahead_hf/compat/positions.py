@@ -95,8 +95,12 @@ def relative_biases(model: Any) -> list[Any]:
 
 def windowed_by_slot(model: Any) -> list[Any]:
     """Return the attentions that cut their window out of a causal matrix, the buffer `bias`."""
-    with_bias = (module for module in model.modules() if "bias" in module._buffers)
-    return [module for module in with_bias if getattr(module, "attention_type", None) == "local"]
+    return [module for module in model.modules() if is_windowed_by_slot(module)]
+
+
+def is_windowed_by_slot(module: nn.Module) -> bool:
+    """Return whether a module is such an attention."""
+    return "bias" in module._buffers and getattr(module, "attention_type", None) == "local"
 
 
 ALIBI_BUILDERS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
@@ -110,11 +114,6 @@ def alibi_builders(model: Any) -> list[tuple[Any, str]]:
     """
     modules = model.get_decoder().modules()
     return [(m, name) for m in modules for name in ALIBI_BUILDERS if hasattr(m, name)]
-
-
-def needs_columns(model: Any) -> bool:
-    """Return whether some part of the model has to be told the columns of tokens."""
-    return counts_positions(model) or bool(windowed_by_slot(model))
 
 
 def position_table(model: Any) -> int | None:

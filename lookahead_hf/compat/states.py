@@ -13,6 +13,7 @@ from torch import nn
 from transformers import cache_utils
 
 from lookahead_hf.compat.caches import EmptyLayer
+from lookahead_hf.compat.forwards import is_offloaded
 
 _HYBRIDS = (
     "LinearAttentionAndFullAttentionLayer",
@@ -36,10 +37,10 @@ _STATES = frozenset(
 """Methods of a cache that read and write states."""
 
 
-def mixers(model: nn.Module) -> list[Any]:
-    """Return the modules whose forward reads and writes a state in the cache."""
-    kinds: list[tuple[Any, Any]] = [(type(module), module) for module in model.modules()]
-    return [module for kind, module in kinds if _uses_state(kind)]
+def is_mixer(module: nn.Module) -> bool:
+    """Return whether a module's forward reads and writes a state in the cache."""
+    kind: Any = type(module)
+    return _uses_state(kind)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,7 +66,7 @@ def without_padding(mixer: Any) -> Callable[..., Any]:
     was replaced.
     """
     own: Callable[..., Any] = mixer.forward
-    is_stock = not any("forward" in vars(m) or "_hf_hook" in vars(m) for m in mixer.modules())
+    is_stock = not any("forward" in vars(m) or is_offloaded(m) for m in mixer.modules())
     if not is_stock or any(parameter.device.type != "cpu" for parameter in mixer.parameters()):
         return own
     function = inspect.unwrap(type(mixer).forward)
@@ -102,11 +103,7 @@ def _short(function: Any) -> Callable[..., Any]:
     return short
 
 
-def with_states(
-    model: nn.Module, masks: dict[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor | None]:
+def with_states(masks: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | None]:
     """Add to a block's masks what layers with a state look for: padding is in no block."""
-    if not mixers(model):
-        return masks
     names = {name: masks.get(kind) for name, kind in STATE_ATTENTION.items()}
     return {**masks, **names, **dict.fromkeys(WITHOUT_ATTENTION)}

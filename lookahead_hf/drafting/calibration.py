@@ -108,8 +108,9 @@ class KeptRates:
 
     def lease(self, sources: Sequence[Drafter], do_sample: bool) -> Calibration:
         """A calibration for one call, starting from what earlier calls learned."""
+        keys = list(_keys(sources, do_sample))
         with self._lock:
-            found = [self._kept.get(key) for key in _keys(sources, do_sample)]
+            found = [self._kept.get(key) for key in keys]
         counts = [
             np.zeros((2, source.num_buckets)) if kept is None else kept[0]
             for source, kept in zip(sources, found, strict=True)
@@ -118,8 +119,9 @@ class KeptRates:
 
     def merge(self, calibration: Calibration, sources: Sequence[Drafter], do_sample: bool) -> None:
         """Add the counts of a call, once, at its end."""
+        keys = list(_keys(sources, do_sample))
         with self._lock:
-            for index, key in enumerate(_keys(sources, do_sample)):
+            for index, key in enumerate(keys):
                 gained, prior = calibration.of_source(index)
                 kept = self._kept.pop(key, None)
                 total = gained if kept is None else kept[0] + gained

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class CostCurve:
     Attributes:
         sizes: Sizes whose costs are told apart.
         greatest_size: The greatest size that was measured, here or in the similar setting.
+        is_kept: Whether an earlier process measured the setting.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CostCurve:
             sizes: As in `CostModel.curve`.
             is_flat: As there.
         """
+        self.is_kept = False
         self._is_stepped = sizes is not None
         self.sizes = sizes or (FLAT_SIZES if is_flat else SIZES)
         self._lock = threading.Lock()
@@ -93,6 +96,15 @@ class CostCurve:
             # Readers take no lock: what they iterate over must not change.
             self._factors = dict(sorted({**self._factors, size: factor}.items()))
             self.greatest_size = max(self.greatest_size, size)
+
+    def start_from(self, seconds: np.ndarray, greatest_size: int) -> None:
+        """Assume what an earlier process knew: seconds of all sizes, and the greatest measured."""
+        self._assumed, self.greatest_size, self.is_kept = seconds, greatest_size, True
+
+    @property
+    def num_observed(self) -> int:
+        """How many steps were measured."""
+        return self._clock
 
     def num_samples(self, size: int) -> int:
         """How often a size was measured, at most `KEPT_SAMPLES`."""
@@ -139,10 +151,40 @@ def _low_quantile(samples: Collection[float]) -> float:
 class CostModel:
     """The cost curves of one model, shared by all its calls."""
 
-    def __init__(self, capacity: int = 64) -> None:
+    def __init__(self, capacity: int = 64, kept: Sequence[KeptCurve] = ()) -> None:
+        """Start from what an earlier process measured.
+
+        The first step that is measured in a setting scales the whole curve to what steps take now.
+
+        Args:
+            capacity: Most curves; beyond that the one that was not asked for longest goes.
+            kept: What `kept` returned in that process.
+        """
         self._capacity = capacity
         self._lock = threading.Lock()
         self._curves: OrderedDict[_Setting, CostCurve] = OrderedDict()
+        for each in kept[-capacity:]:
+            self._curves[each.setting] = each.curve()
+
+    @property
+    def num_observed(self) -> int:
+        """How many steps were measured in this process, in the settings that are known."""
+        with self._lock:
+            return sum(curve.num_observed for curve in self._curves.values())
+
+    def kept(self) -> list[KeptCurve]:
+        """Return what is known for a later process; curves of which nothing is known are left out.
+
+        The setting that was asked for last comes last.
+        """
+        with self._lock:
+            known = [each for each in self._curves.items() if each[1].greatest_size]
+        return [
+            KeptCurve(
+                key, tuple(curve.seconds(np.array(curve.sizes)).tolist()), curve.greatest_size
+            )
+            for key, curve in known
+        ]
 
     def curve(
         self,
@@ -200,3 +242,37 @@ class _Setting(NamedTuple):
         """How unlike the other setting is."""
         rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
         return self.mode != other.mode, rows, length
+
+
+class KeptCurve(NamedTuple):
+    """A curve as JSON values: its setting, the seconds of its sizes, and the greatest measured."""
+
+    setting: _Setting
+    seconds: tuple[float, ...]
+    greatest_size: int
+
+    def to_json(self) -> list[Any]:
+        """Return the curve as JSON values."""
+        return [list(self.setting), list(self.seconds), self.greatest_size]
+
+    @classmethod
+    def from_json(cls, values: Any) -> KeptCurve:
+        """Return the curve that `to_json` has turned into values.
+
+        Raises:
+            ValueError: The values are no curve; TypeError likewise.
+        """
+        (placement, is_flat, rows, mode, length, sizes), seconds, greatest = values
+        sizes = None if sizes is None else tuple(map(int, sizes))
+        setting = _Setting(str(placement), bool(is_flat), int(rows), str(mode), int(length), sizes)
+        kept = cls(setting, tuple(map(float, seconds)), int(greatest))
+        is_whole = len(kept.seconds) == len(CostCurve(None, 1, sizes, setting.is_flat).sizes)
+        if not is_whole or not all(math.isfinite(each) and each > 0 for each in kept.seconds):
+            raise ValueError("this is no curve")
+        return kept
+
+    def curve(self) -> CostCurve:
+        """Return a curve that knows these seconds and has measured nothing."""
+        curve = CostCurve(None, 1, self.setting.sizes, self.setting.is_flat)
+        curve.start_from(np.array(self.seconds), self.greatest_size)
+        return curve

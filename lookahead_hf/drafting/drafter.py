@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -92,12 +94,17 @@ class BuiltInDrafter(Drafter):
 
     Attributes:
         sees_all: Whether it must observe steps before and in which it is not asked, too.
+        widens: Whether further nodes cost it little. Then it proposes more than can be verified if
+            another source sorts out what is wrong.
+        is_listed: Whether statistics show it.
         reads_hidden_states: Whether it reads the target's last hidden states.
         hidden_states: If so, those of the prompt at `begin`, [rows, columns, hidden], or None if
             drafting begins later; and those of the step at `observe`, [rows, width, hidden].
     """
 
     sees_all: ClassVar[bool] = True
+    widens: ClassVar[bool] = False
+    is_listed: bool = True
     reads_hidden_states: ClassVar[bool] = False
     hidden_states: torch.Tensor | None = None
 
@@ -105,6 +112,28 @@ class BuiltInDrafter(Drafter):
     def kept_as(self) -> str:
         """The key of its learned rates between calls, together with the name: the class."""
         return class_path(self)
+
+    @property
+    def refines(self) -> bool:
+        """Whether it has a `refine` that is to see the draft of all sources."""
+        return False
+
+    def refine(
+        self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
+    ) -> DraftTree:
+        """Change the merged draft of all sources.
+
+        Args:
+            rows: The texts so far.
+            tree: The draft, each row's nodes best first.
+            source: This source's number in the evidence.
+            max_nodes: Most nodes that a row keeps.
+            max_depth: Deepest node worth keeping in each row, [rows].
+
+        Returns:
+            A draft like `tree`, with scores and evidence.
+        """
+        return tree
 
     def prepare(self, logits: torch.Tensor) -> None:  # noqa: B027 (an optional hook)
         """A step was launched and its verdict is not known: work on the device can start here.
@@ -118,6 +147,34 @@ class BuiltInDrafter(Drafter):
 
         It is called after `prepare` if the device verifies the steps.
         """
+
+
+class Guard:
+    """A part of drafting that is left out for the rest of the call once it has raised.
+
+    Attributes:
+        works: Whether it has not raised so far.
+        seconds: Time that its functions took.
+    """
+
+    def __init__(self, warn: Callable[[Exception], None]) -> None:
+        """Pass the first exception to `warn`."""
+        self._warn, self.works, self.seconds = warn, True, 0.0
+
+    def run(self, function: Callable[..., Any], *arguments: Any, always: bool = False) -> Any:
+        """Call a function of the part; return None if it raises or the part is left out."""
+        if not (self.works or always):
+            return None
+        start = perf_counter()
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if self.works:
+                self.works = False
+                self._warn(error)
+        finally:
+            self.seconds += perf_counter() - start
+        return None
 
 
 def warn_of_failure(name: str, error: Exception) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from operator import methodcaller
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration, unique_names
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, warn_of_failure
-from lookahead_hf.drafting.tree import ANY_TOKEN, merge
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, Guard, warn_of_failure
+from lookahead_hf.drafting.tree import ANY_TOKEN, head, merge
 from lookahead_hf.stats import SourceStats
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
     from lookahead_hf.rows import Rows
     from lookahead_hf.runner.cuda.transfer import HostCopy
+
+
+WIDER, WIDE = 4, 64
+"""How many times as many nodes are merged where a source sorts out what is wrong, and how many at
+most: a grammar forbids two of three nodes."""
 
 
 class Ensemble(Drafter):
@@ -59,49 +65,70 @@ class Ensemble(Drafter):
         self._calibration = calibration
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
-        self._working = [True] * len(self._sources)
+        self._guards = [Guard(partial(warn_of_failure, name)) for name in self._names]
         self.asked = self.next_asked = [True] * len(self._sources)
         self._merged: DraftTree | None = None
         self.counts = np.zeros((num_rows, 3, len(self._sources)), np.int64)
         self._exclusive = [0] * len(self._sources)  # of the latest step
-        self._seconds = [0.0] * len(self._sources)
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
         """Return what each source contributed so far, to one row or to all, by name."""
         counts = self.counts.sum(0) if row is None else self.counts[row]
-        columns = zip(self._names, counts.T.tolist(), strict=True)
-        return {name: SourceStats(*column) for name, column in columns}
+        columns = zip(self._names, self._sources, counts.T.tolist(), strict=True)
+        return {
+            name: SourceStats(*column)
+            for name, source, column in columns
+            if getattr(source, "is_listed", True)
+        }
 
     def settle(self) -> tuple[list[float], list[int]]:
         """Return and reset each source's seconds and accepted nodes that only it proposed."""
-        settled = self._seconds, self._exclusive
-        self._seconds, self._exclusive = [0.0] * len(self._sources), [0] * len(self._sources)
+        settled = [guard.seconds for guard in self._guards], self._exclusive
+        self._exclusive = [0] * len(self._sources)
+        for guard in self._guards:
+            guard.seconds = 0.0
         return settled
 
     def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
-        for index, source in enumerate(self._sources):
+        for guard, source in zip(self._guards, self._sources, strict=True):
             _show(source, hidden_states)
-            self._guarded(index, "begin", rows)
+            guard.run(methodcaller("begin", rows), source)
         self.settle()
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        for index in range(len(self._sources)):
-            self._guarded(index, "begin_row", rows, row)
+        for guard, source in zip(self._guards, self._sources, strict=True):
+            guard.run(methodcaller("begin_row", rows, row), source)
 
     def end_row(self, rows: Rows, row: int) -> None:
-        for index in range(len(self._sources)):
-            self._guarded(index, "end_row", rows, row)
+        for guard, source in zip(self._guards, self._sources, strict=True):
+            guard.run(methodcaller("end_row", rows, row), source)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        proposals = [
-            (asked and self._guarded(index, "propose", rows, max_nodes))
-            or DraftTree.empty(rows.num_rows)
-            for index, asked in enumerate(self.asked)
-        ]
-        self._merged = merge(
-            proposals, self._calibration, max_nodes, self._vocab_size, self._max_depth(rows)
-        )
+        refining = self._refining()
+        wide = max_nodes if refining is None else max(max_nodes, min(WIDER * max_nodes, WIDE))
+        nothing = DraftTree.empty(rows.num_rows)
+        proposals = []
+        for guard, source, asked in zip(self._guards, self._sources, self.asked, strict=True):
+            most = wide if getattr(source, "widens", False) else max_nodes
+            propose = methodcaller("propose", rows, most)
+            proposals.append((asked and guard.run(propose, source)) or nothing)
+        depth = self._max_depth(rows)
+        self._merged = merge(proposals, self._calibration, wide, self._vocab_size, depth)
+        if refining is not None:
+            refine = methodcaller("refine", rows, self._merged, refining, max_nodes, depth)
+            refined = self._guards[refining].run(refine, self._sources[refining])
+            self._merged = refined or head(self._merged, max_nodes)
         return self._merged
+
+    def _refining(self) -> int | None:
+        """The source that changes the draft of all others in this step."""
+        each = enumerate(zip(self._guards, self._sources, self.asked, strict=True))
+        found = (
+            index
+            for index, (guard, source, asked) in each
+            if asked and guard.works and getattr(source, "refines", False)
+        )
+        return next(found, None)
 
     def prepare(
         self,
@@ -110,12 +137,12 @@ class Ensemble(Drafter):
         hidden_states: torch.Tensor | None = None,
     ) -> None:
         """Let the sources begin to read a step's outputs; see `BuiltInDrafter`."""
-        for index, source in self._seeing():
+        for guard, source in self._seeing():
             _show(source, hidden_states)
             if isinstance(source, BuiltInDrafter):
-                self._guarded(index, "prepare", logits)
+                guard.run(methodcaller("prepare", logits), source)
                 if copy is not None:
-                    self._guarded(index, "bring", copy)
+                    guard.run(methodcaller("bring", copy), source)
         if copy is not None:
             copy.send()
 
@@ -132,8 +159,8 @@ class Ensemble(Drafter):
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
                 of_text.path_offsets, of_text.path, self.counts,
             ).tolist()  # fmt: skip
-        for index, _ in self._seeing():
-            self._guarded(index, "observe", rows, draft, verdict, logits)
+        for guard, source in self._seeing():
+            guard.run(methodcaller("observe", rows, draft, verdict, logits), source)
 
     def count_chains(self, draft: DraftTree, verdict: Verdict) -> None:
         """Count a draft that is a chain from one source in each row, without numba."""
@@ -145,32 +172,17 @@ class Ensemble(Drafter):
         self.counts[rows, :, source] += np.stack([drafted, accepted, accepted], 1)[rows]
 
     def end(self, rows: Rows) -> None:
-        for index in range(len(self._sources)):
-            self._guarded(index, "end", rows, always=True)
+        for guard, source in zip(self._guards, self._sources, strict=True):
+            guard.run(methodcaller("end", rows), source, always=True)
 
-    def _seeing(self) -> list[tuple[int, Drafter]]:
-        """The sources that have to observe this step."""
-        asked = zip(self._sources, self.asked, self.next_asked, strict=True)
+    def _seeing(self) -> list[tuple[Guard, Drafter]]:
+        """The sources that have to observe this step, with their guards."""
+        asked = zip(self._guards, self._sources, self.asked, self.next_asked, strict=True)
         return [
-            (index, source)
-            for index, (source, now, soon) in enumerate(asked)
+            (guard, source)
+            for guard, source, now, soon in asked
             if now or soon or getattr(source, "sees_all", True)
         ]
-
-    def _guarded(self, index: int, method: str, *arguments: Any, always: bool = False) -> Any:
-        """Run a source's method; None if the source was left out or raises."""
-        if not (self._working[index] or always):
-            return None
-        start = perf_counter()
-        try:
-            return getattr(self._sources[index], method)(*arguments)
-        except Exception as error:
-            if self._working[index]:
-                self._working[index] = False
-                warn_of_failure(self._names[index], error)
-        finally:
-            self._seconds[index] += perf_counter() - start
-        return None
 
     def _max_depth(self, rows: Rows) -> np.ndarray:
         """Greatest useful depth per row: a bonus token follows it, and finished rows need none."""

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from typing import Any
 
 from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.calibration import KeptRates
 from lookahead_hf.drafting.cost_model import CostModel
+from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.model_state import state_of
 
 OWN_POOL_TOKENS = 1_000_000
+
+KEEP_EVERY = 60.0
+"""Seconds in which calls write measured costs to disk once."""
+
+LEAST_NEW = 8
+"""Steps that have to be measured before."""
 
 _lock = threading.Lock()
 
 
 class ModelMemory:
-    """What drafting keeps of a model between calls: rates, costs, and its own pool.
+    """What drafting keeps of a model between calls: rates, costs, tokenizers, and its own pool.
 
     The pool is the only place that holds tokens; it stays empty unless a call is told to learn.
+    Costs outlive the process, in a file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
+        """Read the costs that an earlier process measured of the same model."""
+        from lookahead_hf.drafting import kept_costs  # imports torch
+
         self.rates = KeptRates()
-        self.costs = CostModel()
+        self._file = kept_costs.file_of(model)
+        self.costs = CostModel(kept=kept_costs.read(self._file))
+        self.vocabularies: dict[str, Vocabulary] = {}
+        self._num_kept, self._kept_at = 0, -math.inf
         self._pool: ngram_pool.NgramPool | None = None
+
+    def keep_costs(self, at_once: bool = False) -> None:
+        """Write the costs to the file, if there is something new and it was not done just now."""
+        count, now = self.costs.num_observed, time.monotonic()
+        is_due = at_once or now > self._kept_at + KEEP_EVERY
+        if self._file is None or not is_due or abs(count - self._num_kept) < LEAST_NEW:
+            return
+        from lookahead_hf.drafting import kept_costs
+
+        self._num_kept, self._kept_at = count, now
+        kept_costs.write(self._file, self.costs.kept())
 
     def own_pool(self) -> ngram_pool.NgramPool:
         """The model's own pool, made when it is first asked for."""
@@ -37,7 +64,7 @@ def memory_of(model: Any) -> ModelMemory:
     """The model's memory, made when it is first asked for."""
     state = state_of(model)
     with state.lock:
-        state.drafting = state.drafting or ModelMemory()
+        state.drafting = state.drafting or ModelMemory(model)
         return state.drafting
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +15,30 @@ from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter, warn_of_failure
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of
+from lookahead_hf.drafting.sources.grammar.drafter import GrammarDrafter
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.ngram_pool.compilation import register
 from lookahead_hf.rows import Rows
+from lookahead_hf.spelling import known_names
 
 if TYPE_CHECKING:
-    from lookahead_hf.generation.call import Request
+    from lookahead_hf.call.prepared import Request
+    from lookahead_hf.logits.grammars.protocol import Grammar
     from lookahead_hf.rows import EncoderInputs
+
+
+CLASSES = {
+    "assistant": "AssistantDrafter",
+    "lookahead": "LookaheadDrafter",
+    "medusa": "MedusaDrafter",
+    "mtp": "MtpDrafter",
+    "ngram": "NgramDrafter",
+    "pool": "PoolDrafter",
+    "prediction": "PredictionDrafter",
+    "recycling": "RecyclingDrafter",
+}
+"""The public class of each drafter that a configuration names."""
 
 
 def build(
@@ -31,12 +48,13 @@ def build(
     vocab_size: int | None = None,
     encoder_inputs: EncoderInputs | None = None,
     processors: Sequence[Any] = (),
+    grammar_of: Callable[[int], Grammar | None] | None = None,
     draws: bool = False,
 ) -> list[Drafter]:
     """Make the drafters of one call.
 
     Predictions, an assistant, a pool and `use_mtp` add the drafters of their names to those that
-    the configuration names. Without predictions, "prediction" is left out.
+    the configuration names, and so does a grammar. Without predictions, "prediction" is left out.
 
     Args:
         request: What the caller asked for.
@@ -44,6 +62,7 @@ def build(
         vocab_size: Token ids of the target.
         encoder_inputs: Inputs of the target's encoder by row, and their attention mask.
         processors: The call's logits processors.
+        grammar_of: Makes the grammar of a row, None for a row without one. None: no row has one.
         draws: Whether rejection sampling verifies drafts by the probabilities of their draws.
 
     Raises:
@@ -72,6 +91,9 @@ def build(
             built += _adapted(drafter, vocab_size, draws)
         elif drafter != "prediction" or request.prediction is not None:
             built.append(_by_name(drafter, request, model, of_call))
+    # Rejection compares drafts with what they were drawn from, which a grammar would change.
+    if grammar_of is not None and wanted and not draws:
+        built.append(GrammarDrafter(grammar_of, memory_of(model).vocabularies))
     return built
 
 
@@ -87,9 +109,9 @@ def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]
 
 
 def _by_name(name: str, request: Request, model: Any, of_call: dict[str, Any]) -> Drafter:
-    """Make a drafter from its name: "ngram" is a `NgramDrafter`."""
+    """Make a drafter from its name."""
     first, own = _given(name, request, model, of_call)
-    make = getattr(importlib.import_module("lookahead_hf.drafting"), f"{name.capitalize()}Drafter")
+    make = getattr(importlib.import_module("lookahead_hf.drafting"), CLASSES[name])
     options = request.config.options.get(name, {})
     if clash := options.keys() & own.keys():
         raise ValueError(f"options of the drafter {name!r} cannot set {', '.join(sorted(clash))}")
@@ -102,7 +124,10 @@ def _by_name(name: str, request: Request, model: Any, of_call: dict[str, Any]) -
     try:
         drafter: Drafter = make(*first, **own, **options)
     except TypeError as error:
-        raise ValueError(f"options of the drafter {name!r}: {options!r}: {error}") from error
+        allowed = [*inspect.signature(make).parameters][len(first) :]
+        wrong = next((each for each in options if each not in allowed), None)
+        hint = "" if wrong is None else f"; {known_names(wrong, allowed)}"
+        raise ValueError(f"options of the drafter {name!r}: {options!r}: {error}{hint}") from error
     return drafter
 
 

@@ -13,12 +13,12 @@ from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import in_use
 from lookahead_hf.drafting.budget import Budget
-from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.drafter import Drafter, Guard
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.drafting.scheduler import Scheduler
-from lookahead_hf.drafting.stand_in import StandIn
+from lookahead_hf.drafting.source_backoff import SourceBackoff
 from lookahead_hf.drafting.tree import head, likeliest_chain
+from lookahead_hf.drafting.uncompiled import UncompiledDrafts
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs
@@ -124,7 +124,7 @@ class DraftSession:
             max_new_tokens=max_new_tokens,
         )
         most_nodes = config.max_draft_nodes
-        if config.draft_invariant:
+        if runner.has_one_shape:
             most_nodes = min(most_nodes, INVARIANT_WIDTH - 1)
         if runner.most_nodes is not None:
             most_nodes = min(most_nodes, runner.most_nodes)
@@ -133,17 +133,17 @@ class DraftSession:
             most_nodes,
             self._memory.costs,
             rows,
-            placement(model) + (" one shape" if config.draft_invariant else ""),
+            placement(model) + (" one shape" if runner.has_one_shape else ""),
             lambda: runner.mode,
             lambda: runner.sizes,
             runner.is_flat,
             max_new_tokens if isinstance(max_new_tokens, int) else None,
         )
-        self._stand_in = StandIn(sources, vocab_size, max_new_tokens)
-        self._scheduler = Scheduler(len(sources), may_rest=config.budget == "auto")
+        self._uncompiled = UncompiledDrafts(sources, vocab_size, max_new_tokens)
+        self._backoff = SourceBackoff(len(sources), may_rest=config.budget == "auto")
         self._chain = chains
         self._processes, self._complete = processes or Processes(), complete
-        self._failed = False
+        self._guard = Guard(_warn_of_end)
         self._begun = False
         self._rest = self._resting = 0
 
@@ -158,7 +158,7 @@ class DraftSession:
         prompt, self.prompt = self.prompt, None
         if ngram_pool.ready():
             self._begun = True
-            self._guarded(self._ensemble.begin, rows, prompt)
+            self._guard.run(self._ensemble.begin, rows, prompt)
         else:
             ngram_pool.give_way()
             _check_numba()
@@ -167,12 +167,12 @@ class DraftSession:
         """Show the sources another text that has taken a row."""
         self._ensemble.counts[row] = 0
         if self._begun:
-            self._guarded(self._ensemble.begin_row, rows, row)
+            self._guard.run(self._ensemble.begin_row, rows, row)
 
     def end_row(self, rows: Rows, row: int) -> None:
         """Tell the sources that the text of a row has ended."""
         if self._begun:
-            self._guarded(self._ensemble.end_row, rows, row)
+            self._guard.run(self._ensemble.end_row, rows, row)
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, an empty one if none is."""
@@ -181,7 +181,7 @@ class DraftSession:
 
     def _propose(self, rows: Rows) -> DraftTree:
         self.begin(rows)
-        draft = self._guarded(self._draft, rows)
+        draft = self._guard.run(self._draft, rows)
         return DraftTree.empty(rows.num_rows) if draft is None else draft
 
     def _draft(self, rows: Rows) -> DraftTree | None:
@@ -193,12 +193,12 @@ class DraftSession:
         if not self._begun:
             if not ngram_pool.available():
                 return None
-            tree = self._stand_in.propose(rows, most)
+            tree = self._uncompiled.propose(rows, most)
             return likeliest_chain(tree, self._budget.choose(tree))
-        self._scheduler.begin_step()
-        self._ensemble.asked = self._scheduler.asked
-        self._ensemble.next_asked = self._scheduler.next_asked
-        if not any(self._scheduler.asked):
+        self._backoff.begin_step()
+        self._ensemble.asked = self._backoff.asked
+        self._ensemble.next_asked = self._backoff.next_asked
+        if not any(self._backoff.asked):
             return None
         tree = self._ensemble.propose(rows, CHAIN_OF if self._chain else most)
         if self._chain:
@@ -210,7 +210,11 @@ class DraftSession:
         if self._begun:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)
-            self._guarded(self._ensemble.prepare, outputs.logits, copy, states)
+            self._guard.run(self._ensemble.prepare, outputs.logits, copy, states)
+
+    def narrow(self, most_nodes: int) -> None:
+        """Draft no more than so many nodes per row in the rest of the call."""
+        self._budget.most_nodes = most_nodes
 
     def spoiled(self, outputs: Any) -> None:
         """Rest for some steps, each time for more, since a draft made NaN of its step's logits."""
@@ -237,18 +241,18 @@ class DraftSession:
                 cost of such steps, because the step did other work as well.
         """
         if self._begun:
-            self._guarded(self._ensemble.observe, rows, draft, verdict, logits)
-            self._guarded(self._account, draft, verdict, step_seconds)
+            self._guard.run(self._ensemble.observe, rows, draft, verdict, logits)
+            self._guard.run(self._account, draft, verdict, step_seconds)
         elif draft.evidence is not None:
             # What the step cost tells nothing: it ran beside the compilation.
-            self._guarded(self._ensemble.count_chains, draft, verdict)
+            self._guard.run(self._ensemble.count_chains, draft, verdict)
 
     def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float | None) -> None:
         """Learn what the step cost and brought."""
         seconds, alone = self._ensemble.settle()
         if step_seconds is not None:
             num_tokens = len(verdict.of_text.token_ids)
-            self._scheduler.observe(seconds, alone, num_tokens, step_seconds)
+            self._backoff.observe(seconds, alone, num_tokens, step_seconds)
         self._budget.observe(draft, step_seconds)
 
     def end(self, rows: Rows) -> None:
@@ -257,21 +261,16 @@ class DraftSession:
             if self._begun:
                 self._ensemble.end(rows)  # also after a failure: sources hold resources
                 self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
+                self._memory.keep_costs()
         finally:
             in_use.release(self._sources)
 
-    def _guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a part of drafting; if it raises, the call goes on without drafts."""
-        if self._failed:
-            return None
-        try:
-            return call(*arguments)
-        except Exception as error:
-            self._failed = True
-            warnings.warn(
-                f"drafting failed and stops for this call, whose text is not affected: "
-                f"{type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return None
+
+def _warn_of_end(error: Exception) -> None:
+    """Warn that the call goes on without drafts."""
+    warnings.warn(
+        f"drafting failed and stops for this call, whose text is not affected: "
+        f"{type(error).__name__}: {error}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

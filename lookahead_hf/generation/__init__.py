@@ -1,1 +1,1 @@
-"""One call of `generate`: options, loop, outputs."""
+"""One call of `generate`: options, loop, results."""

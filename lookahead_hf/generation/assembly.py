@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lookahead_hf import compat, ngram_pool
+from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed import coordinator
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, warn_of_numba
-from lookahead_hf.generation.call import PreparedCall, Request
-from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import DecodingSession
-from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.generation.tracer import Tracer
+from lookahead_hf.logits import constraints
+from lookahead_hf.model import position_limits
+from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import rows_of
-from lookahead_hf.runner import positions, self_test, support
 from lookahead_hf.runner.cuda.runner import CudaRunner, ForwardRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import BlockShape
-from lookahead_hf.runner.packed_steps import PackedSteps
+from lookahead_hf.support import checks, self_test
 from lookahead_hf.verification import device
 from lookahead_hf.verification.device import Device
 from lookahead_hf.verification.lockstep import Lockstep
@@ -31,6 +33,7 @@ from lookahead_hf.verification.select import choose_verifier
 from lookahead_hf.verification.verifier import Verifier
 
 if TYPE_CHECKING:
+    from lookahead_hf.logits.grammars.protocol import Grammar
     from lookahead_hf.rows import EncoderInputs
 
 
@@ -50,12 +53,19 @@ def assemble(call: PreparedCall) -> DecodingSession:
         assistant=request.assistant_model,
     )
     position_ids = _checked_positions(call)
+    constraint = constraints.of_call(call.processors, call.num_rows)
     drafters = build_drafters(
-        model, request, call.num_rows, call.do_sample, encoder_inputs, call.processors
+        model,
+        request,
+        call.num_rows,
+        call.do_sample,
+        encoder_inputs,
+        call.processors,
+        None if constraint is None else constraint.shadow,
     )
     if request.draws(call.do_sample):
-        support.check_trees(model)
-    support.check_trial(model)
+        checks.check_trees(model)
+    checks.check_trial(model)
     shape, by_kernel = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)
@@ -68,7 +78,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
     verifier = choose_verifier(call, outputs, stream, processes)
     is_flat = call.num_rows > 1 and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
-    is_flat = is_flat and support.takes_flat(model, position_ids, call.model_kwargs)
+    is_flat = is_flat and checks.takes_flat(model, position_ids, call.model_kwargs)
     runner = _runner(call, shape, verifier, processes, outputs, is_flat)
     drafts = DraftSession(
         model,
@@ -77,9 +87,9 @@ def assemble(call: PreparedCall) -> DecodingSession:
         drafters,
         do_sample=call.do_sample,
         vocab_size=int(compat.text_config(model).vocab_size),
-        max_new_tokens=positions.num_draftable(model, position_ids, call.num_new),
+        max_new_tokens=position_limits.num_draftable(model, position_ids, call.num_new),
         runner=runner,
-        chains=runner.only_chains or (request.config.draft_invariant and not by_kernel),
+        chains=runner.only_chains or (shape is not None and not by_kernel),
         processes=processes,
         complete=verifier.complete,
     )
@@ -105,6 +115,7 @@ def build_drafters(
     do_sample: bool,
     encoder_inputs: EncoderInputs | None = None,
     processors: Sequence[Any] = (),
+    grammar_of: Callable[[int], Grammar | None] | None = None,
 ) -> list[Drafter]:
     """Build what drafts in a call of so many rows, None where the number is not known.
 
@@ -126,6 +137,7 @@ def build_drafters(
             vocab_size=int(compat.text_config(model).vocab_size),
             encoder_inputs=encoder_inputs,
             processors=processors,
+            grammar_of=grammar_of,
             draws=request.draws(do_sample),
         )
     except ngram_pool.NumbaMissingError as error:
@@ -136,11 +148,11 @@ def build_drafters(
 def _checked_positions(call: PreparedCall) -> torch.Tensor:
     """The prompt's positions, [..., rows, columns]; raises Unserved where the call has to."""
     model = call.model
-    support.check_call(model, call.generation_config, call.model_kwargs, is_checked=call.is_checked)
-    support.check_room(model, call.input_ids, call.generation_config, call.model_kwargs)
-    position_ids = positions.of_prompt(model, call.input_ids, call.model_kwargs)
+    checks.check_call(model, call.generation_config, call.model_kwargs, is_checked=call.is_checked)
+    checks.check_room(model, call.input_ids, call.generation_config, call.model_kwargs)
+    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
     assert position_ids is not None
-    positions.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
+    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
     return position_ids
 
 
@@ -152,7 +164,7 @@ def _block_shape(call: PreparedCall) -> tuple[BlockShape | None, bool]:
     """
     if not call.request.config.draft_invariant:
         return None, False
-    support.check_invariance(call.model)
+    checks.check_invariance(call.model)
     # The kernel has no attention weights to return.
     by_kernel = not call.model_kwargs.get("output_attentions")
     by_kernel = by_kernel and self_test.keeps_bits_in_trees(call.model, INVARIANT_WIDTH)
@@ -170,7 +182,7 @@ def _runner(
     """What runs the model; on a device, forwards are captured whatever decides on the tokens."""
     may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
     may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
-    if may_be_captured and support.on_device(call.model, call.input_ids):
+    if may_be_captured and checks.on_device(call.model, call.input_ids):
         kind = CudaRunner if isinstance(verifier, Device) else ForwardRunner
         return kind(
             call.model,
@@ -179,11 +191,6 @@ def _runner(
             scoring=verifier.scoring if isinstance(verifier, Device) else None,
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
-            joins_layers=call.request.config.packed_weights is True,
         )
-    # No packed layers where ranks must agree, nor where bits must not vary.
-    config = call.request.config
-    varies = config.draft_invariant and call.model.dtype == torch.float32
-    packs = processes.is_alone and not varies and config.packed_weights
-    packed = PackedSteps(call.model, packs, call.num_new)
-    return Runner(call.model, call.num_rows, shape, packed, is_flat)
+    wanted = processes.is_alone and call.request.config.compiled_layers  # ranks must agree
+    return Runner(call.model, call.num_rows, shape, CompiledSteps(call.model, wanted), is_flat)

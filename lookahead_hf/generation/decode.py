@@ -5,11 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.call.prepared import PreparedCall
+from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.assembly import assemble
-from lookahead_hf.generation.call import PreparedCall
 from lookahead_hf.generation.session import Session
-from lookahead_hf.runner import attention, implicit_positions
-from lookahead_hf.runner.recurrent import layers as recurrent
+from lookahead_hf.model.facts import facts_of
+from lookahead_hf.patches.patched import patched
 
 
 def decode(call: PreparedCall) -> Any:
@@ -22,7 +26,19 @@ def decode(call: PreparedCall) -> Any:
         Unserved: This call cannot be speculated; nothing was emitted.
         ValueError: An option, a pool or a prediction is wrong.
     """
-    return run(assemble(call))
+    cache: Any = call.model_kwargs.get(compat.decoder_names(call.model).cache)
+    # Where all layers keep a state, a cache does not say how long it is.
+    may_restart = type(cache) is compat.DynamicCache and not facts_of(call.model).mixers
+    may_restart = may_restart and not cache.get_seq_length()
+    session = assemble(call)
+    try:
+        return run(session)
+    except torch.OutOfMemoryError:
+        # While the cache is taken over, it holds up to twice what plain's does.
+        if not may_restart or session.rows.num_emitted.any() or not session.processes.is_alone:
+            raise
+    cache.layers = compat.empty_cache(call.model).layers
+    raise Unserved(FallbackReason.MEMORY)
 
 
 def run(session: Session) -> Any:
@@ -31,23 +47,23 @@ def run(session: Session) -> Any:
     Returns:
         The output of the session.
     """
-    rows, timed = session.rows, session.stats.timed
-    drafts = timed(session.drafts, propose="draft", prepare="draft")
-    runner = timed(session.runner, launch="forward", commit="commit")
-    verifier = timed(session.verifier, read="verify")
-    model = session.runner.model
-    attends, counts = attention.laid_under(model), implicit_positions.laid_under(model)
-    states = recurrent.laid_under(model)
-    # Entered twice, since an interrupt may fall just where the inner one is left.
-    with attends, counts, states, attends, counts, states, ExitStack() as stack:
-        stack.enter_context(session)
-        session.start(stack)
-        while session.goes_on():
-            draft = drafts.propose(rows)
-            step = runner.launch(rows, draft)
-            drafts.prepare(step)
-            draft, step = session.repeat_if_not_finite(draft, step)
-            verdict = verifier.read(rows, draft, step)
-            num_moved = runner.commit(verdict)
-            session.observe(draft, step, verdict, num_moved)
-        return session.output()
+    rows, phase = session.rows, session.stats.phase
+    propose = phase("draft")(session.drafts.propose)
+    prepare = phase("draft")(session.drafts.prepare)
+    launch, commit = phase("forward")(session.launch), phase("commit")(session.runner.commit)
+    read = phase("verify")(session.verifier.read)
+    patches = patched(session.runner.model)
+    try:
+        with patches, ExitStack() as stack:
+            stack.enter_context(session)
+            session.start(stack)
+            while session.goes_on():
+                draft, step = launch(propose(rows))
+                prepare(step)
+                draft, step = session.repeat_if_not_finite(draft, step)
+                verdict = read(rows, draft, step)
+                num_moved = commit(verdict)
+                session.observe(draft, step, verdict, num_moved)
+            return session.output()
+    finally:
+        patches.restore()  # again, since an interrupt may fall just where they are left

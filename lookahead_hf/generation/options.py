@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
+from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.spelling import nearest
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.
@@ -84,6 +88,22 @@ class GenerateArguments:
                 f"leave one of them out (speculative=False switches speculation off for a call)"
             )
 
+    def check_names(self) -> None:
+        """Check names that transformers does not know, since its error cannot say what is meant.
+
+        Raises:
+            ValueError: It refuses a name, which resembles that of an argument or option of ours.
+        """
+        if compat.has_own_generate(self._model):
+            return
+        settings = self._model.generation_config
+        theirs = {*inspect.signature(self._original).parameters, *vars(settings)} - {*OURS}
+        for name, value in self.given.items():
+            if name in theirs or hasattr(settings, name):
+                continue
+            if compat.refuses_argument(self._model, name, value):
+                check_name("generate", name, ("speculative", "prediction"), theirs)
+
     def check_original(self) -> None:
         """Raise Unserved where the original `generate` cannot be given a decoding strategy."""
         # transformers binds a repository's function to the model that it loads. A decoding loop of
@@ -119,7 +139,15 @@ class GenerateArguments:
         """Return the caller's guess as token ids per row; one row where one guess serves all."""
         if self._prediction is None:
             return None
-        return read_prediction(self._prediction, self.tokenizer)
+        prediction = read_prediction(self._prediction, self.tokenizer)
+        vocab_size = int(compat.text_config(self._model).vocab_size)
+        for row in prediction:
+            if row.size and int(row.max()) >= vocab_size:
+                raise ValueError(
+                    f"prediction holds the token id {int(row.max())}, but the model has the ids 0 "
+                    f"to {vocab_size - 1}: use the tokenizer of this model"
+                )
+        return prediction
 
     def forwarded(self, strategy: Callable[..., Any], streamer: Any) -> dict[str, Any]:
         """Return the arguments of the call to make, by name, with `strategy` as its decoding."""
@@ -151,6 +179,36 @@ class GenerateArguments:
             config.stop_strings = None
         if getattr(of_model, "stop_strings", None) is not None:
             passed["stop_strings"] = None
+
+
+def check_name(
+    function: str,
+    name: str,
+    own: Iterable[str],
+    theirs: Iterable[str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Check an argument that a function of transformers does not know.
+
+    Args:
+        function: The function's name.
+        name: The argument's name.
+        own: Arguments that this library adds to the function.
+        theirs: Arguments that the function has without it.
+        elsewhere: Names that are no arguments of the function, and what serves them.
+
+    Raises:
+        ValueError: The name resembles that of an argument or an option of ours.
+    """
+    options = [each.name for each in fields(SpeculativeConfig)]
+    theirs = {*theirs}
+    meant = nearest(name, {*own, *options, *theirs, *elsewhere})
+    if meant is None or meant in theirs:
+        return
+    fix = f"did you mean {meant}=?"
+    if meant in options:
+        fix = f"pass speculative=SpeculativeConfig({meant}=...)"
+    raise ValueError(f"{function} has no argument {name!r}: {elsewhere.get(meant, fix)}")
 
 
 def wanted(

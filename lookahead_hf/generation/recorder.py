@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,8 +16,6 @@ from lookahead_hf.stats import PHASES, RowStats, SpeculativeStats
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
-
-_Part = TypeVar("_Part")
 
 
 class StatsRecorder:
@@ -45,17 +42,12 @@ class StatsRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block or function as part of a phase, one of `PHASES`."""
+        """Time a block, or every call of a function, as part of a phase, one of `PHASES`."""
         start = time.perf_counter()
         try:
             yield
         finally:
             self.milliseconds[name] += (time.perf_counter() - start) * 1e3
-
-    def timed(self, part: _Part, **phases: str) -> _Part:
-        """Return a stand-in for a part of a call: the named methods, each timed as a phase."""
-        methods = {name: self.phase(phase)(getattr(part, name)) for name, phase in phases.items()}
-        return cast(_Part, SimpleNamespace(**methods))
 
     def leave_out_streaming(self, seconds: float) -> None:
         """Take off the verification what the caller's streamer spent in it."""

@@ -12,17 +12,17 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookahead_hf import compat, stats
+from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.prepared import PreparedCall
+from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.generation import finalize
-from lookahead_hf.generation.call import PreparedCall
-from lookahead_hf.generation.outputs import RequestedOutputs
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.generation.tracer import Tracer
+from lookahead_hf.patches.forward import left_to_kernel
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.verification.verifier import Verifier
 
@@ -54,6 +54,18 @@ class Session(ABC):
     def goes_on(self) -> bool:
         """Return whether another step follows; it may give rows to other texts before that."""
         return bool(self.rows.live.any())
+
+    def launch(self, draft: DraftTree) -> tuple[DraftTree, Any]:
+        """Run a step; where memory runs out, run it without the draft and draft less later."""
+        try:
+            return draft, self.runner.launch(self.rows, draft)
+        except torch.OutOfMemoryError:
+            has_state = self.runner.recurrent is not None  # which may be half a step further
+            if not draft.num_nodes or has_state or not self.processes.is_alone:
+                raise
+        self.drafts.narrow(draft.max_nodes // 2)
+        draft = DraftTree.empty(self.rows.num_rows)
+        return draft, self.runner.launch(self.rows, draft)
 
     def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
         """Run a step again without its draft if the draft made NaN of a row's logits."""
@@ -111,15 +123,21 @@ class DecodingSession(Session):
     def start(self, stack: ExitStack) -> None:
         call, model = self.call, self.call.model
         shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
-        stack.enter_context(attention.left_to_kernel(self.by_kernel))
+        stack.enter_context(left_to_kernel(self.by_kernel))
+        try:
+            with self.stats.phase("prefill"):
+                outputs = self.runner.prefill(
+                    call.input_ids,
+                    call.generation_config,
+                    {**shown, **call.model_kwargs},
+                    lambda: stack.enter_context(compat.set_up_for_decoding(model)),
+                )
+        except torch.OutOfMemoryError:
+            raise  # plain generation may follow, which streams the prompt itself
+        except BaseException:
+            self.stream.prompt(call.input_ids)  # plain generation does so before it reads it
+            raise
         self.stream.prompt(call.input_ids)
-        with self.stats.phase("prefill"):
-            outputs = self.runner.prefill(
-                call.input_ids,
-                call.generation_config,
-                {**shown, **call.model_kwargs},
-                lambda: stack.enter_context(compat.set_up_for_decoding(model)),
-            )
         self.outputs.prefill(outputs)
         if shown:
             self.drafts.prompt = compat.last_hidden_states(outputs)

@@ -11,15 +11,15 @@ import torch
 from transformers.utils import ModelOutput
 
 from lookahead_hf import compat, fallback, quantization, stats
+from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.call.streaming import HeldStreamer
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.call import PreparedCall, Request
 from lookahead_hf.generation.decode import decode
 from lookahead_hf.generation.options import OURS, GenerateArguments
-from lookahead_hf.generation.streaming import HeldStreamer
-from lookahead_hf.runner import support
 from lookahead_hf.stats import SpeculativeStats
+from lookahead_hf.support import checks
 from lookahead_hf.trace import Trace
 
 ASSISTANT_SETTINGS = (
@@ -62,6 +62,7 @@ def run(
         arguments = GenerateArguments(model, original, args, kwargs)
     except TypeError:
         return original(*args, **plain)  # raises an error that explains what is wrong
+    arguments.check_names()
     value, config = arguments.wanted(default)
     if value is None:
         return _plainly(model, original, args, plain)
@@ -136,14 +137,14 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
-    support.check_setup(model)
+    checks.check_setup(model)
     arguments.check_original()
     if not compat.has_own_generate(model):
-        support.check_kind(model)
+        checks.check_kind(model)
         if given.get("past_key_values") is not None:
             shows = arguments.setting("return_dict_in_generate")
             shows = bool(shows and arguments.setting("output_attentions"))
-            support.check_cache(model, given["past_key_values"], shows)
+            checks.check_cache(model, given["past_key_values"], shows)
     request = Request(
         config=config,
         streamer=given.get("streamer"),
@@ -227,7 +228,7 @@ class Strategy:
             logits_processor,
             stopping_criteria,
             generation_config,
-            model_kwargs,
+            compat.forwarded(model, input_ids, model_kwargs),
             self._request_with(model, inputs_tensor),
             is_checked,
         )
@@ -236,7 +237,7 @@ class Strategy:
         token = _decided.set(())
         try:
             if model is not self._model:
-                support.check_setup(model)
+                checks.check_setup(model)
             output = decode(call)
         except Unserved as error:
             if self.decoded is None and self._request.assistant_model is not None:
@@ -267,7 +268,8 @@ class Strategy:
                 stats.publish(each, self.record)  # before the text, as in any fallback
         if request.streamer is not None:
             request.streamer.put(call.input_ids.cpu())  # `held` has dropped the prompt
-        return model._sample(
+        return compat.run_loop(
+            model,
             call.input_ids,
             logits_processor=call.processors,
             stopping_criteria=call.criteria,

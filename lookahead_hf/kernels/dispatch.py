@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 
 from lookahead_hf.kernels import reference
+from lookahead_hf.kernels.cpu import program
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk, Wanted
+from lookahead_hf.ngram_pool import compilation
 
 MAX_ATTENTION_NODES = 64
 """Nodes of a row in `tree_attention`, node 0 included: one bit each in the ancestor words."""
@@ -23,19 +29,27 @@ MAX_FUSED_K = 64
 
 _VARIABLE = "LOOKAHEAD_HF_BACKEND"
 
+_left_to_torch: set[torch.device] = set()
+
+
+class NotLaunched(Exception):
+    """A kernel could not be launched; torch serves its device from now on."""
+
 
 def backend(device: torch.device) -> str:
     """Return what runs on a device: "triton" on CUDA and ROCm, "torch" elsewhere.
 
-    NVIDIA's GPUs before Ampere, which Triton does not support, take "torch" as well. If the
-    environment variable LOOKAHEAD_HF_BACKEND is "triton" or "torch", it decides.
+    NVIDIA's GPUs before Ampere, which Triton does not support, take "torch" as well, and so does a
+    device on which a launch has failed. If the environment variable LOOKAHEAD_HF_BACKEND is
+    "triton" or "torch", it decides.
 
     Raises:
         ValueError: The variable holds anything else, or names Triton where it cannot run.
     """
     chosen = setting()
     if not chosen:
-        return "triton" if device.type == "cuda" and _has_triton(device) else "torch"
+        serves = device.type == "cuda" and device not in _left_to_torch and _has_triton(device)
+        return "triton" if serves else "torch"
     if chosen not in ("triton", "torch"):
         raise ValueError(f"{_VARIABLE} is {chosen!r}: set it to 'triton' or 'torch', or unset it")
     if chosen == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -62,6 +76,35 @@ def _has_triton(device: torch.device) -> bool:
     if find_spec("triton") is None:
         return False
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def _launching(device: torch.device) -> Iterator[None]:
+    """Leave a device to torch where a kernel cannot be launched, unless Triton was asked for.
+
+    Before its first launch Triton compiles code for the host, for which it needs a C compiler and
+    Python's headers. Slim images have neither.
+
+    Raises:
+        NotLaunched: There was an error other than want of memory.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if is_asked_for():
+            raise
+        if device not in _left_to_torch:
+            _left_to_torch.add(device)
+            said = (str(error).splitlines() or [""])[0]
+            warnings.warn(
+                f"Triton cannot run on {device}, so torch takes its place, which is slower: "
+                f"{type(error).__name__}: {said}. Triton needs a C compiler and Python's headers",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        raise NotLaunched from error
 
 
 def verify_tree(
@@ -96,9 +139,10 @@ def verify_tree(
     assert (noise is None) == (depth is None), "noise and depth go together"
     assert noise is None or not keep_scan, "scores divided by noise are of no use to topk_rows"
     if backend(scores.device) == "triton":
-        from lookahead_hf.kernels import verify
+        with suppress(NotLaunched), _launching(scores.device):
+            from lookahead_hf.kernels import verify
 
-        return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth, keep_scan)
+            return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth, keep_scan)
     return reference.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
 
 
@@ -130,11 +174,13 @@ def reject_tree(
     Returns:
         The accepted paths, without `best`; `bonus` holds the bonus or the recovered token.
     """
+    given = probs, draft_probs, tokens, parents, num_nodes, uniforms, noise
     if backend(probs.device) == "triton":
-        from lookahead_hf.kernels import reject
+        with suppress(NotLaunched), _launching(probs.device):
+            from lookahead_hf.kernels import reject
 
-        return reject.reject_tree(probs, draft_probs, tokens, parents, num_nodes, uniforms, noise)
-    return reference.reject_tree(probs, draft_probs, tokens, parents, num_nodes, uniforms, noise)
+            return reject.reject_tree(*given)
+    return reference.reject_tree(*given)
 
 
 def compact_path(
@@ -158,11 +204,41 @@ def compact_path(
         device = part.tensors[0].device
         local = [tensor.to(device, non_blocking=True) for tensor in (lengths, path, num_kept)]
         if backend(device) == "triton":
-            from lookahead_hf.kernels import compact
+            with suppress(NotLaunched), _launching(device):
+                from lookahead_hf.kernels import compact
 
-            compact.compact_path(part, *local)
+                compact.compact_path(part, *local)
+                continue
+        reference.compact_path(part, *local)
+
+
+def compact_on_host(
+    table: PathTable, lengths: np.ndarray, path: np.ndarray, num_kept: np.ndarray
+) -> None:
+    """Keep one path as `compact_path` does, by arrays of int64 that are on the host.
+
+    A compiled loop moves tokens on a CPU: for 60 tensors torch takes 0.6 ms.
+    """
+    is_ready = compilation.of_kernels.compiled() and compilation.available()
+    for part in table.by_device:
+        is_served = part.tensors[0].device.type == "cpu" and part.word_bytes > 1
+        if is_ready and is_served and backend(part.tensors[0].device) == "torch":
+            program.compact_path(part, lengths, path, num_kept)
         else:
-            reference.compact_path(part, *local)
+            compact_path(part, *map(torch.from_numpy, (lengths, path, num_kept)))
+
+
+def argmax(scores: torch.Tensor) -> int:
+    """Return the place of the first largest of some scores, [vocab], as `torch.argmax`.
+
+    On a CPU torch takes 60 us for 49,152 scores in float32 and 180 us in bfloat16.
+    """
+    if scores.device.type != "cpu":
+        return int(scores.argmax())
+    is_ready = compilation.of_kernels.compiled() and compilation.available()
+    if is_ready and scores.dtype in program.KINDS and scores.is_contiguous():
+        return program.argmax(scores)
+    return int(scores.float().numpy().argmax())
 
 
 def topk_rows(
@@ -183,9 +259,10 @@ def topk_rows(
     """
     assert k <= logits.shape[1], "a row has fewer entries"
     if backend(logits.device) == "triton" and k <= MAX_FUSED_K:
-        from lookahead_hf.kernels import topk
+        with suppress(NotLaunched), _launching(logits.device):
+            from lookahead_hf.kernels import topk
 
-        return topk.topk_rows(logits, k, scan, wanted)
+            return topk.topk_rows(logits, k, scan, wanted)
     return reference.topk_rows(logits, k)
 
 
@@ -229,12 +306,17 @@ def tree_attention(
 
     Returns:
         [rows, nodes, heads, v_dim] in the dtype of `q`.
+
+    Raises:
+        NotLaunched: Triton does not run there: attend under a mask.
     """
     assert (columns is None) or (pads is not None), "columns need pads"
-    assert backend(q.device) == "triton", "without Triton, attend under a mask"
+    if backend(q.device) != "triton":
+        raise NotLaunched("without Triton, attend under a mask")
     assert q.shape[2] <= MAX_ATTENTION_NODES and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
-    from lookahead_hf.kernels import attention
+    with _launching(q.device):
+        from lookahead_hf.kernels import attention
 
-    return attention.tree_attention(
-        q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks, by_length
-    )
+        return attention.tree_attention(
+            q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks, by_length
+        )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers.generation import logits_process as hf
 
+from lookahead_hf.logits.constraints import Constraint, recognise
 from lookahead_hf.logits.warpers import twin
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -61,7 +62,8 @@ class RowProcessors:
 
     A batch of one row calls the list itself if it contains anything unknown: a custom class, or one
     that calls a function of the user. A larger batch needs classes whose result for a row depends
-    on that row alone.
+    on that row alone. Of a processor that obeys a grammar, each row then gets one of its own, and
+    `end` brings the caller's up to date.
 
     Attributes:
         num_rows: Rows of the batch.
@@ -70,8 +72,26 @@ class RowProcessors:
     def __init__(self, processors: hf.LogitsProcessorList, num_rows: int) -> None:
         self._processors = processors
         self.num_rows = num_rows
-        self._unknown = _first_unknown(processors, num_rows)
+        self._constraints = {
+            id(each): constraint
+            for each in processors
+            if (constraint := recognise(each, num_rows)) and constraint.alone
+        }
+        self._unknown = _first_unknown(processors, num_rows, self._constraints)
         self._chains: list[list[Processor]] = []  # per row, built once the device is known
+        self._scores: torch.Tensor | None = None  # the latest ones, if their shape is needed
+
+    @functools.cached_property
+    def _by_row(self) -> list[list[Processor]]:
+        """The processors of each row."""
+        return [[self._bound(p, row) for p in self._processors] for row in range(self.num_rows)]
+
+    def _bound(self, processor: Any, row: int) -> Processor:
+        constraint = self._constraints.get(id(processor))
+        if constraint is None or constraint.alone is None or self.num_rows == 1:
+            return _bound(processor, row)
+        alone: Processor = constraint.alone(row)
+        return alone
 
     def __iter__(self) -> Iterator[Processor]:
         return iter(self._processors)
@@ -107,8 +127,9 @@ class RowProcessors:
         """
         if self._unknown is not None:
             return self._processors(ids, scores)
+        self._scores = scores
         if not self._chains:
-            self._chains = [self._chain(each, scores.device) for each in range(self.num_rows)]
+            self._chains = [self._chain(each, scores.device) for each in self._by_row]
         for processor in self._chains[row]:
             scores = processor(ids, scores)
         return scores
@@ -127,12 +148,14 @@ class RowProcessors:
             scores: Their scores, [len(rows), vocab] float32.
         """
         assert self._unknown is None
-        for processor in self._processors:
+        self._scores = scores
+        for place, processor in enumerate(self._processors):
             if type(processor) in SCORES_ONLY:
                 scores = self._in_full(processor, scores)
             else:
                 each = zip(rows, scores.split(1), strict=True)
-                scores = torch.cat([_bound(processor, row)(ids(row), own) for row, own in each])
+                own = [self._by_row[row][place](ids(row), score) for row, score in each]
+                scores = torch.cat(own)
         return scores
 
     def _in_full(self, processor: Processor, scores: torch.Tensor) -> torch.Tensor:
@@ -142,9 +165,25 @@ class RowProcessors:
         no_ids = torch.empty(self.num_rows, 0, dtype=torch.long, device=scores.device)
         return processor(no_ids, filled)[: len(scores)]
 
-    def _chain(self, row: int, device: torch.device) -> list[Processor]:
-        """Return the row's processors, on a CPU the fastest that round as in plain's batch."""
-        bound = [_bound(processor, row) for processor in self._processors]
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a processor of the caller is brought up to date at the end only."""
+        return self.num_rows > 1 and bool(self._constraints)
+
+    def end(self, ids: torch.Tensor, texts: Sequence[list[int]]) -> None:
+        """Leave the caller's processors as plain leaves them.
+
+        Args:
+            ids: The prompts as plain holds them, [rows, columns].
+            texts: The tokens of each row that plain's processors were shown.
+        """
+        if self.keeps_state and self._unknown is None and self._scores is not None:
+            shape = self.num_rows, self._scores.shape[-1]
+            for constraint in self._constraints.values():
+                constraint.settle(ids, self._scores.new_zeros(shape), texts)
+
+    def _chain(self, bound: list[Processor], device: torch.device) -> list[Processor]:
+        """Return a row's processors, on a CPU the fastest that round as in plain's batch."""
         if device.type != "cpu":
             return bound
         return [
@@ -155,10 +194,13 @@ class RowProcessors:
         ]
 
 
-def _first_unknown(processors: hf.LogitsProcessorList, num_rows: int) -> str | None:
+def _first_unknown(
+    processors: hf.LogitsProcessorList, num_rows: int, constraints: Mapping[int, Constraint]
+) -> str | None:
     if type(processors) is not hf.LogitsProcessorList:
         return type(processors).__name__
-    return next((type(p).__name__ for p in processors if not knows_processor(p, num_rows)), None)
+    unknown = (p for p in processors if not knows_processor(p, num_rows))
+    return next((type(p).__name__ for p in unknown if id(p) not in constraints), None)
 
 
 def knows_processor(processor: Any, num_rows: int = 1) -> bool:

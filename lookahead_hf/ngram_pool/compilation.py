@@ -14,15 +14,50 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
-_pending: list[Callable[[], None]] = []
-_compiling = threading.Lock()
-_background: threading.Thread | None = None
-_child: subprocess.Popen[bytes] | None = None
-"""The process that compiles what is not on disk; None where none was needed so far."""
-_child_started = 0.0
-"""When it was started, in seconds of `time.monotonic`."""
-_failure: Exception | None = None
-"""Why the last attempt to compile failed; None if it succeeded or there was none."""
+PATIENCE = 20.0
+"""Seconds from which on steps give way to the process that compiles."""
+
+MOMENT = 0.005
+"""Seconds for which a step does so: about a seventh of a step's time on two cores."""
+
+IDLE_SECONDS = 30.0
+"""Seconds for which that process runs where cores are idle; then it gets its share of them."""
+
+_IN_CHILD = "LOOKAHEAD_HF_COMPILING"
+"""Set in the environment of the process that compiles, which starts no other."""
+
+# Linux lets no process leave the idle priority again, so that a copy of the process takes it. What
+# it has compiled by the time that it is ended is on disk.
+_CHILD = """\
+import sys
+sys.path[:] = filter(None, sys.path)  # a file here may be called signal.py
+import contextlib, importlib, os, signal, time
+sys.path[:] = {path!r}
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
+
+def compile_all():
+    from lookahead_hf.ngram_pool import compilation
+    for name in {modules!r}:
+        importlib.import_module(name)
+    compilation.{name}.compile_now()
+
+if hasattr(os, "SCHED_IDLE"):
+    copy = os.fork()
+    if not copy:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        compile_all()
+        sys.exit()
+    end = time.monotonic() + {idle_seconds!r}
+    while time.monotonic() < end:
+        ended, status = os.waitpid(copy, os.WNOHANG)
+        if ended:
+            sys.exit(status != 0)
+        time.sleep(0.05)
+    os.kill(copy, signal.SIGKILL)
+    os.waitpid(copy, 0)
+compile_all()
+"""
 
 
 class NumbaMissingError(ImportError):
@@ -52,187 +87,181 @@ def importing_numba() -> Iterator[None]:
         raise NumbaMissingError(error) from error
 
 
-def register(warm_up: Callable[[], None]) -> None:
-    """Add a function that calls all numba functions of a module once, with the real types."""
-    _pending.append(warm_up)
+class Compilation:
+    """Functions that numba has to compile, or to load from disk."""
 
+    def __init__(self, name: str) -> None:
+        """`name` is the object's own name in this module."""
+        self.name = name
+        self.pending: list[Callable[[], None]] = []
+        self.lock = threading.Lock()  # held while functions are compiled or loaded here
+        self.thread: threading.Thread | None = None
+        self.child: subprocess.Popen[bytes] | None = None  # compiles what is not on disk
+        self.child_started = 0.0  # in seconds of `time.monotonic`
+        self.failure: Exception | None = None  # of the last attempt
 
-def available() -> bool:
-    """Return whether numba is installed and has not failed to compile."""
-    return _failure is None and _is_installed()
+    def register(self, warm_up: Callable[[], None]) -> None:
+        """Add a function that calls all numba functions of a module once, with the real types."""
+        self.pending.append(warm_up)
 
+    def available(self) -> bool:
+        """Return whether numba is installed and has not failed to compile."""
+        return self.failure is None and _is_installed()
 
-def check_available() -> None:
-    """Raise NumbaMissingError if numba is not installed or has failed to compile."""
-    if _failure is not None:
-        raise NumbaMissingError(getattr(_failure, "reason", _failure)) from _failure
-    if not _is_installed():
-        raise NumbaMissingError
+    def check_available(self) -> None:
+        """Raise NumbaMissingError if numba is not installed or has failed to compile."""
+        if self.failure is not None:
+            reason = getattr(self.failure, "reason", self.failure)
+            raise NumbaMissingError(reason) from self.failure
+        if not _is_installed():
+            raise NumbaMissingError
 
+    def compiled(self) -> bool:
+        """Return whether all is compiled (or loaded from numba's cache), so no call waits."""
+        return not self.pending
 
-def compiled() -> bool:
-    """Return whether everything is compiled (or loaded from numba's cache), so no call waits."""
-    return not _pending
+    def ready(self) -> bool:
+        """Return whether everything is compiled; if not, start to compile."""
+        self.compile_in_background()
+        return self.compiled()
 
+    def compile_now(self) -> None:
+        """Compile everything that is not compiled yet, or wait until another thread has done so.
 
-def ready() -> bool:
-    """Return whether everything is compiled; if not, start to compile."""
-    compile_in_background()
-    return compiled()
+        This takes some seconds once per installation and tenths of a second later: numba keeps its
+        compiled functions beside the package or, if that folder is read-only, in the user's cache
+        folder (`NUMBA_CACHE_DIR` names another one).
 
+        Raises:
+            NumbaMissingError: numba is missing or cannot be imported.
+        """
+        with self.lock:
+            try:
+                while self.pending:
+                    self.pending[0]()
+                    del self.pending[0]
+                self.failure = None
+            except Exception as error:
+                self.failure = error
+                raise
 
-def compile_now() -> None:
-    """Compile everything that is not compiled yet, or wait until another thread has done so.
+    def wait_until_loaded(self, timeout: float) -> None:
+        """Begin to load the functions if nothing has; wait at most `timeout` seconds for them."""
+        before = self.thread
+        self.compile_in_background()
+        if self.thread is not None and self.thread is not before:
+            self.thread.join(timeout)
 
-    This takes some seconds once per installation and tenths of a second later: numba keeps its
-    compiled functions beside the package or, if that folder is read-only, in the user's cache
-    folder (`NUMBA_CACHE_DIR` names another one).
-
-    Raises:
-        NumbaMissingError: numba is missing or cannot be imported.
-    """
-    global _failure
-    with _compiling:
+    def compile_in_background(self) -> None:
+        """Begin to load or compile, unless that has begun, is done, or has failed."""
+        if self.compiled() or not self.available() or self._is_busy():
+            return
+        # Not a daemon: a process that ends must not tear it out of LLVM's code.
+        thread = threading.Thread(target=self._load_or_compile, name="lookahead-hf-compile")
         try:
-            while _pending:
-                _pending[0]()
-                del _pending[0]
-            _failure = None
-        except Exception as error:
-            _failure = error
-            raise
+            thread.start()
+        except RuntimeError as error:  # there are too many threads, or the interpreter is ending
+            self.failure = error
+        else:
+            self.thread = thread
 
+    def give_way(self) -> None:
+        """Leave the cores for a moment to the process that compiles, once it has worked for long.
 
-def wait_until_loaded(timeout: float) -> None:
-    """Begin to load the functions, unless that goes on, and wait for it at most so many seconds."""
-    before = _background
-    compile_in_background()
-    if _background is not None and _background is not before:
-        _background.join(timeout)
+        Steps without a pause keep two cores busy, with threads that wait for each other, too. The
+        process would hardly ever run.
+        """
+        has_begun = self.child is not None
+        if has_begun and time.monotonic() > self.child_started + PATIENCE and self._is_busy():
+            time.sleep(MOMENT)
 
+    def forget_threads(self) -> None:
+        """Begin again in a forked process, which has none of the threads and processes."""
+        if self.lock.locked():  # so is a lock of numba's, which nobody will release here
+            self.failure = RuntimeError("the process was forked while its functions were loaded")
+        self.lock, self.thread, self.child = threading.Lock(), None, None
 
-def compile_in_background() -> None:
-    """Begin to load or compile, unless that goes on, is done, or has failed."""
-    global _background, _failure
-    if compiled() or not available() or _is_busy():
-        return
-    # Not a daemon: a process that ends must not tear it out of LLVM's code.
-    thread = threading.Thread(target=_load_or_compile, name="lookahead-hf-compile")
-    try:
-        thread.start()
-    except RuntimeError as error:  # there are too many threads, or the interpreter is ending
-        _failure = error
-    else:
-        _background = thread
+    def _is_busy(self) -> bool:
+        """Whether the functions are being loaded or compiled, here or in the other process."""
+        is_loading = self.thread is not None and self.thread.is_alive()
+        return is_loading or (self.child is not None and self.child.poll() is None)
 
-
-def _is_busy() -> bool:
-    """Whether the functions are being loaded or compiled, here or in the other process."""
-    is_loading = _background is not None and _background.is_alive()
-    return is_loading or (_child is not None and _child.poll() is None)
-
-
-def give_way() -> None:
-    """Leave the cores for a moment to the process that compiles, once it has worked for long.
-
-    Steps without a pause keep two cores busy, with threads that wait for each other, too. The
-    process would hardly ever run.
-    """
-    if _child is not None and time.monotonic() > _child_started + PATIENCE and _is_busy():
-        time.sleep(MOMENT)
-
-
-def _load_or_compile() -> None:
-    """Load the functions; if one is not on disk, let another process compile, or else this one."""
-    global _failure
-    try:
-        with importing_numba():
-            from lookahead_hf.ngram_pool import jit
-        jit.on_thread.only_loads = True
+    def _load_or_compile(self) -> None:
+        """Load the functions; if one is not on disk, compile in another process, or else here."""
         try:
-            compile_now()
-        except jit.NotSaved:
-            jit.on_thread.only_loads = False
-            with _compiling:  # of calls at the same time, one starts a process
-                compiles_elsewhere = _compile_elsewhere()
-            if not compiles_elsewhere:
-                compile_now()
-    except Exception as error:  # calls continue without indexes, and report that
-        _failure = error
-        logger.info("numba's functions could not be compiled", exc_info=True)
+            with importing_numba():
+                from lookahead_hf.ngram_pool import jit
+            jit.on_thread.only_loads = True
+            try:
+                self.compile_now()
+            except jit.NotSaved:
+                jit.on_thread.only_loads = False
+                with self.lock:  # of calls at the same time, one starts a process
+                    compiles_elsewhere = self.compile_elsewhere()
+                if not compiles_elsewhere:
+                    self.compile_now()
+        except Exception as error:  # calls continue without indexes, and report that
+            self.failure = error
+            logger.info("numba's functions could not be compiled", exc_info=True)
 
+    def compile_elsewhere(self) -> bool:
+        """Compile in another process, which keeps the functions on disk for this one to load.
 
-def _forget_threads() -> None:
-    """Begin anew in a forked process, which has none of the threads and processes."""
-    global _compiling, _background, _child, _failure
-    if _compiling.locked():  # so is a lock of numba's, which nobody will release here
-        _failure = RuntimeError("the process was forked while its functions were loaded")
-    _compiling, _background, _child = threading.Lock(), None, None
+        A thread of this process would hold the interpreter's lock for most of its time: a call
+        beside it takes ten times as long. The other process runs where cores are idle, and at
+        normal priority if that took too long. It stays in the session of this one: Linux schedules
+        a session of its own as a group, which steps wait for. If this process ends first, the other
+        goes on and fills the disk for the next.
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
-
-
-PATIENCE = 20.0
-"""Seconds from which on steps give way to the process that compiles."""
-
-MOMENT = 0.005
-"""Seconds for which a step does so: about a seventh of a step's time on two cores."""
-
-_IN_CHILD = "LOOKAHEAD_HF_COMPILING"
-"""Set in the environment of the process that compiles, which starts no other."""
-
-_CHILD = """\
-import sys
-sys.path[:] = filter(None, sys.path)  # a file here may be called signal.py
-import contextlib, importlib, os, signal
-sys.path[:] = {path!r}
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at a prompt is not for it
-with contextlib.suppress(OSError, AttributeError):
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-from lookahead_hf import ngram_pool
-for name in {modules!r}:
-    importlib.import_module(name)
-ngram_pool.compile_now()
-"""
-
-
-def _compile_elsewhere() -> bool:
-    """Let another process compile and keep the functions on disk, where this one loads them later.
-
-    A thread of this process would hold the interpreter's lock for most of its time: a call beside
-    it takes ten times as long. The other process runs where cores are idle. It stays in the session
-    of this one: Linux schedules a session of its own as a group, which steps wait for. If this
-    process ends first, the other goes on and fills the disk for the next.
-
-    Returns:
-        Whether it compiles. It is started once: if it cannot compile or write, this one must.
-    """
-    global _child, _child_started
-    if _child is not None:  # another call has just started it, or it has ended in vain
-        return _child.poll() is None
-    # The executable of a packaged program is the program.
-    is_program = getattr(sys, "frozen", False) or not sys.executable
-    if _IN_CHILD in os.environ or is_program:
-        return False
-    # Objects other than strings, such as paths, are ignored by imports.
-    path, modules = [*map(str, sys.path)], [each.__module__ for each in _pending]
-    try:
-        _child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD.format(path=path, modules=modules)],
-            env=os.environ | {_IN_CHILD: "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        _child_started = time.monotonic()
-    except Exception as error:  # whatever forbids processes here
-        logger.info("no process compiles numba's functions: %r", error)
-    return _child is not None
+        Returns:
+            Whether it compiles. It is started once: if it cannot compile or write, this one must.
+        """
+        if self.child is not None:  # another call has just started it, or it has ended in vain
+            return self.child.poll() is None
+        # The executable of a packaged program is the program.
+        is_program = getattr(sys, "frozen", False) or not sys.executable
+        if _IN_CHILD in os.environ or is_program:
+            return False
+        # Objects other than strings, such as paths, are ignored by imports.
+        path, modules = [*map(str, sys.path)], [each.__module__ for each in self.pending]
+        given = {"path": path, "modules": modules, "name": self.name}
+        program = _CHILD.format(**given, idle_seconds=IDLE_SECONDS)
+        try:
+            self.child = subprocess.Popen(
+                [sys.executable, "-c", program],
+                env=os.environ | {_IN_CHILD: "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            self.child_started = time.monotonic()
+        except Exception as error:  # whatever forbids processes here
+            logger.info("no process compiles numba's functions: %r", error)
+        return self.child is not None
 
 
 def _is_installed() -> bool:
     if "numba" in sys.modules:
         return sys.modules["numba"] is not None
     return importlib.util.find_spec("numba") is not None
+
+
+of_process = Compilation("of_process")
+"""What drafting needs."""
+
+of_kernels = Compilation("of_kernels")
+"""The kernels for a CPU, which are compiled behind that."""
+
+register = of_process.register
+available = of_process.available
+check_available = of_process.check_available
+compiled = of_process.compiled
+ready = of_process.ready
+compile_now = of_process.compile_now
+wait_until_loaded = of_process.wait_until_loaded
+compile_in_background = of_process.compile_in_background
+give_way = of_process.give_way
+
+if hasattr(os, "register_at_fork"):
+    for _each in (of_process, of_kernels):
+        os.register_at_fork(after_in_child=_each.forget_threads)

@@ -6,10 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core import sigutils
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +35,69 @@ class NotSaved(BaseException):
 
 def jit(function: Callable[..., Any]) -> Any:
     """Compile without the interpreter lock; keep the code on disk if a folder is writable."""
-    dispatcher = njit(nogil=True)(function)
+    return _kept(njit(nogil=True)(function), function)
+
+
+def jit_numbers(function: Callable[..., Any]) -> Any:
+    """The same for a function whose divisions by zero give infinity, as in vectors."""
+    return _kept(njit(nogil=True, error_model="numpy")(function), function)
+
+
+def entry_point(signature: Any) -> Callable[[Callable[..., Any]], EntryPoint]:
+    """Compile a function that C code can call by its address; keep the code on disk."""
+    return lambda function: EntryPoint(signature, function)
+
+
+class EntryPoint:
+    """A function for C code, compiled when its address is first asked for."""
+
+    def __init__(self, signature: Any, function: Callable[..., Any]) -> None:
+        self._arguments: tuple[Any, ...] = function, sigutils.normalize_signature(signature), {}, {}
+
+    @cached_property
+    def address(self) -> int:
+        """The address of the compiled function."""
+        compiled: Any = CFunc(*self._arguments)
+        _kept(compiled, self._arguments[0], _folder_of(self._arguments[0])).compile()
+        self._compiled = compiled  # which owns the code
+        return int(compiled.address)
+
+
+def _folder_of(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return what tells whether a file beside that of a function has changed.
+
+    The functions that it calls are in these files. numba looks at the function's own file.
+    """
     try:
-        dispatcher._cache = TolerantCache(function)  # what `cache=True` does with numba's own
+        files = sorted(Path(function.__code__.co_filename).parent.glob("*.py"))
+        return tuple((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in files)
+    except OSError:
+        return ()
+
+
+def _kept(compiled: Any, function: Callable[..., Any], depends_on: tuple[Any, ...] = ()) -> Any:
+    """Give a function of numba's our cache, which is what `cache=True` does with numba's own."""
+    try:
+        compiled._cache = TolerantCache(function)
+        compiled._cache.depends_on = depends_on
     except (OSError, RuntimeError) as error:  # no folder is writable
         _warn_once(error)
-    return dispatcher
+    return compiled
 
 
 class TolerantCache(FunctionCache):
     """numba's cache on disk; after a full disk or a damaged file it compiles again.
 
     With numba's own cache, such an error ends the call of the function to be compiled.
+
+    Attributes:
+        depends_on: What else the compiled code depends on, besides the function's own file.
     """
+
+    depends_on: tuple[Any, ...] = ()
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), self.depends_on)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the compiled function, None if the cache does not have it."""

@@ -8,10 +8,13 @@ from contextlib import nullcontext
 import numpy as np
 
 from lookahead_hf import compat
+from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.model import compiled
 from lookahead_hf.model_state import state_of
+from lookahead_hf.patches.forward import ForwardContext, running
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, execution, implicit_positions, non_finite, torch_compile
+from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.layout import BlockInputs
 from lookahead_hf.runner.outputs import StepOutputs
 from lookahead_hf.runner.prefill import PromptRunner
@@ -28,14 +31,14 @@ class Runner(PromptRunner):
 
     @property
     def mode(self) -> str:
-        """How steps are run now, "packed" or "": their cost depends on it."""
-        return execution.PACKED if self._packed.is_used else ""
+        """How steps are run now, "compiled" or "": their cost depends on it."""
+        return execution.COMPILED if self._steps.is_used else ""
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
         """Nodes per row that drafts are padded to, from 0 on; None if a block is like its draft."""
         is_padded = self._is_compiled and self._shape is None
-        return node_counts(torch_compile.WIDTHS) if is_padded else None
+        return node_counts(compiled.WIDTHS) if is_padded else None
 
     @property
     def step_is_typical(self) -> bool:
@@ -43,7 +46,7 @@ class Runner(PromptRunner):
 
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
-        return self._packed.is_typical and not self._is_repeat and not self._is_new
+        return not self._is_repeat and not self._is_new
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.
@@ -91,26 +94,25 @@ class Runner(PromptRunner):
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._is_compiled:
-            width = torch_compile.width_for(width)
-            torch_compile.make_room(self.cache.slots, self.cache.slots.longest + width)
+            width = compiled.width_for(width)
+            compiled.make_room(self.cache.slots, self.cache.slots.longest + width)
         tokens, _, depths = draft.padded(width, rows.last_tokens)
         return self._layout.block(tokens, depths, draft, _ahead(rows))
 
     def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
-        remembers = nullcontext() if self.recurrent is None else self.recurrent.step()
         given, device = inputs.model_inputs, self._next_position.device
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
+        mixers = {} if self.recurrent is None else self.recurrent.forwards
+        context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers)
         with (
-            attention.step(device, inputs.trees, inputs.flat),
-            implicit_positions.step(inputs.columns),
-            remembers,
+            running(context, device),
             experts,
-            self._packed.prefill() if is_prompt else self._packed.step(),
+            nullcontext() if is_prompt else self._steps.step(inputs.flat),
         ):
             outputs = self.model(**given, return_dict=True)
-        if self._packed.is_used:
-            self.execution = execution.PACKED
+        if self._steps.is_used:
+            self.execution = execution.COMPILED
         self.num_fed += inputs.num_tokens
         kind = self.mode, inputs.num_tokens, inputs.flat is not None
         known = state_of(self.model).run_blocks

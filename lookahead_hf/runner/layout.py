@@ -13,9 +13,11 @@ from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree, place_in_row
-from lookahead_hf.runner import implicit_positions, masks, passthrough_kwargs, tree_attention
+from lookahead_hf.model.facts import facts_of
+from lookahead_hf.patches import implicit_positions, tree_attention
+from lookahead_hf.patches.tree_attention import BlockTree
+from lookahead_hf.runner import masks, passthrough_kwargs
 from lookahead_hf.runner.flat import FlatBlock, Run, RunMask, runs_of
-from lookahead_hf.runner.tree_attention import BlockTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class BlockLayout:
         self._next_position, self._device = next_position, next_position.device
         self._prompt_positions = prompt_positions
         self._names, self._mask_dict = compat.decoder_names(model), compat.takes_mask_dict(model)
-        self._needs_columns = compat.needs_columns(model)
+        facts = facts_of(model)
+        self._needs_columns, self._has_states = facts.needs_columns, bool(facts.mixers)
         self._is_limited = any(kind.is_limited for kind in kinds)
         pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
@@ -104,10 +107,8 @@ class BlockLayout:
             return BlockInputs(inputs, tokens.size, columns=columns)  # each token sees every slot
         seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
         built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
-        one = next(iter(built.values()))
-        inputs[self._names.mask] = (
-            compat.with_states(self._model, built) if self._mask_dict else one
-        )
+        named = compat.with_states(built) if self._has_states else built
+        inputs[self._names.mask] = named if self._mask_dict else next(iter(built.values()))
         return BlockInputs(inputs, tokens.size, self._trees(built, seen), columns)
 
     def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:

@@ -11,21 +11,16 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.model import compiled, position_limits, prefix_tuning
+from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import (
-    execution,
-    masks,
-    passthrough_kwargs,
-    positions,
-    prefix_tuning,
-    prompts,
-    torch_compile,
-)
+from lookahead_hf.patches.layers import CompiledSteps
+from lookahead_hf.runner import masks, passthrough_kwargs, prompts
 from lookahead_hf.runner.layout import BlockLayout, BlockShape
 from lookahead_hf.runner.outputs import StepOutputs
-from lookahead_hf.runner.packed_steps import PackedSteps
-from lookahead_hf.runner.recurrent.layers import RecurrentLayers
+from lookahead_hf.runner.recurrent import RecurrentLayers
 
 
 class PromptRunner(ABC):
@@ -47,7 +42,7 @@ class PromptRunner(ABC):
         model: Any,
         num_rows: int,
         shape: BlockShape | None = None,
-        packed: PackedSteps | None = None,
+        steps: CompiledSteps | None = None,
         flat: bool = False,
     ) -> None:
         """Prepare for one call.
@@ -56,25 +51,30 @@ class PromptRunner(ABC):
             model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
-            packed: How steps use packed linear layers, None where they do not.
+            steps: How steps run the layers, None for their own code.
             flat: Whether the model and the call admit flat blocks.
         """
         self.model = model
         self.num_rows = num_rows
         self._cache: AdoptedCache | None = None
-        self._shape, self._is_compiled = shape, torch_compile.is_compiled(model)
+        self._shape, self._is_compiled = shape, compiled.is_compiled(model)
         self.is_flat = flat
-        self._packed = packed or PackedSteps(model, False)
+        self._steps = steps or CompiledSteps(model, False)
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
         self._is_repeat = self._is_new = False
         self._names = compat.decoder_names(model)
         self._extras: dict[str, Any] = {}
         self._kinds = masks.of_model(model)
-        self.only_chains = bool(compat.mixers(model))
+        self.only_chains = bool(facts_of(model).mixers)
         self.recurrent: RecurrentLayers | None = None
         if self.only_chains and model.device.type == "cuda":
             self.execution = execution.STATES
         self._mask_dict = compat.takes_mask_dict(model)
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all blocks have the same shape."""
+        return self._shape is not None
 
     @property
     def has_cache(self) -> bool:
@@ -108,7 +108,7 @@ class PromptRunner(ABC):
         virtual = prefix_tuning.of_model(self.model).count
         attended = prompts.attended_columns(model_kwargs.get(self._names.mask), virtual)
         self._extras = passthrough_kwargs.passed_on(model_kwargs, self._names)
-        position_ids = positions.of_prompt(self.model, input_ids, model_kwargs)
+        position_ids = position_limits.of_prompt(self.model, input_ids, model_kwargs)
         assert position_ids is not None
         given = model_kwargs.get("past_key_values")
         facts = self.model, generation_config, model_kwargs
@@ -118,8 +118,7 @@ class PromptRunner(ABC):
             before_steps()
             return outputs
         before = 0 if given is None else int(given.get_seq_length())
-        with self._packed.prefill():
-            outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
+        outputs = compat.prefill(self.model, input_ids, generation_config, model_kwargs)
         before_steps()
         cache = outputs[self._names.cache]
         returned = compat.is_users_cache(cache) or bool(generation_config.return_dict_in_generate)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.serving.openai_fields import samples
 from lookahead_hf.stats import SourceStats, SpeculativeStats
 
 OF_THE_SERVER = {
@@ -30,6 +31,8 @@ class ServedRequest:
     Attributes:
         speculative: A configuration, False for plain decoding, None for what the server does.
         prediction: The text that the client expects, None without one.
+        samples: Whether it asks for a sample.
+        schema: The JSON schema that the answer obeys, None without one.
         is_cancelled: Whether the client went away.
         has_begun: Whether the first token was generated.
         refusal: Why `generate` refused its arguments, None if it did not.
@@ -38,6 +41,8 @@ class ServedRequest:
 
     speculative: SpeculativeConfig | bool | None = None
     prediction: str | None = None
+    samples: bool = False
+    schema: str | None = None
     is_cancelled: bool = False
     has_begun: bool = False
     refusal: str | None = None
@@ -59,7 +64,7 @@ def take_request(body: dict[str, Any], config: SpeculativeConfig) -> ServedReque
         ValueError: A field has a value that is not allowed.
     """
     asked, prediction = body.pop("speculative", None), body.pop("prediction", None)
-    return ServedRequest(allowed(asked, config), _text_of(prediction))
+    return ServedRequest(allowed(asked, config), _text_of(prediction), samples(body))
 
 
 def allowed(asked: Any, config: SpeculativeConfig) -> SpeculativeConfig | bool | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -18,6 +19,8 @@ from lookahead_hf.serving.fields import (
     current,
     take_request,
 )
+from lookahead_hf.serving.openai_fields import UnknownModelError, as_error, check_fields, error
+from lookahead_hf.serving.schemas import take_schema
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Where a request in JSON is answered with generated text."""
@@ -29,10 +32,11 @@ class SpeculativeFields:
     Args:
         app: The application that answers.
         config: How the server speculates where a request does not say.
+        models: transformers' manager of the server's models.
     """
 
-    def __init__(self, app: ASGIApp, config: SpeculativeConfig) -> None:
-        self._app, self._config = app, config
+    def __init__(self, app: ASGIApp, config: SpeculativeConfig, models: Any) -> None:
+        self._app, self._config, self._models = app, config, models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI asks for."""
@@ -41,16 +45,19 @@ class SpeculativeFields:
             return
         body = await Request(scope, receive).body()
         try:
-            body, request = self._take(body)
-        except ValueError as error:
-            await _refusal(str(error))(scope, receive, send)
+            body, request = self._take(scope["path"], body)
+        except UnknownModelError as unknown:
+            await _refusal(str(unknown), 404, "model_not_found")(scope, receive, send)
+            return
+        except ValueError as wrong:
+            await _refusal(str(wrong))(scope, receive, send)
             return
         reply = _Reply(request, send)
         await self._answer(request, body, scope, receive, reply)
         if request.refusal is not None and not reply.has_started:
             await _refusal(request.refusal)(scope, receive, send)
 
-    def _take(self, body: bytes) -> tuple[bytes, ServedRequest]:
+    def _take(self, path: str, body: bytes) -> tuple[bytes, ServedRequest]:
         """The body without our fields, and what these ask for."""
         try:
             fields = json.loads(body)
@@ -58,7 +65,9 @@ class SpeculativeFields:
             fields = None  # transformers says what is wrong
         if not isinstance(fields, dict):
             return body, ServedRequest()
+        check_fields(path, fields, self._models.force_model)
         request = take_request(fields, self._config)
+        request.schema = take_schema(fields)
         return json.dumps(fields).encode(), request
 
     async def _answer(
@@ -117,6 +126,8 @@ class _Reply:
             return
         add = add_to_events if is_stream else add_to_answer
         body, self._held = add(self._held, self._request), b""
+        if self._start["status"] >= 400:
+            body = as_error(body)
         if not self.has_started:
             self.has_started = True
             if not is_stream:
@@ -125,7 +136,5 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
-def _refusal(why: str) -> JSONResponse:
-    """An error in OpenAI's form."""
-    error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, 400)
+def _refusal(why: str, status: int = 400, code: str | None = None) -> JSONResponse:
+    return JSONResponse(error(why, code), status)

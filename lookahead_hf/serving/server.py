@@ -2,9 +2,9 @@
 
 `Serve` of transformers builds its application with `build_server`. While `speculating` is open, an
 application that is built so speculates. Three of its objects are altered, and none of their
-classes: the manager of the models enables every model that it hands out; the managers of the
-threads that generate let a generation know the request that it belongs to; the application gets a
-middleware and the route `/metrics`.
+classes: the manager of the models enables every model that it hands out, and lists what is served;
+the managers of the threads that generate let a generation know the request that it belongs to; the
+application gets a middleware and the route `/metrics`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from transformers import GenerationMixin
 
 import lookahead_hf
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.generation.assembly import build_drafters
-from lookahead_hf.generation.call import Request
 from lookahead_hf.serving.fields import ServedRequest, allowed, current
 from lookahead_hf.serving.metrics import Metrics
 from lookahead_hf.serving.middleware import SpeculativeFields
+from lookahead_hf.serving.openai_fields import listing
+from lookahead_hf.serving.schemas import obey, obeying_manager
 
 SEAMS = (
     "server.build_server",
+    "model_manager.ModelManager.get_gen_models",
     "model_manager.ModelManager.load_model_and_processor",
     "utils.GenerationState.get_manager",
     "utils.GenerateManager.submit",
@@ -74,12 +77,15 @@ def speculating(
         def enable(model: Any, processor: Any) -> None:
             if isinstance(model, GenerationMixin) and not _is_served(model):
                 build_drafters(model, Request(config, tokenizer=processor), 1, False)
-                vars(model)["generate"] = ServedGenerate(model, config, metrics)
+                vars(model)["generate"] = ServedGenerate(model, processor, config, metrics)
+                vars(model)["init_continuous_batching"] = obeying_manager(model, processor)
                 prepare(model)
 
-        _enable_models(given["model_manager"], enable)
+        manager = given["model_manager"]
+        _enable_models(manager, enable)
+        manager.get_gen_models = listing(manager)
         _pass_requests_on(given["generation_state"])
-        app.add_middleware(SpeculativeFields, config=config)
+        app.add_middleware(SpeculativeFields, config=config, models=manager)
         _add_route(app, metrics)
         return app
 
@@ -114,7 +120,13 @@ def _enable_models(manager: Any, enable: Callable[[Any, Any], None]) -> None:
     load = manager.load_model_and_processor
 
     def load_and_enable(*args: Any, **kwargs: Any) -> Any:
-        model, processor = load(*args, **kwargs)
+        try:
+            model, processor = load(*args, **kwargs)
+        except (OSError, ValueError) as error:
+            if (request := current.get()) is not None:
+                why = str(error).strip().partition("\n")[0]
+                request.refusal = f"the model cannot be loaded: {why}"
+            raise
         enable(model, processor)
         return model, processor
 
@@ -158,13 +170,16 @@ class ServedGenerate:
 
     Args:
         model: The model, which is enabled.
+        tokenizer: Its tokenizer, or the processor that has it.
         config: How to speculate where neither the request nor a generation config says.
         metrics: Counts what calls did.
     """
 
-    def __init__(self, model: Any, config: SpeculativeConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, config: SpeculativeConfig, metrics: Metrics
+    ) -> None:
         self._generate = lookahead_hf.enable(model, config).generate
-        self._model, self._config = model, config
+        self._model, self._tokenizer, self._config = model, tokenizer, config
         lookahead_hf.on_stats(model, metrics.count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,11 +187,14 @@ class ServedGenerate:
         if request.is_cancelled:
             raise Cancelled
         config = kwargs.get("generation_config")
+        if request.samples and config is not None:
+            config.do_sample = True
         if request.prediction is not None:
             kwargs["prediction"] = request.prediction
         if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
             kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._model)
         try:
+            obey(request, kwargs, self._tokenizer)
             kwargs["speculative"] = self._speculative(request, config)
             output = self._generate(*args, **kwargs)
         except ValueError as error:

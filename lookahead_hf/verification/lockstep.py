@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.prepared import PreparedCall
+from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.generation.call import PreparedCall
-from lookahead_hf.generation.outputs import RequestedOutputs
-from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.verifier import Verifier
 

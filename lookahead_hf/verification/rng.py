@@ -1,4 +1,4 @@
-"""Default random generators: which one torch draws from, and how to go back over its draws."""
+"""Default random generators: which ones a thread draws from, and how to go back over draws."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import hashlib
 import threading
 from collections import deque
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+from lookahead_hf import compat
 
 _LOCK = threading.Lock()
 """Held while a default generator is read and moved."""
@@ -19,13 +22,78 @@ _RECENT = 1024
 """Number of newest generator states that are kept in addition; a CPU state takes 5 KB."""
 
 
+_thread = threading.local()
+
+
+class ThreadGenerators(compat.OperationMode):
+    """Lets what torch draws on this thread come from generators of its own.
+
+    Other threads draw from the default generators meanwhile. What has no argument for a generator
+    does so here, too.
+    """
+
+    def __init__(self, states: dict[torch.device, torch.Tensor]) -> None:
+        """`states`: where the generators of the devices begin."""
+        super().__init__()
+        self.by_device = {each: torch.Generator(each) for each in states}
+        for device, state in states.items():
+            self.by_device[device].set_state(state)
+
+    def __enter__(self) -> ThreadGenerators:
+        self._outer = getattr(_thread, "generators", None)
+        _thread.generators = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.generators = self._outer
+        super().__exit__(*error)
+
+    def of(self, device: torch.device | None) -> torch.Generator | None:
+        """Return the generator for a device, None where the default one counts."""
+        device = device or torch.device("cpu")
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, torch.get_device_module(device).current_device())
+        return self.by_device.get(device)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        drawing = _drawing_from(func)
+        if drawing is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        tensors = (each for each in args if isinstance(each, torch.Tensor))
+        device = kwargs.get("device") or next((each.device for each in tensors), None)
+        return drawing(*args, **{**kwargs, "generator": self.of(device)})
+
+
+def on_own_generators() -> bool:
+    """Return whether this thread draws from generators of its own."""
+    return getattr(_thread, "generators", None) is not None
+
+
+@lru_cache(maxsize=256)
+def _drawing_from(func: Any) -> Any:
+    """The overload of a torch operation that draws from a generator, None where there is none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    packet, names = func.overloadpacket, compat.operation_arguments(func) | {"generator"}
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next(
+        (each for each in (func, *overloads) if compat.operation_arguments(each) == names), None
+    )
+
+
 def default_generator(device: torch.device | str) -> torch.Generator:
-    """Return the generator that `torch.multinomial` draws from on `device`.
+    """Return the generator that `torch.multinomial` draws from on `device`, on this thread.
 
     Raises:
         ValueError: The device type keeps no list of default generators.
     """
     device = torch.device(device)
+    if on_own_generators() and (own := _thread.generators.of(device)) is not None:
+        return own
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)

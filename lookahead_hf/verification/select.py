@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.prepared import PreparedCall
+from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed.coordinator import Processes
-from lookahead_hf.generation.call import PreparedCall
-from lookahead_hf.generation.outputs import RequestedOutputs
-from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.logits.row_processors import RowProcessors
-from lookahead_hf.runner import support
+from lookahead_hf.support import checks
 from lookahead_hf.verification import batched_walk, device, node_processors
 from lookahead_hf.verification.batched_walk import BatchedWalk
 from lookahead_hf.verification.device import Device
@@ -45,6 +45,7 @@ def choose_verifier(
     is_replayed = not call.do_sample or same_as_multinomial(where)
     in_order = call.num_rows == 1 and not (is_known and is_replayed)
     by_row = not (processors.unserved() or stopping.unserved())
+    by_row &= not (stream.is_heard and processors.keeps_state)  # a streamer may look at it
     if not by_row or not (is_replayed or call.num_rows == 1):
         kind = Lockstep if processes.receive is None else FollowerLockstep
         return kind(call, outputs, stream, processes)
@@ -67,7 +68,7 @@ def choose_verifier(
     on_device = is_replayed and not in_order and not outputs
     on_device = on_device and seed is None and processes.is_alone
     on_device = on_device and node_processors.admits(processors)
-    if on_device and device.serves(where) and support.on_device(call.model, call.input_ids):
+    if on_device and device.serves(where) and checks.on_device(call.model, call.input_ids):
         return Device(rules)
     if processes.receive is not None:
         return FollowerWalk(rules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,19 +111,13 @@ def test_a_greedy_text_leaves_the_default_generator_alone(model: Any) -> None:
     assert drawn != torch.rand(())  # what was drawn meanwhile was not taken back
 
 
-def test_two_managers_take_turns_with_the_default_generator(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_managers_draw_at_the_same_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, texts = settings(model, do_sample=True, **LONG), prompts(3, longest=9)
-    write, draws = compat.plain_generate, threading.Lock()
+    write, both = compat.plain_generate, threading.Barrier(2)
 
     def drawing(*given: Any, **more: Any) -> Any:
-        assert draws.acquire(blocking=False)
-        try:
-            time.sleep(0.01)  # so that the other manager gets here, too
-            return write(*given, **more)
-        finally:
-            draws.release()
+        both.wait(WAIT)
+        return write(*given, **more)
 
     monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
     with running(model, config) as one, running(model, config) as other:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +47,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     monkeypatch.setattr(runners.RefilledRunner, "launch", counted)
     return found
+
+
+def whole_result(manager: Any) -> Any:
+    """The first result of a text that has ended."""
+    while not (output := manager.get_result(timeout=WAIT)).is_finished():
+        pass
+    return output
 
 
 def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +149,79 @@ def test_waiting_texts_are_cancelled_and_the_others_keep_their_seeds(model: Any)
         "c": alone(model, texts[2], config, 5),
     }
     speculated(found.values())
+
+
+def test_an_id_that_is_used_again_at_once_is_answered(model: Any) -> None:
+    old, new = prompts(2)
+    config = settings(model)
+    with running(model, config) as manager:
+        for turn in range(20):
+            manager.add_request(old, request_id="same", streaming=True, max_new_tokens=40)
+            time.sleep(0.002 * (turn % 5))
+            manager.cancel_request("same")
+            manager.add_request(new, request_id="same")
+            found = manager.get_result(timeout=WAIT)
+            assert found.generated_tokens == alone(model, new, config)
+            speculated([found])
+    assert manager.output_router.output_queue.empty()
+
+
+def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(
+    model: Any, steps: Steps
+) -> None:
+    config, (old, new) = settings(model, max_new_tokens=60), prompts(2)
+    with running(model, config, max_slots=3) as manager:
+
+        def again() -> None:
+            manager.cancel_request("same")
+            manager.add_request(new, request_id="same")
+
+        steps.sixth = again
+        manager.add_request(old, request_id="same", streaming=True)
+        found = whole_result(manager)
+        manager.stop()
+    assert manager.output_router.output_queue.empty()
+    assert found.generated_tokens == alone(model, new, config)
+    speculated([found])
+
+
+def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -> None:
+    config, (old, new) = settings(model, max_new_tokens=4), prompts(2)
+    heard: list[Any] = []
+
+    async def ask(manager: Any) -> None:
+        manager.register_result_handler("same", heard.append)
+        manager.add_request(old, request_id="same", record_timestamps=True)
+        manager.add_request(old, request_id="later")
+        manager.get_result("later", timeout=WAIT)  # what the loop still has to hear of is ready
+        manager.cancel_request("same")
+        manager.register_result_handler("same", heard.append)
+        manager.add_request(new, request_id="same")
+        while not heard:
+            await asyncio.sleep(0.001)
+
+    with running(model, config, max_slots=1) as manager:
+        asyncio.run(asyncio.wait_for(ask(manager), WAIT))
+        assert not manager.output_router.result_handlers
+    assert [output.generated_tokens for output in heard] == [alone(model, new, config)]
+
+
+def test_an_idle_manager_forgets_what_was_cancelled(model: Any) -> None:
+    with running(model, settings(model)) as manager:
+        for number in range(100):
+            manager.cancel_request(f"unknown {number}")
+        begin = time.monotonic()
+        while manager.output_router._cancelled and time.monotonic() < begin + WAIT:
+            time.sleep(0.01)
+        assert not manager.output_router._cancelled
+
+
+def test_an_id_may_be_any_hashable_object(model: Any) -> None:
+    config, (text,) = settings(model), prompts(1)
+    with running(model, config) as manager:
+        with pytest.raises(TypeError, match="a list is not: pass a str"):
+            manager.add_request(text, request_id=["a"])
+        manager.add_request(text, request_id=7)
+        manager.cancel_request("other")
+        found = results(manager, 1)[7]
+    assert found.generated_tokens == alone(model, text, config)

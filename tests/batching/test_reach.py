@@ -173,3 +173,13 @@ def test_what_is_wrong_with_a_drafter_is_said_before_a_run(model: Any, wrong: An
     lookahead_hf.enable(model)
     with pytest.raises(ValueError, match="pool|assistant|ngram"):
         model.generate_batch([[5]], speculative=lookahead_hf.SpeculativeConfig(**wrong))
+
+
+def test_an_accelerator_keeps_transformers_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose steps need no word from the host."""
+    lookahead_hf.enable(model, default=DRAFTED)
+    kind = type(model)
+    monkeypatch.setattr(kind, "device", property(lambda _: torch.device("cuda")))
+    with pytest.warns(UserWarning, match="an accelerator"):
+        manager = model.init_continuous_batching(settings(model), seeded())
+    assert not isinstance(manager, SpeculativeBatchingManager)

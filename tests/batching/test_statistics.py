@@ -15,7 +15,7 @@ from lookahead_hf.batching.recorder import RowRecorder
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.stats import PHASES, joined
 from tests.helpers import models
-from tests.helpers.requests import DRAFTED, prompts, seeded, settings, speculated
+from tests.helpers.requests import DRAFTED, WAIT, prompts, running, seeded, settings, speculated
 
 
 @pytest.fixture
@@ -74,8 +74,27 @@ def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
         assert stats.to_dict("vllm")["num_spec_steps"] == stats.row_steps
         empty = {name for name, value in stats.to_dict().items() if not value}
         assert empty <= {"trace", "fallback_reason", "num_moved", "num_accepted", "acceptance_rate"}
-        assert stats.execution == "model" and stats.engine == "walk"
+        assert stats.execution == "compiled" and stats.engine == "walk"
         assert stats.max_width >= 1 and max(stats.budget_histogram) <= DRAFTED.budget
+
+
+@pytest.mark.parametrize("queue", [0, 2], ids=["the caller's thread", "a thread of its own"])
+def test_the_latest_statistics_are_those_of_the_whole_run(queue: int) -> None:
+    model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
+    for count in (4, 3):
+        found = model.generate_batch(
+            prompts(count), settings(model), seeded(max_queue_size=queue), max_slots=2
+        ).values()
+        total, run = reduce(joined, speculated(found)), lookahead_hf.last_stats(model)
+        assert run is not None
+        assert (run.rows, run.num_emitted) == (count, 24 * count)
+        for name in ("num_steps", "num_accepted", "per_source", "accepted_histogram"):
+            assert getattr(run, name) == getattr(total, name)
+        assert {*run.row_stats} == {*total.row_stats}
+    with running(model, settings(model)) as manager:
+        manager.add_requests(prompts(2))
+        *_, last = [manager.get_result(timeout=WAIT) for _ in range(2)]
+    assert lookahead_hf.last_stats(model) == last.speculative_stats
 
 
 def test_the_time_of_a_step_is_shared_by_what_rows_do_in_it() -> None:

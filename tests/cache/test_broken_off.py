@@ -15,7 +15,7 @@ from lookahead_hf.cache.slots import SlotGroup
 from tests.helpers.models import prompt, tiny
 from tests.helpers.scripted import RandomTrees, continuations, scripted
 
-ERRORS = (torch.OutOfMemoryError, KeyboardInterrupt)
+ERRORS = (RuntimeError, KeyboardInterrupt)
 
 
 class Bomb(TorchDispatchMode):
@@ -62,7 +62,7 @@ def test_a_cache_that_is_taken_over_in_part_is_put_back(
 def test_a_cache_of_the_callers_is_handed_back_whole(
     name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids, drop = tiny(name), prompt(2), SlotGroup._drop_unseen
+    model, ids, drop = tiny(name), prompt(2), SlotGroup.drop_unseen
     call = {"do_sample": False, "pad_token_id": 0}
     mask = torch.ones(2, 52, dtype=torch.long)
     first = {**call, "attention_mask": mask[:, :12], "max_new_tokens": 40}
@@ -75,10 +75,10 @@ def test_a_cache_of_the_callers_is_handed_back_whole(
 
         cache = DynamicCache(config=model.config)
         config = scripted(continuations(plain, 12), RandomTrees(0))
-        monkeypatch.setattr(SlotGroup, "_drop_unseen", breaks_off)
+        monkeypatch.setattr(SlotGroup, "drop_unseen", breaks_off)
         with lookahead_hf.enabled(model), pytest.raises(error):
             model.generate(ids, past_key_values=cache, speculative=config, **first)
-        monkeypatch.setattr(SlotGroup, "_drop_unseen", drop)
+        monkeypatch.setattr(SlotGroup, "drop_unseen", drop)
         seen = cache.get_seq_length() + 1
         assert seen > 13
         rest = {**call, "attention_mask": mask[:, :seen], "max_new_tokens": 52 - seen}

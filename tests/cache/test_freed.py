@@ -68,7 +68,7 @@ def caches() -> list[Any]:
 def drafting(model: Any, inputs: dict[str, Any], **fields: Any) -> Any:
     truths = continuations(model.generate(**inputs, **GREEDY), inputs["input_ids"].shape[1])
     config = scripted(truths, RandomTrees())
-    return replace(config, packed_weights=False, **fields)  # packed copies stay with the model
+    return replace(config, **fields)
 
 
 @pytest.mark.parametrize(

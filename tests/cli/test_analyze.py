@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,10 @@ def test_a_report_for_people(folder: str, run: Run) -> None:
         ("a.jsonl", '{"text": "a"}', [], "neither a text `prompt` nor a list `messages`"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', [], "neither a text `prompt`"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', [], "no question"),
+        ("a.txt", 'a prompt\n{"prompt": "b"', [], "line 2 is not JSON"),
+        ("a.txt", '{"prompt": "b"}\na\n{"promt": "b"}', [], "line 3 has neither a text `prompt`"),
+        ("a.jsonl", '{"prompt": "b", "output": 5}', [], "line 1 has an output that is no text: 5"),
+        ("a.jsonl", "a prompt", [], "line 1 is not JSON"),
         ("a.txt", "a prompt", ["--references"], "holds no outputs"),
         ("a.txt", "a prompt", ["--costs", "assumed"], "--costs needs --references"),
         ("a.txt", "a prompt", ["--costs", "1:1"], "write pairs such as 0:1"),
@@ -114,6 +120,23 @@ def test_what_cannot_be_analysed_is_one_message(
     if content is not None:
         Path(name).write_text(content)
     assert message in run("analyze", name, *more, code=2 if "pairs" in message else 1).err
+
+
+def test_a_mistake_in_the_file_is_told_before_anything_is_imported_or_loaded() -> None:
+    file = Path("log.jsonl").absolute()
+    file.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    code = (
+        "import sys\n"
+        "from lookahead_hf.cli import main\n"
+        f"assert main(['analyze', {str(file)!r}, '--model', 'nowhere', '--references']) == 1\n"
+        "assert not {'torch', 'transformers', 'numba'} & {*sys.modules}\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "log.jsonl, line 2 has neither" in done.stderr
 
 
 def asked_in(file: Path, limit: int) -> list[str]:
@@ -130,6 +153,12 @@ def test_prompts_are_read_in_all_their_forms() -> None:
     ]
     lines.write_text("a\n \nb\n")
     assert asked_in(lines, 9) == ["a", "b"]
+    lines.write_text('a\n {"prompt": "b", "group": "c", "completion": "d"}\n["e"]\n')
+    assert [(each.group, each.output) for each in read_samples(lines, 9)] == [
+        (UNGROUPED, None),
+        ("c", "d"),
+        (UNGROUPED, None),
+    ]
     written("log.jsonl", *[{"prompt": str(number), "group": number % 2} for number in range(20)])
     taken = asked_in(file, 3)
     assert taken == ["0", "1", "6", "7", "12", "13"]  # three of each group, over the whole file

@@ -49,6 +49,7 @@ def test_without_a_file_the_demos_prompts_are_taken(folder: str, run: Run) -> No
         ("nothing.txt", None, "cannot be read (No such file"),
         ("empty.txt", "\n\n", "no prompt"),
         ("broken.jsonl", "{", "line 1: this is not JSON"),
+        ("broken.txt", "a\n{", "line 2: this is not JSON"),
         ("other.jsonl", '{"text": "a"}', "line 1: no field 'prompt', only text"),
         ("number.jsonl", "5", "line 1: no field 'prompt', only a int"),
     ],

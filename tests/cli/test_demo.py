@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import lookahead_hf
 from lookahead_hf.cli import demo
 from lookahead_hf.cli.comparison import run_speculative
 from lookahead_hf.cli.measuring import Call
@@ -35,6 +36,19 @@ def test_demo_and_generate_as_json(folder: str, run: Run) -> None:
     plain = run("generate", *common, "--plain", "abc abc").result
     assert speculative["text"] == plain["text"] and plain["num_tokens"] == 24
     assert speculative["stats"]["num_accepted"] > 0 and plain["stats"] is None
+
+
+@pytest.mark.parametrize("command", ["generate", "trace"])
+def test_a_command_that_writes_one_text_drafts_at_once(
+    command: str, folder: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warm_up(*given: Any, **named: Any) -> None:
+        raise AssertionError("this would take longer than the text")
+
+    monkeypatch.setattr(lookahead_hf, "warm_up", warm_up)
+    common = ["--model", folder, "--new-tokens", "24", "--config", json.dumps(DRAFTING)]
+    found = run(command, *common, "--json", "abc abc").result
+    assert found["stats"]["num_accepted"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

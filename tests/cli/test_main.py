@@ -35,7 +35,10 @@ def test_help_has_examples(command: str, run: Run) -> None:
         ("pool", "build|info|merge|check"),
         ("bench --rounds 0", "x>=1"),
         ("generate --top-p 2 Hello", "0<x<=1"),
-        ("generate --config fast Hello", "no file, no JSON and no preset (default, prompt_lookup"),
+        (
+            "generate --config fast Hello",
+            "no file, no JSON and no preset; known: default, prompt_lookup",
+        ),
         ("generate --config {" + "'budget':3} Hello", "Expecting property name"),
         ('generate --config {"drafters":["x"]} Hello', "there is no drafter 'x'"),
         ("chat --pool nothing", "'nothing' does not exist"),

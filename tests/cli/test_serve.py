@@ -39,7 +39,7 @@ def test_the_command_serves_a_model_with_its_options(
             answers.append(client.completions.create(model=folder, **asked))
 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
-    monkeypatch.setattr("lookahead_hf.warm_up", lambda model: None)
+    monkeypatch.setattr("lookahead_hf.warm_up", lambda model, progress: None)
     ours = ["--pool", "pool.safetensors", "--config", '{"budget": 6}']
     theirs = ["--port", str(port), "--host", "localhost", "--device", "cpu"]
     run("serve", *ours, *theirs, folder)

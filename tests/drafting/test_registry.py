@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from lookahead_hf import SpeculativeConfig, drafting
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 from tests.helpers.models import tiny
 

@@ -11,7 +11,7 @@ import pytest
 
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting import ensemble
+from lookahead_hf.drafting import drafter
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(ensemble, "perf_counter", clock)
+    monkeypatch.setattr(drafter, "perf_counter", clock)
     yield clock
 
 
@@ -75,7 +75,9 @@ class Foreseeing(Drafter):
 def session_of(
     rows: Rows, *sources: Drafter, model: Any = None, budget: str | int = "auto"
 ) -> DraftSession:
-    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
+    runner: Any = SimpleNamespace(
+        mode="", sizes=None, most_nodes=None, is_flat=False, has_one_shape=False
+    )
     return DraftSession(
         model or Model(),
         SpeculativeConfig(budget=budget),

@@ -11,11 +11,11 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.user_drafter import Adapted, checked
-from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared

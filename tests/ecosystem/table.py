@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.ecosystem import adapted, callers, frameworks, harnesses, pictures, servers
+from tests.ecosystem import adapted, callers, frameworks, harnesses, pictures, servers, trainers
 from tests.ecosystem.room import NOT_REACHED, SPECULATES, Caller, Room, try_out
 
 WRITTEN, BY_HAND = "## Tested callers\n", "## Other tests\n"
@@ -31,7 +31,7 @@ SECTIONS = {
         *servers.CALLERS,
         *frameworks.CALLERS,
     ],
-    "Evaluation and training": harnesses.CALLERS,
+    "Evaluation and training": [*harnesses.CALLERS, *trainers.CALLERS],
     "Adapters, quantisation, placement": adapted.CALLERS,
 }
 

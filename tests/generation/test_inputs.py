@@ -10,7 +10,8 @@ import torch
 import lookahead_hf
 from tests.helpers.calls import padded
 from tests.helpers.compared import compared
-from tests.helpers.models import prompt, tiny
+from tests.helpers.encoder_decoder import tiny_pair
+from tests.helpers.models import VOCAB, prompt, tiny
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
@@ -33,6 +34,41 @@ def test_token_types(types: str) -> None:
         token_types[:, -1] = torch.tensor([9, 30, 50])
     call = {"input_ids": ids, **GREEDY, "token_type_ids": token_types}
     compared(tiny("gpt2"), lambda: dict(call), 12)
+
+
+@pytest.mark.parametrize("labels", [torch.full((2, 7), -100), [[3, 4], [5, 6]]], ids=type)
+def test_labels_which_plain_passes_to_no_forward(labels: Any) -> None:
+    call = {"input_ids": prompt(2), **GREEDY, "labels": labels}
+    compared(tiny("llama"), lambda: dict(call), 12)
+    pair = {"input_ids": prompt(2), "max_new_tokens": 24, "pad_token_id": 0, "labels": labels}
+    compared(tiny_pair("t5"), lambda: dict(pair), 1)
+
+
+def test_what_plain_does_pass_on_is_left_to_it() -> None:
+    class Biased(type(tiny("llama"))):  # type: ignore[misc]
+        def forward(
+            self,
+            input_ids: Any = None,
+            attention_mask: Any = None,
+            position_ids: Any = None,
+            past_key_values: Any = None,
+            bias: Any = 0.0,
+            **more: Any,
+        ) -> Any:
+            output = super().forward(
+                input_ids, attention_mask, position_ids, past_key_values, **more
+            )
+            output.logits += bias
+            return output
+
+    model, bias = tiny("llama"), torch.zeros(VOCAB)
+    model.__class__, bias[7] = Biased, 100.0
+    with (
+        lookahead_hf.enabled(model),
+        pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=r"'bias'.*\[argument\]"),
+    ):
+        ids = model.generate(prompt(), bias=bias, speculative=True, **GREEDY)
+    assert ids[0, 12:].tolist() == [7] * 24
 
 
 @pytest.mark.parametrize("kept", [0, 1, 5])

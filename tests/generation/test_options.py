@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
+import lookahead_hf
 from lookahead_hf.generation.options import GenerateArguments, read_prediction
-from tests.helpers.models import characters, prompt, tiny
+from tests.helpers.models import VOCAB, characters, prompt, tiny
 
 IDS = [5, 6, 7]
 
@@ -74,6 +76,50 @@ def test_a_text_needs_a_tokenizer() -> None:
             read_prediction(prediction)
     processor = SimpleNamespace(tokenizer=characters())
     assert [row.tolist() for row in read_prediction("&'(", processor)] == [IDS]
+
+
+def test_ids_that_the_model_does_not_have() -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    for guess in ([[5, VOCAB]], torch.tensor([VOCAB + 7, 3])):
+        with pytest.raises(ValueError, match=r"token id 10\d, but the model has the ids 0 to 99"):
+            model.generate(prompt(), max_new_tokens=4, speculative=True, prediction=guess)
+    model.generate(prompt(), max_new_tokens=4, speculative=True, prediction=[VOCAB - 1])
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("speculativ", "did you mean speculative=?"),
+        ("predictions", "did you mean prediction=?"),
+        ("drafters", "pass speculative=SpeculativeConfig(drafters=...)"),
+        ("max_draft_node", "pass speculative=SpeculativeConfig(max_draft_nodes=...)"),
+    ],
+)
+def test_a_misspelt_argument_of_ours(name: str, fix: str) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    with pytest.raises(ValueError, match=re.escape(f"generate has no argument '{name}': {fix}")):
+        model.generate(prompt(), max_new_tokens=4, **{name: 3})
+    with pytest.raises(ValueError, match="did you mean speculative"):
+        lookahead_hf.generate(model, prompt(), max_new_tokens=4, speculatve=True)
+
+
+@pytest.mark.parametrize("name", ["max_new_token", "temperatur", "nonsense"])
+def test_a_misspelt_argument_of_transformers_is_left_to_it(name: str) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    with pytest.raises(ValueError, match="not used by the model"):
+        model.generate(prompt(), speculative=True, **{name: 3})
+
+
+def test_an_argument_of_the_model_may_resemble_ours() -> None:
+    class Traced(type(tiny("llama"))):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, traces: Any = None, **more: Any) -> Any:
+            return super().forward(input_ids, **more)
+
+    model = lookahead_hf.enable(tiny("llama"))
+    model.__class__ = Traced
+    assert model.generate(prompt(), max_new_tokens=4, traces=3).shape == (1, 16)
 
 
 def arguments(*args: Any, **kwargs: Any) -> GenerateArguments:

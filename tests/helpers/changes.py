@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.helpers.packing import Lora
+from tests.helpers.compiled import Lora
 
 
 def adapted(make: Callable[[], Any]) -> Any:

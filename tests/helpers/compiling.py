@@ -14,14 +14,14 @@ from lookahead_hf.ngram_pool import compilation
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
     """What there is to compile, in place of our functions; nothing has failed yet."""
     pending: list[Callable[[], None]] = []
-    monkeypatch.setattr(compilation, "_pending", pending)
-    for name in ("_background", "_child", "_failure"):
-        monkeypatch.setattr(compilation, name, None)
+    monkeypatch.setattr(compilation.of_process, "pending", pending)
+    for name in ("thread", "child", "failure"):
+        monkeypatch.setattr(compilation.of_process, name, None)
     yield pending
     settle()
 
 
 def settle() -> None:
     """Wait for what compiles in the background."""
-    if compilation._background is not None:
-        compilation._background.join()
+    if (thread := compilation.of_process.thread) is not None:
+        thread.join()

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.tree import head
-from lookahead_hf.generation.call import Request
 from lookahead_hf.rows import Rows
 
 

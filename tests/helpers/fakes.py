@@ -10,7 +10,7 @@ import torch
 from transformers.generation import BaseStreamer
 
 from lookahead_hf import stats
-from lookahead_hf.generation.call import PreparedCall
+from lookahead_hf.call.prepared import PreparedCall
 
 
 @dataclass

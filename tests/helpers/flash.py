@@ -100,6 +100,6 @@ def with_flash(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Flash:
         monkeypatch.setattr(flash_utils, attribute, value)
     monkeypatch.setitem(AttentionInterface._global_mapping, name, flash_attention_forward)
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, flash_attention_mask)
-    for config in compat.attention_configs(model):
+    for config in compat.configs_of(model.modules()):
         compat.set_attention_name(config, name)
     return flash

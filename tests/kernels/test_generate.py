@@ -10,9 +10,11 @@ import torch
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
-from lookahead_hf.runner import attention, self_test
+from lookahead_hf.patches import attention
+from lookahead_hf.patches.forward import ForwardContext, running
+from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.runner.cuda import transfer
-from lookahead_hf.runner.tree_attention import BlockTree
+from lookahead_hf.support import self_test
 from tests.helpers import models
 from tests.helpers.compared import compared, speculated
 from tests.helpers.flash import with_flash
@@ -42,7 +44,8 @@ def run(model: Any, inputs: dict[str, Any], device: torch.device, **settings: An
     """Plain's text, in trees whose right path is not their first one."""
     given = {**inputs, "max_new_tokens": NEW, "pad_token_id": 0, **settings}
     columns = inputs["input_ids"].shape[1]
-    done = compared(model.to(device), lambda: dict(given), columns, second_child_right)
+    own = {"compiled_layers": False}  # Triton's kernels attend
+    done = compared(model.to(device), lambda: dict(given), columns, second_child_right, **own)
     assert done.stats.num_moved > 0
     return done.stats
 
@@ -55,7 +58,9 @@ def test_greedy(
 ) -> None:
     stats = run(models.tiny(name, **fields), ragged(device), device)
     assert stats.engine == "device"
-    assert calls["verify_tree"] == calls["compact_path"] == stats.num_steps > 0
+    assert calls["verify_tree"] == stats.num_steps > 0
+    num_groups = 1 + (name == "gemma3")  # of layers that take the same mask
+    assert calls["compact_path"] == num_groups * stats.num_steps
     assert calls["tree_attention"] == 2 * stats.num_steps
 
 
@@ -151,8 +156,9 @@ def test_flash_attention_is_left_to_the_kernel(
     calls.clear()
     stats = run(model, ragged(model.device), model.device)
     assert stats.engine == "device"
-    assert calls["tree_attention"] == 2 * stats.num_steps > 0
-    assert len(flash.widths) == 2 * (NEW + 1)  # every token of plain's, and our prompt
+    trials = 2  # of steps without and with nodes, before the first one
+    assert calls["tree_attention"] == 2 * (stats.num_steps + trials)
+    assert flash.widths.count(14) == 4  # the prompt, of plain generation and of ours, in two layers
 
 
 def test_weights_that_are_asked_for(calls: Counter[str], device: torch.device) -> None:
@@ -175,7 +181,7 @@ def test_sdpa_is_not_given_what_it_has_not(calls: Counter[str], device: torch.de
     words, length = torch.tensor([[1, 3]], device=device), torch.tensor([0], device=device)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    with attention.step(device, [BlockTree(hidden, length, words)]):
+    with running(ForwardContext([BlockTree(hidden, length, words)]), device):
         ours, _ = attend(module, q, k, k, hidden)
         assert calls["tree_attention"] == 1
         theirs, _ = attend(module, q, k, k, hidden, s_aux=torch.zeros(4, device=device))
@@ -189,7 +195,7 @@ def invariant(model: Any, engine: str, **fields: Any) -> tuple[list[list[int]], 
     call = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     if engine == "walk":  # which alone keeps logits
         call |= {"output_logits": True, "return_dict_in_generate": True}
-    config = SpeculativeConfig(draft_invariant=True, **fields)
+    config = SpeculativeConfig(draft_invariant=True, compiled_layers=False, **fields)
     with lookahead_hf.enabled(model):
         output = model.generate(ids, **call, speculative=config)
     stats = lookahead_hf.last_stats(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 import time
@@ -103,11 +104,11 @@ def test_a_process_that_is_forked_in_mid_loading_loads_nothing(
     work: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch, loads: bool
 ) -> None:
     lock = threading.Lock()
-    monkeypatch.setattr(compilation, "_compiling", lock)
+    monkeypatch.setattr(compilation.of_process, "lock", lock)
     compilation.register(lambda: None)
     if loads:
         lock.acquire()
-    compilation._forget_threads()  # which a fork calls
+    compilation.of_process.forget_threads()  # which a fork calls
     compilation.wait_until_loaded(60)
     assert compilation.available() == compilation.compiled() == (not loads)
 
@@ -118,7 +119,7 @@ def test_without_numba_nothing_waits(
     compilation.register(lambda: pytest.fail("there is nothing to compile with"))
     monkeypatch.setattr(compilation, "_is_installed", lambda: False)
     assert not compilation.ready() and not compilation.available()
-    assert compilation._background is None
+    assert compilation.of_process.thread is None
     with pytest.raises(NumbaMissingError, match="is not installed"):
         compilation.check_available()
 
@@ -212,7 +213,7 @@ def test_another_process_compiles_what_is_not_saved(
             if other == "is forbidden":
                 raise OSError("no more processes")
             compile(command[-1], "child", "exec")
-            assert compilation._compiling.locked()  # against a second process
+            assert compilation.of_process.lock.locked()  # against a second process
             done.append("child")
 
         def poll(self) -> int:
@@ -230,14 +231,23 @@ def test_another_process_compiles_what_is_not_saved(
 
 
 WORK = """
+import os
 from pathlib import Path
 from lookahead_hf.ngram_pool.compilation import register
 
 def warm_up():
-    Path("compiled").touch()
+    get = getattr(os, "sched_getscheduler", lambda _: None)
+    Path("compiled").write_text(str(get(0)))
 
 register(warm_up)
 """
+
+
+def finished() -> int:
+    """Compile in another process; return its exit status."""
+    assert compilation.of_process.compile_elsewhere()
+    assert compilation.of_process.child is not None
+    return compilation.of_process.child.wait(300)
 
 
 def test_the_other_process_imports_as_this_one_does(
@@ -250,18 +260,47 @@ def test_the_other_process_imports_as_this_one_does(
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path, tmp_path])  # no import reads a Path
     monkeypatch.chdir(tmp_path)
     importlib.import_module("pending_work")
-    assert compilation._compile_elsewhere() and compilation._child is not None
-    assert compilation._child.wait() == 0 and (tmp_path / "compiled").exists()
+    monkeypatch.setattr(compilation, "IDLE_SECONDS", 250.0)
+    assert finished() == 0
+    idle = getattr(os, "SCHED_IDLE", None)
+    assert (tmp_path / "compiled").read_text() == str(idle)
+
+
+STARVED = """
+import os, time
+from pathlib import Path
+from lookahead_hf.ngram_pool.compilation import register
+
+def warm_up():
+    is_copy = os.getppid() != {parent}
+    time.sleep(600 if is_copy else 0)
+    Path("compiled").write_text(str(os.sched_getscheduler(0)))
+
+register(warm_up)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has an idle priority")
+def test_a_process_that_gets_no_core_goes_on_at_normal_priority(
+    work: list[Callable[[], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starved_work.py").write_text(STARVED.format(parent=os.getpid()))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(compilation, "IDLE_SECONDS", 0.5)
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module("starved_work")
+    assert finished() == 0
+    assert (tmp_path / "compiled").read_text() == str(os.sched_getscheduler(0))
 
 
 def test_steps_give_way_to_a_process_that_gets_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     moments: list[float] = []
     monkeypatch.setattr(compilation.time, "sleep", moments.append)
-    monkeypatch.setattr(compilation, "_background", None)
+    monkeypatch.setattr(compilation.of_process, "thread", None)
     for ended, seconds, gives_way in [(None, 1, False), (None, 30, True), (0, 30, False)]:
         child = SimpleNamespace(poll=lambda ended=ended: ended)
-        monkeypatch.setattr(compilation, "_child", child)
-        monkeypatch.setattr(compilation, "_child_started", time.monotonic() - seconds)
+        monkeypatch.setattr(compilation.of_process, "child", child)
+        monkeypatch.setattr(compilation.of_process, "child_started", time.monotonic() - seconds)
         compilation.give_way()
         assert bool(moments) is gives_way
         moments.clear()

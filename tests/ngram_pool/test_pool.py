@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import NUM_BUCKETS
 from lookahead_hf.ngram_pool.store import MOST_TOKENS
+from tests.helpers.compiled import in_threads
 from tests.helpers.ngrams import EVEN, assert_same_tree, match_lengths, paths, pool_of
-from tests.helpers.packing import in_threads
 from tests.oracles import pool as oracle
 
 

@@ -260,3 +260,30 @@ def test_a_writer_that_fails_leaves_the_old_file(
         NgramPool.load(path).save(path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no flock")
+def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].pool"
+    write = (
+        "import os, signal, sys\n"
+        "from lookahead_hf.ngram_pool import store\n"
+        "def die(number): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.fsync = die\n"
+        "store.write(sys.argv[1], store.Contents(16))\n"
+    )
+    subprocess.run([sys.executable, "-c", write, str(path)], check=False)
+    (left,) = tmp_path.iterdir()
+    others = [tmp_path / f".{name}.0.part" for name in ("b.pool", "a1.pool")]
+    written = tmp_path / f".{path.name}.1.part"
+    for each in (*others, written):
+        each.write_bytes(b"x")
+    store.write(path, store.Contents(16))
+    assert left.exists()  # it may be that of a writer that has not locked it yet
+    for each in tmp_path.iterdir():
+        os.utime(each, (1e9, 1e9))
+    with written.open("rb") as file:
+        assert store._lock(file)  # as its writer does
+        store.write(path, store.Contents(16))
+    assert not left.exists()
+    assert all(each.exists() for each in (written, *others))

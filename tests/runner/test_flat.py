@@ -10,9 +10,11 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.runner import attention, support
+from lookahead_hf.model.facts import read
+from lookahead_hf.patches.patched import patched
 from lookahead_hf.runner.flat import runs_of
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.support import checks
 from tests.helpers.models import VOCAB, tiny
 
 PROMPT = 12
@@ -35,7 +37,7 @@ def test_rows_that_read_and_rows_that_decode_share_a_block(name: str) -> None:
     blocks = [(5, 1, 0, 1), (3, 1, 1, 1), (1, 9, 0, 1), (1, 1, 1, 1), (1, 1, 1, 1)]
     drafted = [(0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 0)]
     runner = Runner(model, 4, flat=True)
-    with attention.laid_under(model):
+    with patched(model):
         runner.start(torch.tensor(told), compat.DynamicCache(config=model.config))
         for counts, has_draft in zip(blocks, drafted, strict=True):
             fed = [
@@ -87,7 +89,8 @@ def test_a_few_queries_of_padding_join_rows_of_other_widths() -> None:
 
 
 def serves(model: Any, **kwargs: Any) -> bool:
-    return support.takes_flat(model, torch.zeros(2, 3, dtype=torch.long), kwargs)
+    read(model)  # as a call does when it begins
+    return checks.takes_flat(model, torch.zeros(2, 3, dtype=torch.long), kwargs)
 
 
 def test_what_sees_whole_batches_keeps_padded_blocks() -> None:

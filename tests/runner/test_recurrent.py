@@ -12,11 +12,12 @@ import torch
 from transformers import DynamicCache, StaticCache, StoppingCriteria, TextStreamer
 
 import lookahead_hf
-from lookahead_hf import compat
 from lookahead_hf.fallback import Unserved
+from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import self_test, support
-from lookahead_hf.runner.recurrent import layers, mixer
+from lookahead_hf.patches.patched import patched
+from lookahead_hf.runner import recurrent
+from lookahead_hf.support import checks, self_test
 from tests.helpers.architectures import build
 from tests.helpers.caches import assert_same_cache
 from tests.helpers.compared import compared, speculated
@@ -34,8 +35,8 @@ OTHERS = (
     *("qwen3_next", "zamba", "zamba2", "zaya"),
 )
 
-STEPWISE = ("falcon_mamba", "jamba", "mamba")
-"""Types whose forward of several tokens ignores the state."""
+STEPWISE = ("falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba2")
+"""Types whose forward of several tokens ignores the state, or limits time steps."""
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -60,13 +61,77 @@ def test_a_type_writes_plains_text_with_more_than_two_tokens_per_step(model_type
             stats = compared(model, lambda call=call: call, 17, RandomChains()).stats
             assert stats.tokens_per_step > 2
             assert stats.max_width == 1
-    assert bool(state_of(model).stepwise_mixers) == (model_type in STEPWISE)
+    (stepwise,) = state_of(model).stepwise_mixers.values()
+    assert bool(stepwise) == (model_type in STEPWISE)
+
+
+def make_harsh(model: Any, bias: float, decay: float) -> None:
+    """Let a model's mixers take time steps of one size, forget slowly or fast, and vary widely."""
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if each.dim() > 1 and "embed" not in name:
+                each.mul_(2.0)
+            if name.endswith("dt_bias"):
+                each.fill_(bias)
+            if name.endswith(("A_log", "a_log")):
+                each.fill_(decay)
+
+
+def gap(plain: Any, ours: Any) -> float:
+    """The largest difference of logits, in standard deviations of plain's at that step."""
+    pairs = zip(plain.logits, ours.logits, strict=True)
+    return max(float((ours - own).abs().max() / own.std()) for own, ours in pairs)
+
+
+def harsh_gap(model_type: str, bias: float, decay: float, num_new: int) -> float:
+    """The gap of a harsh model of a type between plain's text and the speculated one."""
+    model = build(model_type)
+    make_harsh(model, bias, decay)
+    asked = {"output_logits": True, "return_dict_in_generate": True}
+    call = {**padded(1), **GREEDY, **asked, "max_new_tokens": num_new}
+    plain, ours, _ = compared(model, lambda: call, 17, RandomChains())
+    return gap(plain, ours)
+
+
+HARSH = ((-9.0, 0.0), (-9.0, -4.0), (9.0, 0.0), (0.0, 2.0))
+"""Biases of time steps, and logarithms of decays."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("jamba", "nemotron_h", "qwen3_5_text", "zamba2"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (*QUICK, *OTHERS)
+            if name not in ("jamba", "nemotron_h", "qwen3_5_text", "zamba2")
+        ),
+    ],
+)
+def test_harsh_parameters_leave_the_logits_as_they_are(model_type: str) -> None:
+    most = 1e-3 if model_type == "mamba2" else 1e-4  # it sums decays in float32
+    for bias, decay in HARSH:
+        assert harsh_gap(model_type, bias, decay, 80) < most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixer_that_limits_time_steps_of_blocks_alone_is_found_out(dtype: torch.dtype) -> None:
+    model = build("zamba2").to(dtype)
+    assert self_test.refusal(model) == ("", "")
+    (stepwise,) = state_of(model).stepwise_mixers.values()
+    assert stepwise == {*range(len(facts_of(model).mixers))}
+    for module in facts_of(model).mixers:
+        module.time_step_limit = (0.0, float("inf"))
+    state_of(model).trials.clear()
+    assert self_test.refusal(model) == ("", "")
+    (stepwise,) = state_of(model).stepwise_mixers.values()
+    assert not stepwise
 
 
 def test_nothing_of_a_call_stays_on_the_model() -> None:
     model = build("qwen3_5_text")
     compared(model, lambda: {**padded(1), **GREEDY, "max_new_tokens": 12}, 17)
-    assert compat.mixers(model)
+    assert facts_of(model).mixers
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -74,7 +139,7 @@ def test_other_forwards_on_the_model_are_its_own_during_a_call() -> None:
     model, ids = build("lfm2"), prompt(1, 17)
     with torch.no_grad():
         expected = model(ids).logits
-        with layers.laid_under(model):
+        with patched(model):
             assert torch.equal(model(ids).logits, expected)
 
 
@@ -194,13 +259,13 @@ def test_draft_invariant_bits(model_type: str) -> None:
 
 def test_a_mixer_that_forgets_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_5_text")
-    behind = mixer.Stash._behind_waiting
+    behind = recurrent.Stash._behind_waiting
 
     def forgets(self: Any, inputs: torch.Tensor, most: int) -> torch.Tensor:
         joined = behind(self, inputs, most)
         return joined if not most else joined.index_fill(1, torch.tensor([0]), 0.0)
 
-    monkeypatch.setattr(mixer.Stash, "_behind_waiting", forgets)
+    monkeypatch.setattr(recurrent.Stash, "_behind_waiting", forgets)
     found, _ = self_test.refusal(model)
     assert "gives other logits for blocks" in found
 
@@ -209,12 +274,12 @@ def test_what_cannot_be_rolled_back_is_refused() -> None:
     model = build("lfm2")
     static = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(Unserved, match="static cache"):
-        support.check_cache(model, static)
+        checks.check_cache(model, static)
     model.forward = torch.compile(model.forward, backend="eager")
     with pytest.raises(Unserved, match="compiled"):
-        support.check_setup(model)
+        checks.check_setup(model)
     with pytest.raises(Unserved, match="several modules"):
-        support.check_setup(build("inkling_text"))
+        checks.check_setup(build("inkling_text"))
 
 
 def test_what_has_to_be_a_tree_is_refused() -> None:

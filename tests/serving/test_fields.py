@@ -45,9 +45,9 @@ def test_a_prediction_is_a_string_or_parts(content: Any) -> None:
     ("field", "value", "allowed"),
     [
         ("speculative", "fast", "known: default, prompt_lookup"),
-        ("speculative", 1, "give True, False, one of the presets"),
+        ("speculative", 1, "give True, False, one of default"),
         ("speculative", {"budget": -1}, r"an int in 0\.\.64"),
-        ("speculative", {"speed": 2}, "it has drafters, max_draft_nodes"),
+        ("speculative", {"speed": 2}, "known: drafters, max_draft_nodes"),
         ("speculative", {"pool": "/etc/passwd"}, "--pool FILE"),
         ("speculative", {"learn": True}, '"learn": true'),
         ("speculative", {"method": "suffix"}, '"learn": true'),

@@ -19,6 +19,8 @@ from transformers.generation.stopping_criteria import (
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, kernels
+from lookahead_hf.call.outputs import RequestedOutputs
+from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
@@ -26,8 +28,6 @@ from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.sources.assistant.growth import Drawn
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
-from lookahead_hf.generation.outputs import RequestedOutputs
-from lookahead_hf.generation.streaming import ColumnStream
 from lookahead_hf.logits.row_processors import RowProcessors
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification import rejection

@@ -112,7 +112,7 @@ def _learned(model: Any, columns: int, stats: SpeculativeStats) -> dict[int, flo
     from lookahead_hf.drafting.memory import memory_of, placement
 
     on_device = "device" if stats.engine == "device" else ""
-    mode = {"packed": "packed", "replayed": "graphs"}.get(str(stats.execution), on_device)
+    mode = {"compiled": "compiled", "replayed": "graphs"}.get(str(stats.execution), on_device)
     length = columns + OUR_TOKENS // 2
     curve = memory_of(model).costs.curve(1, length, placement(model), mode)
     sizes = [size for size in SIZES if size <= MOST_NODES]

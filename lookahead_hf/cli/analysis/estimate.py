@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.cli.analysis.costs import Costs, length_class
 from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Replayed, Text, replay
 from lookahead_hf.config import SpeculativeConfig
@@ -17,7 +18,6 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-from lookahead_hf.generation.call import Request
 
 TOP = 64
 """Likeliest next tokens that are recorded per position, as many as any drafter uses."""

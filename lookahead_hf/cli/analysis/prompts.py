@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lookahead_hf.cli.comparison import user
-from lookahead_hf.cli.records import read_lines
+from lookahead_hf.cli.records import is_record, read_lines
 from lookahead_hf.cli.screen import CommandError
 
 OUTPUTS = ("reference", "output", "completion")
@@ -32,8 +32,8 @@ def read_samples(file: Path, limit: int) -> list[Sample]:
     """Return at most `limit` prompts of each group, spread evenly over the file, in its order.
 
     Args:
-        file: JSON records, one per line, where the name ends in .jsonl or the first line is an
-            object; else every line that is not blank is a prompt.
+        file: A prompt or a JSON record on every line that is not blank. A line is a record if it
+            begins with a brace, or if the file's name ends in .jsonl.
         limit: The most prompts of a group.
 
     Raises:
@@ -42,10 +42,10 @@ def read_samples(file: Path, limit: int) -> list[Sample]:
     lines = read_lines(file)
     if not lines:
         raise CommandError(f"{file} has no prompt. {_EXPECTED}")
-    if file.suffix == ".jsonl" or lines[0][1].lstrip().startswith("{"):
-        samples = [_sample(line, where) for where, line in lines]
-    else:
-        samples = [Sample(UNGROUPED, tuple(user(line))) for _, line in lines]
+    samples = [
+        _sample(line, where) if is_record(file, line) else Sample(UNGROUPED, tuple(user(line)))
+        for where, line in lines
+    ]
     chosen: list[int] = []
     for group in {sample.group for sample in samples}:
         own = [at for at, sample in enumerate(samples) if sample.group == group]
@@ -70,7 +70,9 @@ def _sample(line: str, where: str) -> Sample:
             f"{where} has neither a text `prompt` nor a list `messages` of records with `role` and "
             f"`content`, both texts. {_EXPECTED}"
         )
-    output = next((record[name] for name in OUTPUTS if isinstance(record.get(name), str)), None)
+    output = next((record[name] for name in OUTPUTS if record.get(name) is not None), None)
+    if not isinstance(output, str | None):
+        raise CommandError(f"{where} has an output that is no text: {output!r}. {_EXPECTED}")
     if messages[-1]["role"] == "assistant":  # the conversation holds its own answer
         output, messages = output or messages[-1]["content"], messages[:-1]
     if not messages:

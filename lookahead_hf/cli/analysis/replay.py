@@ -153,7 +153,9 @@ def replay(
     tokens, length = text.tokens[: len(text.prompt) + max_new_tokens], len(text.prompt) + 1
     rows = Rows(tokens[None, : length - 1])
     rows.emit(0, int(tokens[length - 1]))
-    runner: Any = SimpleNamespace(mode="", sizes=None, most_nodes=None, is_flat=False)
+    runner: Any = SimpleNamespace(
+        mode="", sizes=None, most_nodes=None, is_flat=False, has_one_shape=False
+    )
     drafts = DraftSession(
         model, config, rows, list(sources), do_sample=False,
         vocab_size=2**31, max_new_tokens=max_new_tokens, runner=runner,

@@ -42,6 +42,7 @@ class NgramDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "ngram"
+    widens: ClassVar[bool] = True
     num_buckets = NUM_BUCKETS
 
     def __init__(

@@ -49,6 +49,7 @@ class PoolDrafter(BuiltInDrafter):
     """Grows one tree per row from a pool that outlives the call."""
 
     name: ClassVar[str] = "pool"
+    widens: ClassVar[bool] = True
     num_buckets = NUM_BUCKETS
 
     def __init__(

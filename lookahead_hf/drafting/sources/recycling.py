@@ -66,6 +66,7 @@ class RecyclingDrafter(BuiltInDrafter):
     """
 
     name: ClassVar[str] = "recycling"
+    widens: ClassVar[bool] = True
     num_buckets = NUM_BUCKETS
     sees_all: ClassVar[bool] = False  # searching the best logits is expensive
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lookahead_hf import compat
+
 Captured = tuple[Any, ...]
 """The tensors that a captured step returns; its next replay overwrites them."""
 
@@ -112,7 +114,7 @@ class CudaRecorder:
         global _is_broken
         index = self._device.index or 0
         with suppress(Exception):  # raises where torch has ended it
-            torch._C._cuda_endAllocateToPool(index, self._pool)
+            compat.end_allocations_to_pool(index, self._pool)
         try:
             nothing = torch.zeros((), device=self._device)
             self._capture(lambda: (nothing + 1,), torch.cuda.graph_pool_handle())
@@ -157,7 +159,7 @@ _is_broken = False  # draws raise since a capture failed, so that nothing more i
 
 def _forget_workspaces() -> None:
     """Let cuBLAS take new workspaces: those of our graphs stay in the memory of the graphs."""
-    torch._C._cuda_clearCublasWorkspaces()
+    compat.forget_cublas_workspaces()
 
 
 _WAIT = "called a synchronizing"

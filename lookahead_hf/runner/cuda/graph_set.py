@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.slots import SlotGroup
+from lookahead_hf.call import execution
 from lookahead_hf.kernels import PathTable
-from lookahead_hf.runner import execution, torch_compile
+from lookahead_hf.model import compiled
 from lookahead_hf.runner.cuda.capture import Captured, CudaRecorder, Recording
-from lookahead_hf.runner.cuda.step import StepState, only_group
+from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepState
 
 LEAST_VISIBLE = 512
 """Slots that the attention of the first graphs sees; doubled as the texts grow."""
@@ -29,6 +31,8 @@ wait for the whole device meanwhile."""
 class Uncapturable(Exception):
     """Steps cannot be captured; they run one operation after the other."""
 
+    of_width = False  # while those of other widths may be
+
     @classmethod
     def after(cls, error: Exception) -> Uncapturable:
         """Return the reason that an error is."""
@@ -36,9 +40,26 @@ class Uncapturable(Exception):
         return cls(f"{execution.FAILED}: {type(error).__name__}: {message}")
 
 
+def room_of(group: SlotGroup, capacity: int) -> int:
+    """Return the slots of a group of layers in a set for texts of so many tokens.
+
+    Layers with a window have room for the window and for some blocks behind it. When that is used
+    up, what no later token sees is dropped, and the rest moves to the front.
+    """
+    if group.window is None:
+        return capacity
+    return min(capacity, group.num_kept + max(2 * MAX_WIDTH, group.num_kept // 4))
+
+
 def bucket(slots: int) -> int:
     """Round a number of slots up to a power of two, so that few graphs serve all lengths."""
-    return torch_compile.doubled(LEAST_VISIBLE, slots)
+    return compiled.doubled(LEAST_VISIBLE, slots)
+
+
+def capacity_for(slots: int) -> int:
+    """Round the slots that a call may need up by a sixteenth at most, from 8,192 on."""
+    step = max(LEAST_VISIBLE, bucket(slots) // 32)
+    return -(-slots // step) * step
 
 
 @dataclass(eq=False)
@@ -47,12 +68,13 @@ class GraphSet:
 
     Attributes:
         key: What a call must have in common with the one that made the set.
-        capacity: Slots of K and V.
+        capacity: Tokens of a text that there is room for.
         state: Lengths, positions and drafts.
-        stores: K and V of every layer.
-        table: K and V as compaction takes them.
+        stores: K and V of every layer, by groups of layers.
+        tables: The same as compaction takes them.
         recorder: Captures the steps.
         recordings: The captured steps by width and visible slots.
+        refused: Why steps of some widths cannot be captured.
         is_used: Whether a call replays; two replays must not overlap.
         reads_masks: Whether a layer reads its mask; None as long as nobody knows.
     """
@@ -60,17 +82,18 @@ class GraphSet:
     key: tuple[Any, ...]
     capacity: int
     state: StepState
-    stores: list[tuple[torch.Tensor, torch.Tensor]]
-    table: PathTable
+    stores: list[list[tuple[torch.Tensor, torch.Tensor]]]
+    tables: list[PathTable]
     recorder: CudaRecorder
     recordings: dict[tuple[int, int], Recording] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
     is_used: bool = False
     reads_masks: bool | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V."""
-        return sum(store.nbytes for pair in self.stores for store in pair)
+        return sum(store.nbytes for group in self.stores for pair in group for store in pair)
 
     def visible_for(self, slots: int) -> int:
         """Return the slots that a graph shows where so many are in use.
@@ -99,30 +122,38 @@ class GraphSet:
     def move_in(self, cache: AdoptedCache, state: StepState) -> None:
         """Let a call go on in the set's tensors."""
         self.recorder.begin()
-        only_group(cache).move_to(self.stores, self.capacity, self.table)
+        for index, group in enumerate(cache.slots.each_group()):
+            self.move(index, group)
         state.fit(cache)
         self.state.copy_(state)
 
-    def capture(self, visible: int, run: Run, widths: list[int]) -> None:
-        """Record steps of all widths, the largest first, into whose memory the others then fit.
+    def move(self, index: int, group: SlotGroup) -> None:
+        """Let a group of layers go on in the set's K and V."""
+        room = room_of(group, self.capacity)
+        group.move_to(self.stores[index], room, self.tables[index])
+
+    def capture(self, width: int, visible: int, run: Run) -> Recording:
+        """Record a step.
+
+        Each width is recorded when a draft first asks for it, so that the first call does not wait
+        for the kernels of all. The graphs share one pool, whose memory grows with the wider ones.
 
         Args:
+            width: Tokens per row.
             visible: Slots that the attention sees.
             run: The step.
-            widths: Tokens per row.
 
         Raises:
-            Uncapturable: A step cannot be captured.
+            Uncapturable: The step cannot be captured.
         """
         with _capturing:
             try:
-                for width in sorted(widths, reverse=True):
-                    if (width, visible) not in self.recordings:
-                        self._capture(width, visible, run)
+                self._capture(width, visible, run)
             except Uncapturable:
                 raise
             except Exception as error:
                 raise Uncapturable.after(error) from error
+        return self.recordings[width, visible]
 
     def _capture(self, width: int, visible: int, run: Run) -> None:
         """Try a step and record it; both write K and V behind the lengths only."""
@@ -138,23 +169,29 @@ class GraphSet:
             with torch.inference_mode(False), torch.no_grad():
                 reason = self.recorder.try_out(step)
                 if reason is not None:
-                    raise Uncapturable(f"{execution.WAITS}: {reason}")
+                    error = Uncapturable(f"{execution.WAITS}: {reason}")
+                    error.of_width = width > 1
+                    raise error
                 self.recordings[width, visible] = self.recorder.record(lambda: run(width, visible))
         finally:
             self.state.lengths.copy_(lengths)
 
     def retire(self) -> None:
         """Free all graphs, K and V."""
-        self.stores, self.table = [], PathTable([])
+        self.stores, self.tables = [], []
         recordings, self.recordings = list(self.recordings.values()), {}
         if recordings:
             with _capturing:
                 self.recorder.release(recordings)
 
 
-def bytes_per_slot(cache: AdoptedCache) -> int:
-    """Return the bytes of one slot in K and V of all layers and rows."""
-    return sum(store[:, 0].nbytes for store in only_group(cache).stores)
+def num_bytes(cache: AdoptedCache, capacity: int) -> int:
+    """Return the bytes of K and V of a set with room for so many tokens."""
+    return sum(
+        room_of(group, capacity) * store[:, 0].nbytes
+        for group in cache.slots.each_group()
+        for store in group.stores
+    )
 
 
 def new_set(
@@ -169,12 +206,16 @@ def new_set(
     Raises:
         Uncapturable: There is not enough memory.
     """
-    layers = only_group(cache).layers
+    groups = cache.slots.each_group()
+    rooms = [room_of(group, capacity) for group in groups]
     try:
         with torch.inference_mode(False):  # later calls write to them outside of it
-            stores = [(_room(la.k_store, capacity), _room(la.v_store, capacity)) for la in layers]
-            table = PathTable([store for pair in stores for store in pair])
-            return GraphSet(key, capacity, state.with_room(capacity), stores, table, recorder)
+            stores = [
+                [(_room(la.k_store, room), _room(la.v_store, room)) for la in group.layers]
+                for group, room in zip(groups, rooms, strict=True)
+            ]
+            tables = [PathTable([store for pair in part for store in pair]) for part in stores]
+            return GraphSet(key, capacity, state.with_room(rooms), stores, tables, recorder)
     except RuntimeError as error:
         raise Uncapturable.after(error) from error
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.call import execution
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import execution
 from lookahead_hf.runner.cuda.capture import recorder_for
 from lookahead_hf.runner.cuda.graph_set import (
     GraphSet,
     Uncapturable,
-    bucket,
-    bytes_per_slot,
+    capacity_for,
     new_set,
+    num_bytes,
 )
-from lookahead_hf.runner.cuda.step import StepState, only_group
+from lookahead_hf.runner.cuda.step import StepState
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ RETRY_AFTER = 16
 MOST_NOTED = 16
 """Kinds that could not be captured, of which a model remembers why."""
 
-MEMORY_SHARE = 0.25
+MEMORY_SHARE = 0.5
 """Part of the free memory that K and V of a model's graphs may take."""
 
 
@@ -102,9 +102,9 @@ class ModelGraphs:
             if found is None or found.capacity < slots:
                 if not create:
                     raise Uncapturable(execution.TOO_SHORT)
-                self._make_way(found, cache, slots)
+                self._make_way(found, cache, state, slots)
                 try:
-                    found = new_set(key, cache, state, bucket(slots), recorder)
+                    found = new_set(key, cache, state, capacity_for(slots), recorder)
                 except Uncapturable as error:
                     self._note(key, error)
                     raise
@@ -115,10 +115,12 @@ class ModelGraphs:
             found.is_used = True
             return found
 
-    def _make_way(self, outgrown: GraphSet | None, cache: AdoptedCache, slots: int) -> None:
+    def _make_way(
+        self, outgrown: GraphSet | None, cache: AdoptedCache, state: StepState, slots: int
+    ) -> None:
         """Retire what a new set replaces, and the least recently used sets until there is room."""
-        size = bucket(slots) * bytes_per_slot(cache)
-        limit = _limit(cache, self.sets)
+        size = num_bytes(cache, capacity_for(slots))
+        limit = _limit(state.lengths.device, self.sets)
         if size > limit:
             raise Uncapturable(f"{execution.TOO_LARGE}: {size >> 20} MiB")
         stay = [each for each in self.sets if each is not outgrown]
@@ -145,10 +147,11 @@ class ModelGraphs:
             if error is not None:
                 self._note(used.key, error)
                 self.sets = [each for each in self.sets if each is not used]
-                _logger.info("steps are not captured: %s", error)
-            if used in self.sets:
-                return
-        used.retire()
+            stays = used in self.sets
+        if error is not None:
+            _logger.info("steps are not captured: %s", error)
+        if not stays:
+            used.retire()
 
     def release(self) -> None:
         """Free all sets, and those that a call is using when the call ends."""
@@ -180,9 +183,8 @@ def of_model(model: Any) -> ModelGraphs:
         return state.graphs
 
 
-def _limit(cache: AdoptedCache, sets: list[GraphSet]) -> float:
+def _limit(device: torch.device, sets: list[GraphSet]) -> float:
     """Return the bytes that K and V of graphs may take; what torch holds unused is free, too."""
-    device = only_group(cache).stores[0].device
     if device.type != "cuda":
         return math.inf
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -195,5 +197,8 @@ def _nbytes(sets: list[GraphSet]) -> int:
 
 def _sizes(cache: AdoptedCache, state: StepState) -> tuple[Any, ...]:
     """Shapes and types of all that is copied in, but for the number of slots."""
-    stores = only_group(cache).stores
-    return state.shapes(), *((tuple(each.shape[2:]), each.dtype, each.device) for each in stores)
+    groups = cache.slots.each_group()
+    windows = [(group.window, group.num_kept, len(group.stores)) for group in groups]
+    stores = [store for group in groups for store in group.stores]
+    shapes = ((tuple(each.shape[2:]), each.dtype, each.device) for each in stores)
+    return state.shapes(), *windows, *shapes

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.kernels import RowScan
+from lookahead_hf.model import compiled
+from lookahead_hf.patches.trust import ModelSnapshot
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import execution, non_finite, torch_compile
-from lookahead_hf.runner.cuda import graphs, joined_linear
+from lookahead_hf.runner import non_finite
+from lookahead_hf.runner.cuda import graphs
 from lookahead_hf.runner.cuda.capture import Captured, Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
-from lookahead_hf.runner.cuda.joined_linear import JoinedLinears
-from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, only_group, pack
+from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy, pinned
-from lookahead_hf.runner.guards import ModelSnapshot
 from lookahead_hf.runner.host import Runner, node_counts
 from lookahead_hf.runner.layout import BlockShape
 from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
@@ -46,7 +46,6 @@ class CudaRunner(Runner):
         scoring: Scoring | None = None,
         room: int = 0,
         cuda_graphs: str | bool = "auto",
-        joins_layers: bool = False,
     ) -> None:
         """Prepare for one call, as `Runner` does.
 
@@ -55,11 +54,8 @@ class CudaRunner(Runner):
             scoring: Alters the logits; None where the likeliest token is chosen.
             room: Slots that the call may need behind the longest prompt.
             cuda_graphs: As in `SpeculativeConfig`.
-            joins_layers: Whether linear layers that read the same input are computed in one
-                product, unless no bit may vary.
         """
         super().__init__(model, num_rows, shape)
-        self._joins = joins_layers and shape is None and not self._is_compiled and room > 1
         self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
@@ -68,26 +64,14 @@ class CudaRunner(Runner):
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
         super()._take_over(*args, **kwargs)
         self._state = StepState(self.cache, self._next_position)
-        # Before graphs freeze where the weights are.
-        joined = joined_linear.joined(self.model, self._trial) if self._joins else None
         if self._wanted is not False:
-            self._enter_graphs(joined is not None)
-        self._function = self._step_function(joined)
+            self._enter_graphs()
+        given = self._extras, self._kinds, self._mask_dict
+        self._function = StepFunction(self.model, self.cache, self._state, *given)
         # Where the call ends with its first token, no step follows, nor has one a position.
         tries = self._shape is None and self._room > 1
         if tries and self._set is not None and self._set.reads_masks is None:
             self._try_masks(self._set)
-
-    def _step_function(self, joined: JoinedLinears | None = None) -> StepFunction:
-        given = self._extras, self._kinds, self._mask_dict, joined
-        return StepFunction(self.model, self.cache, self._state, *given)
-
-    def _trial(self) -> torch.Tensor:
-        """Run a step without nodes and keep nothing; return its logits."""
-        width = joined_linear.TRIED_TOKENS
-        visible = self._visible(self.cache.slots.longest + width)
-        self._state.rehearse(width)
-        return self._step_function().forward(width, visible)[0]
 
     @property
     def _decides(self) -> bool:
@@ -98,11 +82,7 @@ class CudaRunner(Runner):
     def mode(self) -> str:
         return "device" if self._set is None or not self._replays else "graphs"
 
-    @property
-    def _trims(self) -> bool:
-        return False  # one layout for all layers, whatever their windows
-
-    def _enter_graphs(self, is_joined: bool) -> None:
+    def _enter_graphs(self) -> None:
         """Move into the model's graphs, where there are any or may be."""
         self._snapshot = ModelSnapshot(self.model)
         reasons = self._snapshot.blockers(self._extras)
@@ -111,7 +91,7 @@ class CudaRunner(Runner):
             return
         self._graphs = graphs.of_model(self.model)
         extras = repr(sorted(self._extras.items()))
-        kind = self._snapshot.key, self._decides, extras, self._shape is None, is_joined
+        kind = self._snapshot.key, self._decides, extras, self._shape is None
         slots = self.cache.slots.longest + self._room + MAX_WIDTH
         create = self._wanted is True or self._room >= graphs.WORTHWHILE
         try:
@@ -155,6 +135,7 @@ class CudaRunner(Runner):
 
     def _step(self, rows: Rows, draft: DraftTree) -> tuple[int, Captured]:
         """Launch what is captured of a step; return its width and what it returns."""
+        self._is_new = False
         width, visible = self._sizes(draft)
         self.num_fed += self.num_rows * width
         recording = self._recording(width, visible)  # first: a capture writes to the draft
@@ -175,13 +156,31 @@ class CudaRunner(Runner):
         if self._shape is not None:
             width = max(width, self._shape.width)
         elif self._set is not None or self._is_compiled:
-            width = torch_compile.width_for(width, self._widths)
+            width = compiled.width_for(width, self._widths)
+        self._drop_unseen(width)
         return width, self._visible(self.cache.slots.longest + width)
+
+    def _drop_unseen(self, width: int) -> None:
+        """Make room for a block in layers with a window: drop what no later token sees."""
+        for index, group in enumerate(self.cache.slots.each_group()):
+            if group.window is None:
+                continue
+            before = group.dropped
+            group.drop_unseen(group.longest + width)
+            needed = group.longest + width
+            if self._set is not None and needed > group.capacity:
+                # Rows that are ahead keep what the others still see, if all are handed back.
+                self._leave_graphs(Uncapturable(execution.TOO_FAR_APART))
+            if self._set is None:
+                group.reserve(needed, width)
+            elif group.dropped is not before:
+                self._set.move(index, group)
+        self._state.fit(self.cache)
 
     @property
     def _widths(self) -> tuple[int, ...]:
         """Tokens per row of blocks whose every width has to be prepared."""
-        return graphs.widths_for(self.num_rows, torch_compile.WIDTHS if self._is_compiled else None)
+        return graphs.widths_for(self.num_rows, compiled.WIDTHS if self._is_compiled else None)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -195,12 +194,12 @@ class CudaRunner(Runner):
         if self._set is not None:
             return self._set.visible_for(slots.extent.shown or used)
         if self._is_compiled and self._shape is None:
-            visible = torch_compile.make_room(slots, used)
+            visible = compiled.make_room(slots, used)
         else:
             visible = -(-used // ALIGNED) * ALIGNED
             if slots.extent.shown is not None:  # with and without graphs the same
                 visible = bucket(slots.extent.shown)
-            only_group(self.cache).reserve(visible)
+            slots.reserve(visible)
         self._state.fit(self.cache)
         return visible
 
@@ -224,6 +223,9 @@ class CudaRunner(Runner):
         if self._shape is None and width not in self._widths:
             self.execution = execution.TOO_WIDE
             return None
+        if width in self._set.refused:
+            self.execution = self._set.refused[width]
+            return None
         found = self._set.recordings.get((width, visible))
         # While steps are replayed, the model is looked at behind each launch.
         if (found is None or not self._replays) and not self._snapshot.is_current():
@@ -237,27 +239,34 @@ class CudaRunner(Runner):
         return self._function.forward(width, visible)
 
     def _capture(self, width: int, visible: int) -> Recording | None:
-        """Capture the steps that show so many slots.
+        """Capture a step.
 
         Returns:
-            The step of this width, None where capturing fails: the call then uses no more graphs.
+            The step, None where capturing fails: the call then uses no more graphs.
         """
         assert self._set is not None
-        widths = list(self._widths) if self._shape is None else [width]
+        self._is_new = True  # a capture takes longer than many steps
         try:
-            self._set.capture(visible, self._run, widths)
+            recording = self._set.capture(width, visible, self._run)
         except Uncapturable as error:
-            self._leave_graphs(error)
+            if error.of_width and self._shape is None:
+                self._set.refused[width] = self.execution = str(error)
+            else:
+                self._leave_graphs(error)
             return None
         self._snapshot = ModelSnapshot(self.model)  # a forward may note something on its modules
-        return self._set.recordings[width, visible]
+        return recording
 
     def capture(self) -> None:
-        """Capture the steps of all lengths that fit the call before they come up."""
-        slots = self.cache.slots.longest + max(self._widths)
+        """Capture the steps of all widths and lengths that fit the call before they come up."""
+        widest = max(self._widths)
+        self._drop_unseen(widest)
+        slots = self.cache.slots.longest + widest
         while self._set is not None:
             visible = self._set.visible_for(slots)
-            self._capture(max(self._widths), visible)
+            for width in self._widths:
+                if self._set is not None:
+                    self._recording(width, visible)
             if self._set is None or visible == self._set.capacity:
                 return
             slots = visible + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,14 +14,15 @@ from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels import TreeWalk
+from lookahead_hf.model import compiled
+from lookahead_hf.patches import lazy_mask, tree_attention
+from lookahead_hf.patches.forward import ForwardContext, running
+from lookahead_hf.patches.lazy_mask import UnreadMask
+from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, torch_compile, tree_attention, unread_mask
-from lookahead_hf.runner.cuda.joined_linear import JoinedLinears
 from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.runner.masks import MaskKind
 from lookahead_hf.runner.passthrough_kwargs import widened
-from lookahead_hf.runner.tree_attention import BlockTree
-from lookahead_hf.runner.unread_mask import UnreadMask
 
 MAX_WIDTH = 64
 """Tokens per row of a block, the last one included: one bit each in the ancestor words."""
@@ -59,6 +59,7 @@ def pack(rows: Rows, draft: DraftTree, lengths: np.ndarray, width: int) -> np.nd
         lengths: Tokens of each row in the cache, [rows].
         width: Tokens per row, padding included.
     """
+    assert width <= MAX_WIDTH, "a token has one bit in the words of the others"
     fields, sizes = draft.padded(width, rows.last_tokens), np.diff(draft.row_offsets)
     parts = fields.ravel(), _ancestor_bits(fields[1]).ravel(), sizes, rows.live, lengths
     return np.concatenate(parts, dtype=np.int64)
@@ -75,13 +76,38 @@ def _ancestor_bits(parents: np.ndarray) -> np.ndarray:  # [rows, width] both
     return bits.astype(np.int64)
 
 
-_FIELDS = ("lengths", "prompt_lengths", "pads", "next_position", "columns")
+_FIELDS = ("lengths", "prompt_lengths", "pads", "next_position")
 
 
-def only_group(cache: AdoptedCache) -> SlotGroup:
-    """Return the group of all layers: a cache that was taken over without trimming has one."""
-    (group,) = cache.slots.each_group()
-    return group
+class GroupState:
+    """Tensors that say what the slots of a group of layers hold, changed in place.
+
+    Attributes:
+        dropped: Tokens of each row that came before its first slot, [rows] int64.
+        columns: Column of the token in every slot, [rows, capacity] int64.
+    """
+
+    def __init__(self, pads: torch.Tensor, capacity: int = 0) -> None:
+        self.dropped, self.columns = torch.zeros_like(pads), pads.new_zeros(len(pads), capacity)
+        self._known: np.ndarray | None = None  # what `dropped` holds
+
+    def fit(self, cache: AdoptedCache, group: SlotGroup) -> None:
+        """Follow a group to its present capacity and to what it has dropped."""
+        device, size = self.dropped.device, self.columns.shape[1]
+        if self._known is group.dropped and size == group.capacity:
+            return
+        if size != group.capacity:
+            self.columns = self.dropped.new_zeros(len(self.dropped), group.capacity)
+        columns = cache.token_columns(group, group.capacity)
+        self.columns.copy_(pinned(columns, device), non_blocking=True)
+        self.dropped.copy_(pinned(group.dropped.copy(), device), non_blocking=True)
+        self._known = group.dropped
+
+    def copy_(self, other: GroupState) -> None:
+        """Take over the values of another call's group of the same capacity."""
+        self.dropped.copy_(other.dropped)
+        self.columns.copy_(other.columns)
+        self._known = other._known
 
 
 class StepState:
@@ -92,7 +118,7 @@ class StepState:
         prompt_lengths: The same after the prompt, [rows] int64.
         pads: Columns of the prompt that a row does not attend to, [rows] int64.
         next_position: Position of the token after the prompt, [..., rows, 1].
-        columns: Column of the token in every slot, [rows, capacity] int64.
+        groups: What the slots of each group of layers hold.
     """
 
     def __init__(self, cache: AdoptedCache, next_position: torch.Tensor) -> None:
@@ -101,33 +127,33 @@ class StepState:
         self.prompt_lengths = self.lengths.clone()
         self.pads = torch.from_numpy(np.array(cache.pads, np.int64)).to(device)
         self.next_position = next_position.clone()
-        self.columns = self.pads.new_zeros(len(self.pads), 0)
+        self.groups = [GroupState(self.pads) for _ in cache.slots.each_group()]
         self.fit(cache)
         self._drafts: dict[int, torch.Tensor] = {}
 
     def fit(self, cache: AdoptedCache) -> None:
         """Follow the cache to its present capacity."""
-        group = only_group(cache)
-        if self.columns.shape[1] != group.capacity:
-            columns = cache.token_columns(group, group.capacity)
-            self.columns = torch.from_numpy(columns).to(self.pads.device)
+        for part, group in zip(self.groups, cache.slots.each_group(), strict=True):
+            part.fit(cache, group)
 
     def copy_(self, other: StepState) -> None:
         """Take over the values of another call whose tensors have the same shapes."""
         for name in _FIELDS:
             getattr(self, name).copy_(getattr(other, name))
+        for part, of_other in zip(self.groups, other.groups, strict=True):
+            part.copy_(of_other)
 
     def shapes(self) -> tuple[Any, ...]:
         """Shapes and types that `copy_` needs to be the same, but for the number of slots."""
-        fields = [getattr(self, name) for name in _FIELDS[:-1]]
+        fields = [getattr(self, name) for name in _FIELDS]
         return tuple((tuple(field.shape), field.dtype, field.device) for field in fields)
 
-    def with_room(self, capacity: int) -> StepState:
-        """A state of the same shapes, for a cache of so many slots."""
+    def with_room(self, capacities: list[int]) -> StepState:
+        """A state of the same shapes, for groups of layers with so many slots."""
         other = copy.copy(self)
-        for name in _FIELDS[:-1]:
+        for name in _FIELDS:
             setattr(other, name, getattr(self, name).clone())
-        other.columns = other.pads.new_zeros(len(self.columns), capacity)
+        other.groups = [GroupState(other.pads, capacity) for capacity in capacities]
         other._drafts = {}
         return other
 
@@ -159,6 +185,22 @@ class StepState:
         return self._drafts[width]
 
 
+class Held(NamedTuple):
+    """What a group of layers holds when a step begins.
+
+    Attributes:
+        lengths: Slots of each row that are in use, [rows] int64.
+        pads: Column less slot of the tokens behind the prompt, [rows] int64.
+        columns: Column of the token in every slot, [rows, capacity] int64.
+        visible: Slots that the attention sees.
+    """
+
+    lengths: torch.Tensor
+    pads: torch.Tensor
+    columns: torch.Tensor
+    visible: int
+
+
 class StepFunction:
     """The step of one model over one cache.
 
@@ -176,13 +218,11 @@ class StepFunction:
         extras: dict[str, Any],
         kinds: list[MaskKind],
         takes_dict: bool,
-        joined: JoinedLinears | None = None,
     ) -> None:
-        """`extras` is what plain passes with every forward; `joined` are layers of one input."""
+        """`extras` is what plain passes with every forward."""
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
-        self._joined = joined
-        self._is_compiled = torch_compile.is_compiled(model)
+        self._is_compiled = compiled.is_compiled(model)
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run everything from the masks to the new lengths, choosing the likeliest tokens.
@@ -211,7 +251,8 @@ class StepFunction:
         state.lengths.copy_(torch.where(draft.live > 0, state.lengths, draft.kept))
         fed = state.lengths - state.prompt_lengths
         fed = fed.minimum((fed * draft.live).max())  # an ended text may have filled a table
-        built = self._masks(draft, width, visible)
+        held = self._hold(draft, visible)
+        built = self._masks(draft, held)
         inputs = {
             **widened(self._extras, width),
             "input_ids": draft.tokens,
@@ -221,10 +262,10 @@ class StepFunction:
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
-        linears = nullcontext() if self._joined is None else self._joined.laid_under()
-        with experts, linears, attention.step(state.lengths.device, self._trees(built, draft)):
+        context = ForwardContext(self._trees(built, draft, held))
+        with experts, running(context, state.lengths.device):
             outputs = self._model(**inputs, return_dict=True)
-        self.reads_masks = any(unread_mask.made(mask) is not None for mask in built.values())
+        self.reads_masks = any(lazy_mask.made(mask) is not None for mask in built.values())
         return outputs.logits, compat.last_hidden_states(outputs)
 
     def try_masks(self, width: int, visible: int) -> bool:
@@ -246,23 +287,49 @@ class StepFunction:
         depth = None if noise is None else draft.depth
         done = kernels.verify_tree(scores, *tree, noise, depth, keep_scan=keep_scan)
         kept = done.num_accepted + 1
-        kernels.compact_path(only_group(self._cache).path_table, state.lengths, done.path, kept)
+        for group, part in self._groups:
+            kernels.compact_path(group.path_table, self._lengths(group, part), done.path, kept)
         state.lengths.add_(kept * draft.live)
         return done
 
-    def _trees(self, built: dict[str, torch.Tensor], draft: DraftViews) -> list[BlockTree]:
+    @property
+    def _groups(self) -> list[tuple[SlotGroup, GroupState]]:
+        return [*zip(self._cache.slots.each_group(), self._state.groups, strict=True)]
+
+    def _lengths(self, group: SlotGroup, part: GroupState) -> torch.Tensor:
+        """Slots of each row that a group of layers uses, [rows]."""
+        lengths = self._state.lengths
+        return lengths if group.window is None else lengths - part.dropped
+
+    def _hold(self, draft: DraftViews, visible: int) -> dict[str, Held]:
+        """Place the block in every group of layers; return what is held by the name of a mask."""
+        rows, width = draft.tokens.shape
+        place = torch.arange(width, device=draft.tokens.device)
+        row = torch.arange(rows, device=place.device)[:, None]
+        found: dict[SlotGroup, Held] = {}
+        for group, part in self._groups:
+            lengths, seen = self._lengths(group, part), min(visible, group.capacity)
+            flat = row * group.capacity + lengths[:, None] + place
+            group.place_at(flat.reshape(-1), seen)
+            pads = self._state.pads if group.window is None else self._state.pads + part.dropped
+            found[group] = Held(lengths, pads, part.columns, seen)
+        return {name: found[group] for name, group in self._cache.slots.groups.items()}
+
+    def _trees(
+        self, built: dict[str, torch.Tensor], draft: DraftViews, held: dict[str, Held]
+    ) -> list[BlockTree]:
         """Return the masks in terms of the kernel, which knows windows but no chunks."""
-        state, by_length = self._state, self._cache.slots.extent.shown is None
+        by_length = self._cache.slots.extent.shown is None
         if not self._is_served(draft):
             return []
         return [
             BlockTree(
                 built[kind.name],
-                state.lengths,
+                held[kind.name].lengths,
                 draft.bits,
                 kind.window or 0,
-                state.columns if kind.window else None,
-                state.pads,
+                held[kind.name].columns if kind.window else None,
+                held[kind.name].pads,
                 by_length=by_length,
             )
             for kind in self._kinds
@@ -274,33 +341,33 @@ class StepFunction:
         device, width = draft.tokens.device, draft.tokens.shape[1]
         return tree_attention.serves(device, width) and not self._is_compiled
 
-    def _masks(self, draft: DraftViews, width: int, visible: int) -> dict[str, torch.Tensor]:
-        """Place the block in the cache and return the mask of every kind by name."""
-        group = only_group(self._cache)
-        place = torch.arange(width, device=draft.tokens.device)
-        row = torch.arange(len(draft.tokens), device=place.device)[:, None]
-        flat = row * group.capacity + self._state.lengths[:, None] + place
-        group.place_at(flat.reshape(-1), visible)
-        made = {kind.name: partial(self._mask, kind, draft, visible) for kind in self._kinds}
+    def _masks(self, draft: DraftViews, held: dict[str, Held]) -> dict[str, torch.Tensor]:
+        """Return the mask of every kind by name."""
+        made = {
+            kind.name: partial(self._mask, kind, draft, held[kind.name]) for kind in self._kinds
+        }
         if not self._is_served(draft):
             return {name: make() for name, make in made.items()}
-        shape = len(draft.tokens), 1, width, visible
-        like = shape, self._model.dtype, draft.tokens.device
-        return {name: UnreadMask.of(make, *like) for name, make in made.items()}
+        rows, width = draft.tokens.shape
+        like = self._model.dtype, draft.tokens.device
+        return {
+            name: UnreadMask.of(make, (rows, 1, width, held[name].visible), *like)
+            for name, make in made.items()
+        }
 
-    def _mask(self, kind: MaskKind, draft: DraftViews, visible: int) -> torch.Tensor:
+    def _mask(self, kind: MaskKind, draft: DraftViews, held: Held) -> torch.Tensor:
         """`[rows, 1, width, visible]`, 0 where a slot is seen and the lowest number elsewhere."""
-        state, width = self._state, draft.tokens.shape[1]
+        width, visible = draft.tokens.shape[1], held.visible
         slot = torch.arange(visible, device=draft.tokens.device)
-        node = slot - state.lengths[:, None]  # [rows, visible]
+        node = slot - held.lengths[:, None]  # [rows, visible]
         drafted = draft.bits[:, :, None] >> node.clamp(0, width - 1)[:, None] & 1 == 1
         seen = (node < 0)[:, None] | ((node >= 0) & (node < width))[:, None] & drafted
         if kind.is_limited:
-            newest = state.lengths + state.pads
+            newest = held.lengths + held.pads
             query = newest[:, None] + draft.depth
             of_block = query.gather(1, node.clamp(0, width - 1))
-            key = torch.where(node < 0, state.columns[:, :visible], of_block)
-            seen &= kind.is_near(query[:, :, None], key[:, None], state.pads[:, None, None])
+            key = torch.where(node < 0, held.columns[:, :visible], of_block)
+            seen &= kind.is_near(query[:, :, None], key[:, None], self._state.pads[:, None, None])
         dtype = self._model.dtype
         lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=node.device)
         return torch.where(seen[:, None], torch.zeros_like(lowest), lowest)

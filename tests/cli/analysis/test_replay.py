@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.cli.analysis.estimate import likeliest
 from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Text, replay
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.generation.call import Request
 
 NEW_TOKENS = 48
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.ngram import NgramDrafter
 from lookahead_hf.drafting.sources.pool import PoolDrafter, fingerprint, open_pool
-from lookahead_hf.generation.call import Request
 from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.compared import compared

@@ -12,12 +12,12 @@ from transformers import LogitsProcessorList
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig
+from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import BUILT_IN_DRAFTERS
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
-from lookahead_hf.generation.call import Request
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers.compared import compared, speculated
 from tests.helpers.drafts import rows_of

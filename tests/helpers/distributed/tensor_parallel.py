@@ -72,6 +72,8 @@ class Fails(Drafter):
 class KnownCosts:
     """A cost model that learns nothing from this machine's clock."""
 
+    num_observed = 0
+
     def __init__(self, of_node: float) -> None:
         """`of_node`: what a draft node costs, in plain steps."""
         self._curve = CostCurve()

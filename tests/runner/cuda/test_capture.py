@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import lookahead_hf
+from lookahead_hf.call.execution import FAILED
 from lookahead_hf.runner.cuda import capture, graphs
 from lookahead_hf.runner.cuda.capture import CudaRecorder
-from lookahead_hf.runner.execution import FAILED
 from tests.helpers.calls import padded
 from tests.helpers.fake_cuda import Cuda, Stream, on_cuda, put_in_place
 from tests.helpers.replayed import WIDTHS, compare, small

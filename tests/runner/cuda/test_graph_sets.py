@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig
+from lookahead_hf import SpeculativeConfig, kernels
+from lookahead_hf.call.execution import FAILED, IN_USE, TOO_LARGE, WAITS
+from lookahead_hf.kernels import dispatch
 from lookahead_hf.model_state import state_of
+from lookahead_hf.patches import tree_attention
 from lookahead_hf.runner.cuda import graph_set, graphs
-from lookahead_hf.runner.execution import FAILED, IN_USE, TOO_LARGE, WAITS
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import speculated
+from tests.helpers.compiled import in_threads
 from tests.helpers.device import TapeRecorder
 from tests.helpers.models import prompt
-from tests.helpers.packing import in_threads
 from tests.helpers.replayed import (
     WIDTHS,
     Switch,
@@ -34,10 +38,10 @@ def test_later_calls_move_into_the_same_graphs(made: list[TapeRecorder]) -> None
     compare(model, padded("holes", length=30))
     assert len(sets_of(made)) == 1
     (recorder,) = sets_of(made)
-    assert len(recorder.recordings) == len(WIDTHS)
+    assert 1 < len(recorder.recordings) <= len(WIDTHS)
     assert recorder.calls == ["begin", "end"] * 2  # each waits for the one before
     lookahead_hf.disable(lookahead_hf.enable(model))
-    assert recorder.released == len(WIDTHS)
+    assert recorder.released == len(recorder.recordings)
 
 
 def test_a_forward_that_waits_is_not_captured(
@@ -89,7 +93,9 @@ def test_two_kinds_of_calls_take_turns_and_a_third_replaces_one(made: list[TapeR
         assert compare(model, padded("left"), do_sample=True).execution == "replayed"
     assert [recorder.released for recorder in sets_of(made)] == [0, 0]
     assert compare(model, padded("none", rows=1)).execution == "replayed"
-    assert [recorder.released for recorder in sets_of(made)] == [len(WIDTHS), 0, 0]
+    first, *others = sets_of(made)
+    assert first.released == len(first.recordings)
+    assert [recorder.released for recorder in others] == [0, 0]
 
 
 def test_what_is_too_large_retires_nothing_and_what_fits_takes_the_place(
@@ -128,7 +134,7 @@ def test_what_is_in_use_is_freed_when_its_call_ends(made: list[TapeRecorder]) ->
     text, stats = streamed(model, True, Switch({20: release}))
     assert stats.execution == "replayed"
     assert released == [0]
-    assert made[-1].released == len(WIDTHS)
+    assert made[-1].released == len(made[-1].recordings)
     assert streamed(model, False)[0] == text
 
 
@@ -159,3 +165,54 @@ def test_one_capture_at_a_time(made: list[TapeRecorder], monkeypatch: pytest.Mon
 
     in_threads(*(partial(run, index) for index in range(3)))
     assert [speculated(model).execution for model in models] == ["replayed"] * 3
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_where_no_kernel_can_be_launched_torch_takes_their_place(
+    do_sample: bool, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a C compiler: a warning, once, and graphs of steps with torch's functions."""
+    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "_left_to_torch", set())
+    failed: list[str] = []
+
+    def backend(device: torch.device) -> str:
+        return "torch" if device in dispatch._left_to_torch else "triton"
+
+    def missing(name: str) -> ModuleType:
+        def fails(*_: Any) -> Any:
+            failed.append(name)
+            raise RuntimeError("Failed to find C compiler")
+
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(("verify_tree", "tree_attention", "topk_rows"), fails))
+        return module
+
+    for user in (dispatch, kernels):
+        monkeypatch.setattr(user, "backend", backend)
+    for name in ("attention", "verify", "topk", "compact"):
+        monkeypatch.setitem(sys.modules, f"lookahead_hf.kernels.{name}", missing(name))
+        monkeypatch.setattr(kernels, name, missing(name), raising=False)
+    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: True)
+    with pytest.warns(RuntimeWarning, match="Triton needs a C compiler") as warned:
+        stats = compare(small(), padded("left"), do_sample=do_sample)
+    assert stats.execution == "replayed"
+    assert failed == ["attention"] and len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gigabytes", "fits"),
+    [(131072, 80, True), (65536, 80, True), (16384, 24, True), (131072, 24, False)],
+)
+def test_a_model_of_8b_keeps_its_graphs(
+    tokens: int, gigabytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside its weights in half precision, a gigabyte of torch's own, and what the prompt made."""
+    of_token = 32 * 8 * 128 * 2 * 2  # layers, heads, numbers, K and V, bytes
+    taken = 16.06e9 + 0.7e9 + 17 / 16 * tokens * of_token
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gigabytes * 1e9 - taken, 0))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    size = of_token * graph_set.capacity_for(tokens + 64)
+    assert (size <= graphs._limit(torch.device("cuda"), [])) == fits
+    assert size <= 1.07 * of_token * (tokens + 64)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree
+from lookahead_hf.patches.tree_attention import ancestor_words
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import masks
 from lookahead_hf.runner.cuda.step import pack
 from lookahead_hf.runner.cuda.transfer import HostCopy
-from lookahead_hf.runner.tree_attention import ancestor_words
 from tests.helpers.device import TapeRecorder, on_device
 
 

@@ -31,8 +31,8 @@ from lookahead_hf.drafting.sources.assistant.growth import (
 )
 from lookahead_hf.drafting.sources.assistant.model import AssistantModel, Branches
 from lookahead_hf.drafting.sources.assistant.tokens import Bridge, SameTokens, check_sizes, differ
+from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import attention, implicit_positions
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
@@ -123,7 +123,7 @@ class AssistantDrafter(BuiltInDrafter):
         self._encoder_inputs = encoder_inputs
         self._min_reach = min_reach
         self._model: AssistantModel | None = None
-        self._laid_under = ExitStack()
+        self._patches = ExitStack()
         self.rates = self.prior()
 
     def prior(self) -> np.ndarray:
@@ -148,10 +148,9 @@ class AssistantDrafter(BuiltInDrafter):
         self._is_served = np.array([len(context) > 0 for context in contexts])
         self._picks.begin(self._assistant.device)
         if self._is_served.any():
-            for rooms in (attention, implicit_positions):
-                change = rooms.laid_under(self._assistant)
-                self._laid_under.push(change)  # before it is entered, for interrupts
-                change.__enter__()
+            patches = patched(self._assistant)
+            self._patches.push(patches)  # before they are entered, for interrupts
+            patches.__enter__()
             self._model = AssistantModel(self._assistant, contexts, self._encoder_inputs)
 
     def _first_read(self, rows: Rows, row: int) -> np.ndarray:
@@ -218,7 +217,7 @@ class AssistantDrafter(BuiltInDrafter):
     def end(self, rows: Rows) -> None:
         self._model = None
         self._texts = []
-        self._laid_under.close()
+        self._patches.close()
 
 
 def _check_model(model: Any) -> None:

@@ -11,8 +11,8 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import implicit_positions, support
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.support import checks
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
@@ -44,16 +44,16 @@ class AssistantModel:
             Unserved: The model cannot run such rows.
             ValueError: It has an encoder, but there is no input for it.
         """
-        support.check_setup(model)
-        support.check_trees(model)
+        checks.check_setup(model)
+        checks.check_trees(model)
         ids, attended = _left_padded(contexts)
         mask = torch.from_numpy(attended).to(model.device)
         if model.config.is_encoder_decoder:
             kwargs = _decoder_arguments(model, mask, encoder_inputs)
         else:
             kwargs = _prefill_arguments(model, mask)
-        support.check_call(model, model.generation_config, kwargs)
-        support.check_trial(model)
+        checks.check_call(model, model.generation_config, kwargs)
+        checks.check_trial(model)
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():
@@ -92,7 +92,7 @@ class AssistantModel:
                 self._rows.emit(row, chain[0])
         nodes = branches or [([], [])] * len(chains)
         draft = DraftTree.from_rows(map(_hung, chains, nodes))
-        with torch.no_grad(), implicit_positions.laid_under(self._runner.model):
+        with torch.no_grad():
             outputs = self._runner.forward(self._runner.layout(self._rows, draft))
         self._rows.num_emitted[:] = kept
         return outputs.logits

@@ -167,7 +167,7 @@ class MtpDrafter(HeadsDrafter):
                 columns, states, tokens = columns[:, -1:] + 1, states[:, -1:], tokens[:, -1:]
                 self._extend(columns)
             states = self._run(layer, states, columns, tokens)
-            logits.append(self._heads._project_to_logits(states[:, -1:]).to(states.device))
+            logits.append(compat.head_logits(self._heads, states[:, -1:]))
             tokens = torch.cat([tokens[:, 1:], logits[-1].argmax(-1)], 1)
         return torch.cat(logits, 1)
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, modeling_layers
 
 import lookahead_hf
 from lookahead_hf import compat
+from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.sources.heads import mtp
 from lookahead_hf.drafting.sources.heads.mtp import MtpDrafter
 from lookahead_hf.fallback import FallbackReason
 from lookahead_hf.model_state import state_of
-from lookahead_hf.runner import execution
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared, speculated
 from tests.helpers.device import taped

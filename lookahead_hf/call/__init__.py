@@ -1,0 +1,1 @@
+"""Data of one call of `generate`: settings, outputs, streams."""

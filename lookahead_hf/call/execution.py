@@ -1,0 +1,36 @@
+"""How the steps of a call are run: the closed list of values of `SpeculativeStats.execution`.
+
+The runner on the host runs the model's own forward; compiled kernels may compute its layers. A
+runner on a CUDA device replays its steps, or gives one of these reasons why it does not. Some
+reasons are followed by a colon and a detail.
+"""
+
+from __future__ import annotations
+
+MODEL = "model"
+COMPILED = "compiled"
+REPLAYED = "replayed"
+NOT_ASKED_FOR = "not asked for"
+
+# What a call or its model does that no graph can capture.
+TENSORS = "the model is passed further tensors"
+CAPTURED = "the call itself is being captured"
+OFFLOADED = "a hook of accelerate moves tensors"
+OWN_GRAPHS = "the model is compiled into graphs already"
+READS_LENGTHS = "its rotary positions look at the length in every forward"
+WATCHED = "calls of torch are being watched"
+HOOKS = "modules have hooks"
+REPLACED = "a forward was replaced"
+STATES = "its layers keep a recurrent state"
+WAITS = "a forward waits for the device"
+
+# What speaks against capturing now; a later call may find it otherwise.
+NO_GRAPHS = "the device has no graphs"
+TOO_SHORT = "the call is too short to capture for"
+TOO_LARGE = "K and V take too much memory to keep"
+TOO_WIDE = "the draft is wider than the captured steps of so many rows"
+TOO_FAR_APART = "rows of a returned cache are too far apart for its windows"
+IN_USE = "another call is using the model's graphs"
+FAILED = "capturing failed"
+
+CHANGED = "the model was changed in the middle of the call"

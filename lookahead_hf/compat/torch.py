@@ -1,0 +1,133 @@
+"""Private names of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+OperationMode = TorchDispatchMode
+"""A mode that sees the operations that functions are made of."""
+
+HOLDERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+"""Attributes of a module that are dicts of its parts and hooks."""
+
+
+def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks before and after the forwards of all modules."""
+    hooks = nn.modules.module
+    return hooks._global_forward_pre_hooks, hooks._global_forward_hooks
+
+
+def watches_functions() -> bool:
+    """Return whether a mode sees calls of functions, except that of `torch.set_default_device`.
+
+    The latter only chooses the device of new tensors, which our forwards name.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+def watches_operations() -> bool:
+    """Return whether a mode sees the operations that functions are made of."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def operation_arguments(operation: Any) -> frozenset[str]:
+    """Return the names of an operation's arguments."""
+    return frozenset(argument.name for argument in operation._schema.arguments)
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module itself."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in own if tensor is not None]
+
+
+def buffer(module: nn.Module, name: str) -> Any:
+    """Return a buffer by its name, whatever else the module has by that name."""
+    return module._buffers[name]
+
+
+def compiled_calls(module: nn.Module) -> list[Any]:
+    """Return what `torch.compile` made of a module's forward."""
+    own = vars(module)
+    calls = own.get("_compiled_call_impl"), own.get("forward")
+    return [call for call in calls if compiled_from(call) is not None]
+
+
+def compiled_from(function: Any) -> Any:
+    """Return the function that `torch.compile` was given for this one, None for any other."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile` returned for another one."""
+    from torch._dynamo import OptimizedModule  # slow to load, but loaded where there is one
+
+    return isinstance(module, OptimizedModule)
+
+
+def wrapper_tensor(
+    kind: type[_Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> _Tensor:
+    """Return a tensor of a subclass that has a shape and no memory."""
+    made: _Tensor = torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+    return made
+
+
+def map_only(kind: type[Any], function: Callable[[Any], Any], values: Any) -> Any:
+    """Return nested values, of which those of a type are replaced by what a function returns."""
+    return tree_map_only(kind, function, values)
+
+
+def forget_cublas_workspaces() -> None:
+    """Let cuBLAS take new workspaces."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_allocations_to_pool(device: int, pool: Any) -> None:
+    """Take no more memory for a CUDA device from a graph's pool."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+CALL = "_compiled_call_impl"
+"""The attribute that torch calls in place of a module's hooks and forward. Copies and pickles of a
+module leave it out, so that a model can be copied and saved in the middle of a step."""
+
+
+def own_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, whatever stands in place of its call."""
+    return module._call_impl(*args, **kwargs)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary of a module's own parameters."""
+    return module._parameters
+
+
+def set_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
+    """Give a copy of a module a dictionary of parameters of its own."""
+    module._parameters = parameters
+
+
+def children_of(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary of a module's own modules."""
+    return module._modules
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries of a module's hooks after and before its forward."""
+    return [module._forward_hooks, module._forward_pre_hooks]
+
+
+def is_autocast() -> bool:
+    """Return whether autocast is on for any device."""
+    return torch._C._is_any_autocast_enabled()

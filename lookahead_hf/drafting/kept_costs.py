@@ -1,0 +1,79 @@
+"""Measured costs of steps, kept on disk for the next process that loads the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from lookahead_hf import compat
+from lookahead_hf.drafting.cost_model import KeptCurve
+from lookahead_hf.places import cache_root
+
+MOST_FILES = 64
+"""Most models whose costs are kept; beyond that the file that was written longest ago goes."""
+
+logger = logging.getLogger(__name__)
+
+
+def file_of(model: Any) -> Path | None:
+    """Return the file for a model, None for one that was not loaded from a folder or the hub.
+
+    The name stands for all that changes what a step costs or how it is run: the model and its
+    configuration, the type of its weights, the device, torch's threads, and the versions.
+    """
+    config = model.config
+    name = compat.loaded_from(model)
+    if not name:
+        return None
+    ours = sys.modules["lookahead_hf"].__version__
+    on_gpu = model.device.type == "cuda"
+    facts = {
+        "model": [type(model).__name__, name, config.to_dict()],
+        "dtype": str(model.dtype),
+        "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
+        "cpu": [torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads()],
+        "versions": [ours, transformers.__version__, torch.__version__],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return cache_root() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read(file: Path | None) -> list[KeptCurve]:
+    """Return the curves that a file holds; none if it is missing or damaged."""
+    try:
+        return [] if file is None else [KeptCurve.from_json(each) for each in _content(file)]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.info("costs in %s are not read: %r", file, error)
+        return []
+
+
+def _content(file: Path) -> list[Any]:
+    return list(json.loads(file.read_text())) if file.exists() else []
+
+
+def write(file: Path, curves: Sequence[KeptCurve]) -> None:
+    """Replace a file by one with these curves; a folder that cannot be written to stays as it is.
+
+    Processes may write at the same time: each reader finds a whole file.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
+        with open(handle, "w") as opened:
+            json.dump([curve.to_json() for curve in curves], opened)
+        os.replace(part, file)
+        kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+        for oldest in kept[:-MOST_FILES]:
+            oldest.unlink(missing_ok=True)
+    except OSError as error:
+        logger.info("costs are not kept in %s: %r", file, error)

@@ -1,0 +1,80 @@
+"""Back-off of sources: one that takes more time than it saves is paused, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+KEPT = 0.98
+"""What is left of a source's loss after a step: what costs less than 3 % of one never rests."""
+
+DEBT, CREDIT = 1.5, 4.0
+"""Steps' worth of time that a source may lose before it rests, and that it can save up for that."""
+
+PRICE = 0.004
+"""Part of the time that a resting source may take by being tried again."""
+
+
+class SourceBackoff:
+    """The decision for every step which sources are asked.
+
+    A source is worth asking where its share of the tokens is no smaller than its share of the time.
+    Only accepted tokens that no other source proposed count for it: the others would have come
+    without it. A source that loses too much is paused. The pause grows with its cost and with each
+    failed retry. One source at a time begins to rest, since that changes what the others gain.
+
+    Attributes:
+        asked: The sources that are asked in this step.
+    """
+
+    def __init__(self, num_sources: int, may_rest: bool) -> None:
+        """Ask every source at first; if none may rest, ask all of them in every step."""
+        self._may_rest = may_rest
+        self._lost = [0.0] * num_sources  # in steps' worth of time
+        self._left = [0] * num_sources  # steps to rest
+        self._length = [0] * num_sources  # of the latest rest
+        self._num_tokens = 0.0
+        self.asked = [True] * num_sources
+
+    @property
+    def next_asked(self) -> list[bool]:
+        """Sources that would be asked in the next step."""
+        return [left == 0 for left in self._left]
+
+    def begin_step(self) -> None:
+        """Decide which sources are asked in the step that begins."""
+        self.asked = self.next_asked
+        self._left = [max(0, left - 1) for left in self._left]
+
+    def observe(
+        self, seconds: Sequence[float], alone: Sequence[int], num_tokens: int, step_seconds: float
+    ) -> None:
+        """Learn from a step.
+
+        Args:
+            seconds: What each source took.
+            alone: Accepted tokens that only this source proposed.
+            num_tokens: Tokens that the step emitted.
+            step_seconds: Time of the step without drafting.
+        """
+        if not (self._may_rest and num_tokens and step_seconds and any(self.asked)):
+            return
+        mean = self._num_tokens or num_tokens
+        self._num_tokens = 0.9 * mean + 0.1 * num_tokens
+        worth = (1.0 + sum(seconds) / step_seconds) / self._num_tokens  # of a token, in steps
+        debtors = []
+        for index in np.flatnonzero(self.asked).tolist():
+            price = seconds[index] / step_seconds
+            lost = KEPT * self._lost[index] + price - worth * alone[index]
+            self._lost[index] = min(max(lost, -CREDIT), DEBT)
+            if lost < DEBT:
+                self._length[index] = 0
+            else:
+                debtors.append((price, index))
+        if debtors:
+            self._rest(*max(debtors))
+
+    def _rest(self, price: float, debtor: int) -> None:
+        longest = max(1, round(price / PRICE))
+        self._length[debtor] = self._left[debtor] = min(max(1, 2 * self._length[debtor]), longest)

@@ -1,0 +1,1 @@
+"""Drafts what a grammar forces, and leaves out what it forbids."""

@@ -1,0 +1,150 @@
+"""Grows what a grammar says to follow a node.
+
+What is drafted is a text, tokenized as a whole: a forced text has many tokenizations, and only the
+model knows which it takes. The usual one is nearly always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lookahead_hf.drafting.sources.grammar.probe import Probe
+from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
+from lookahead_hf.drafting.sources.grammar.whitespace import Whitespace
+
+CERTAIN, INSIDE, LAST, USUAL, BRANCH, CLOSE, AFTER = range(7)
+"""The buckets: the only allowed token; a token inside a forced text, where only the tokenization is
+a guess; its last token, which may melt into what follows; a token after usual whitespace; one of
+few alternatives; the end of a string or number; and what is forced behind one of these two."""
+
+PRIOR = (0.995, 0.95, 0.7, 0.7, 0.4, 0.15, 0.9)
+
+MOST_BYTES = 40
+"""Bytes of a text that is grown at once."""
+
+MOST_BRANCHES = 4
+
+MOST_LINKS = 12
+"""Tokens in a row that are grown without knowing their texts."""
+
+Add = Callable[[int, int, int], int]
+"""Adds a node: from its parent, token and bucket to its number."""
+
+
+class Growth:
+    """Grows below the nodes of one row."""
+
+    def __init__(
+        self, probe: Probe, whitespace: Whitespace, vocabulary: Vocabulary | None, add: Add
+    ) -> None:
+        self._probe, self._whitespace, self._add = probe, whitespace, add
+        self._vocabulary = vocabulary
+
+    def below(self, node: int, text: bytes, *, guesses: bool = True) -> None:
+        """Grow below a node at which the probe stands.
+
+        Args:
+            node: The node.
+            text: What the path down to the node adds to the text so far.
+            guesses: Whether alternatives follow what is certain; if not, the node is one of them.
+        """
+        moved = 0
+        for find in (self._certain, self._text):
+            for token, bucket in find(text):
+                if not self._probe.advance(token):
+                    self._probe.back(moved)
+                    return
+                moved += 1
+                bucket = bucket if guesses or bucket == CERTAIN else AFTER
+                node, text = self._add(node, token, bucket), text + self._bytes(token)
+        if guesses and not self._probe.grammar.ended():
+            self._guess(node, text)
+        self._probe.back(moved)
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if self._vocabulary is None else self._vocabulary.texts[token]
+
+    def _certain(self, text: bytes) -> list[tuple[int, int]]:
+        return [(token, CERTAIN) for token in self._probe.forced_tokens()]
+
+    def _text(self, before: bytes) -> list[tuple[int, int]]:
+        """The usual tokens of the text that follows, with their buckets."""
+        text, certain = self._following(before)
+        tokens, end = [], 0
+        for token in self._encoded(text):
+            end += len(self._bytes(token))
+            bucket = INSIDE if end < certain else LAST if end == certain else USUAL
+            tokens.append((token, bucket))
+        return tokens
+
+    def _encoded(self, text: bytes) -> list[int]:
+        return [] if self._vocabulary is None else self._vocabulary.encode(text)
+
+    def _following(self, before: bytes) -> tuple[bytes, int]:
+        """The text that follows, with usual whitespace, and how many bytes of it are certain."""
+        probe, text, certain, is_certain, moved = self._probe, b"", 0, True, 0
+        while self._vocabulary is not None and len(text) < MOST_BYTES:
+            if probe.grammar.ended():
+                break
+            piece = probe.forced_text()
+            if not piece:
+                is_certain = False
+                piece = self._spaced(before + text)
+            steps = probe.advance_text(piece) if piece else 0
+            if not steps:
+                break
+            moved, text = moved + steps, text + piece
+            certain = len(text) if is_certain else certain
+        probe.back(moved)
+        return text, certain
+
+    def _spaced(self, before: bytes) -> bytes:
+        """The only structural character that may follow, after the usual whitespace."""
+        char = self._probe.only_structure()
+        spaced = char and self._whitespace.before(char[0], before) + char
+        return spaced if spaced == char or self._probe.allows(spaced) else char
+
+    def _guess(self, node: int, text: bytes) -> None:
+        """Grow alternatives: a value that ends, or the few ways on."""
+        if self._vocabulary is None:
+            self._links(node)
+        elif self._probe.is_free():
+            self._close(node, text, b'"')
+        elif self._probe.is_number():
+            self._close(node, text, *(bytes([char]) for char in b",}]"))
+        else:
+            self._branch(node, text, self._vocabulary)
+
+    def _branch(self, node: int, text: bytes, vocabulary: Vocabulary) -> None:
+        few = vocabulary.longest(self._probe.few_allowed() or [])
+        bucket = INSIDE if len(few) == 1 else BRANCH
+        for token in few if len(few) <= MOST_BRANCHES else ():
+            if self._probe.advance(token):
+                child = self._add(node, token, bucket)
+                self.below(child, text + self._bytes(token), guesses=False)
+                self._probe.back(1)
+
+    def _links(self, node: int) -> None:
+        """Follow the highest of few tokens again and again: of `n`, `na`, `name` mostly `name`."""
+        moved = 0
+        while moved < MOST_LINKS and (few := self._probe.few_allowed()):
+            token = max(few)
+            if not self._probe.advance(token):
+                break
+            node, moved = self._add(node, token, BRANCH if len(few) > 1 else CERTAIN), moved + 1
+        self._probe.back(moved)
+
+    def _close(self, node: int, before: bytes, *closing: bytes) -> None:
+        """End the value here: one of the closing characters, and what follows from it."""
+        probe = self._probe
+        char = next((each for each in closing if probe.allows(each)), b"")
+        steps = probe.advance_text(char) if char else 0
+        is_value = steps > 0 and not probe.is_free()  # free text goes on behind a quote
+        text = char + self._following(before + char)[0] if is_value else b""
+        probe.back(steps)
+        moved, bucket = 0, CLOSE
+        for token in self._encoded(text):
+            if not probe.advance(token):
+                break
+            moved, node, bucket = moved + 1, self._add(node, token, bucket), AFTER
+        probe.back(moved)

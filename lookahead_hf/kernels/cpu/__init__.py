@@ -1,0 +1,1 @@
+"""Compiled kernels for a CPU: linear layers, decoder layers, and the choice of tokens."""

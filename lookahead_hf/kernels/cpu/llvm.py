@@ -1,0 +1,166 @@
+"""Pieces of LLVM's code that the kernels are built of.
+
+Each piece is written once in LLVM's vectors, which LLVM lowers to what the processor has (AVX2,
+AVX-512, NEON). Numbers are float32, or the bits of bfloat16 as uint16.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+_FEATURES: dict[str, bool] = dict(llvmlite.binding.get_host_cpu_features())
+
+LANES = 16 if _FEATURES.get("avx512f") else 8
+"""Float32 numbers of a vector."""
+
+HAS_PAIRS = LANES == 16 and _FEATURES.get("avx512bf16", False)
+"""Whether the processor adds up products of pairs of bfloat16 numbers."""
+
+LINE = 64
+"""Bytes that memory brings at a time."""
+
+HALF = types.uint16
+"""The kind of bfloat16 numbers, held as their bits."""
+
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+class BFloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite does not name; only the instruction's signature needs it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+def bytes_of(kind: Any) -> int:
+    """Return the bytes of a number."""
+    return 2 if kind == HALF else 4
+
+
+def int64(number: int) -> Any:
+    return ir.Constant(I64, number)
+
+
+def pointer_at(builder: Any, address: Any, offset: Any, size: int, kind: Any) -> Any:
+    """Return a pointer to the number at `address + offset * size`."""
+    whole = builder.add(address, builder.mul(offset, int64(size)))
+    return builder.inttoptr(whole, kind.as_pointer())
+
+
+def vector_of(kind: Any, lanes: int = LANES) -> Any:
+    return ir.VectorType(kind, lanes)
+
+
+def declared(builder: Any, result: Any, arguments: list[Any], name: str) -> Any:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def load_bits(builder: Any, address: Any, offset: Any, width: int, lanes: int, rest: Any) -> Any:
+    """Load the bits of a vector; of the last one only `rest` numbers, and zeros behind them."""
+    bits = I16 if width == 2 else I32
+    kind = vector_of(bits, lanes)
+    pointer = pointer_at(builder, address, offset, width, kind)
+    if rest is None:
+        return builder.load(pointer, align=width)
+    flags = vector_of(ir.IntType(1), lanes)
+    name = f"llvm.masked.load.v{lanes}i{8 * width}.p0"
+    load = declared(builder, kind, [kind.as_pointer(), I32, flags, kind], name)
+    mask = first_lanes(builder, rest, lanes)
+    return builder.call(load, (pointer, I32(width), mask, ir.Constant(kind, [0] * lanes)))
+
+
+def first_lanes(builder: Any, count: Any, lanes: int) -> Any:
+    """Return a mask of the first `count` lanes."""
+    kind = vector_of(I64, lanes)
+    places = ir.Constant(kind, list(range(lanes)))
+    return builder.icmp_unsigned("<", places, spread(builder, count, kind))
+
+
+def spread(builder: Any, number: Any, kind: Any) -> Any:
+    """Return a vector with a number in every lane."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, I32(0))
+    return shuffle(builder, one, one, [0] * kind.count)
+
+
+def load_wide(builder: Any, address: Any, offset: Any, width: int, rest: Any = None) -> Any:
+    """Load a vector of numbers as float32."""
+    bits = load_bits(builder, address, offset, width, LANES, rest)
+    if width == 2:
+        wide = vector_of(I32)
+        bits = builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * LANES))
+    return builder.bitcast(bits, vector_of(F32))
+
+
+def load_pairs(builder: Any, address: Any, offset: Any, width: int, rest: Any = None) -> Any:
+    """Load pairs of bfloat16 numbers."""
+    bits = load_bits(builder, address, offset, width, 2 * LANES, rest)
+    return builder.bitcast(bits, vector_of(BFloat(), 2 * LANES))
+
+
+def fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    function = declared(builder, total.type, [total.type] * 3, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, (a, b, total))
+
+
+def add_pairs(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    kinds, name = [total.type, a.type, b.type], "llvm.x86.avx512bf16.dpbf16ps.512"
+    return builder.call(declared(builder, total.type, kinds, name), (total, a, b))
+
+
+def shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(vector_of(I32, len(places)), places))
+
+
+def fold_totals(builder: Any, sums: list[Any]) -> Any:
+    """Return a vector with the total of each of some vectors, whose number is a power of two.
+
+    Two vectors are folded into one until a single one is left, so that 16 totals take 15 additions.
+    """
+    width = LANES  # lanes that belong to one total
+    while len(sums) > 1:
+        half, folded = width // 2, []
+        lows = [i for i in range(2 * LANES) if i % width < half]
+        highs = [i + half for i in lows]
+        for a, b in zip(sums[::2], sums[1::2], strict=True):
+            low, high = shuffle(builder, a, b, lows), shuffle(builder, a, b, highs)
+            folded.append(builder.fadd(low, high))
+        sums, width = folded, half
+    total = sums[0]
+    while width > 1:
+        half, size = width // 2, total.type.count
+        lows = [i for i in range(size) if i % width < half]
+        low = shuffle(builder, total, total, lows)
+        high = shuffle(builder, total, total, [i + half for i in lows])
+        total, width = builder.fadd(low, high), half
+    return total
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask memory for a line, to be kept in the second cache: the first has no room for it."""
+    byte = ir.IntType(8).as_pointer()
+    ask = declared(builder, ir.VoidType(), [byte, I32, I32, I32], "llvm.prefetch.p0")
+    builder.call(ask, (builder.inttoptr(address, byte), I32(0), I32(2), I32(1)))
+
+
+def store_vector(builder: Any, numbers: Any, pointer: Any, rest: Any) -> None:
+    """Store a vector of float32 numbers, or the first `rest` of them."""
+    if rest is None:
+        builder.store(numbers, pointer, align=4)
+        return
+    flags = vector_of(ir.IntType(1))
+    kinds = [numbers.type, pointer.type, I32, flags]
+    store = declared(builder, ir.VoidType(), kinds, f"llvm.masked.store.v{LANES}f32.p0")
+    builder.call(store, (numbers, pointer, I32(4), first_lanes(builder, rest, LANES)))

@@ -1,0 +1,162 @@
+"""Programs of a model's layers, and the room that they work in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from lookahead_hf.kernels.cpu import fields, team
+from lookahead_hf.kernels.path_table import PathTable
+from lookahead_hf.ngram_pool import compilation
+
+KINDS = (torch.bfloat16, torch.float32)
+"""Dtypes that there are kernels for."""
+
+MOST_TOKENS = 128
+"""Most tokens of a block. Of a larger one, torch's products are as fast."""
+
+
+def functions() -> ModuleType:
+    """Return the module of the compiled functions.
+
+    Raises:
+        NumbaMissingError: numba is missing or cannot be imported.
+    """
+    with compilation.importing_numba():
+        from lookahead_hf.kernels.cpu import _program_numba
+    return _program_numba
+
+
+class Plan:
+    """What the layers that take the same mask share.
+
+    Attributes:
+        address: Where the plan's fields are.
+        pitch: Room for the scores of a token.
+        slots: Where each token's K and V belong, [tokens] int64 into [rows * capacity].
+    """
+
+    def __init__(
+        self,
+        slots: np.ndarray,
+        parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    ) -> None:
+        """Find out which slots tokens see.
+
+        Args:
+            slots: Where each token's K and V belong, [tokens] int64 into [rows * capacity].
+            parts: For some rows of the cache after others: whether a token sees a slot, [rows,
+                width, slots] bool; tokens of each row, [rows]; the first slot of each, [rows].
+        """
+        from lookahead_hf.kernels.cpu._plan_numba import plan_rows
+        from lookahead_hf.kernels.cpu.vectors import MOST_TOKENS as most
+
+        num_tokens = len(slots)
+        self._segments = np.empty((num_tokens, fields.SEGMENT_FIELDS), np.int64)
+        self._starts = np.zeros(num_tokens + 1, np.int64)
+        self._tails = np.empty(
+            sum(seen.shape[1] * seen.shape[0] * seen.shape[2] for seen, *_ in parts), np.int64
+        )
+        self.slots = slots
+        first, num_segments, pitch = 0, 0, 0
+        for seen, counts, row_slots in parts:
+            room = self._segments[num_segments:], self._starts, self._tails
+            added, longest = plan_rows(seen, counts, row_slots, first, most, *room)
+            first, num_segments = first + int(counts.sum()), num_segments + added
+            pitch = max(pitch, longest)
+        self.pitch = (pitch + 15) // 16 * 16
+        self._fields = np.array(
+            [
+                slots.ctypes.data,
+                self._segments.ctypes.data,
+                num_segments,
+                self._starts.ctypes.data,
+                self._tails.ctypes.data,
+                self.pitch,
+            ],
+            np.int64,
+        )
+        self.address = self._fields.ctypes.data
+
+
+class Workspace:
+    """What one thread needs to run programs: threads' scratch room, counters, the job.
+
+    Attributes:
+        ops: Operations, [operations, fields] int64.
+    """
+
+    def __init__(self, ops: np.ndarray, dtype: torch.dtype) -> None:
+        self.ops, self._dtype = ops, dtype
+        self._job = np.zeros(fields.JOB_FIELDS, np.int64)
+        self._counters = np.zeros(2 * len(ops) * fields.COUNTER_STRIDE, np.int64)
+        self._tickets, self._scratch = np.zeros(1, np.int64), np.empty(0, np.float32)
+        self._job[fields.COUNTERS] = self._counters.ctypes.data
+        self._job[fields.TICKETS] = self._tickets.ctypes.data
+
+    @cached_property
+    def _entry(self) -> int:
+        of_kind = functions()
+        entry = of_kind.run_half if self._dtype == torch.bfloat16 else of_kind.run_single
+        return int(entry.address)
+
+    def run(self, first: int, count: int, num_tokens: int, floats: int) -> None:
+        """Carry out operations.
+
+        Args:
+            first: The first of them.
+            count: How many.
+            num_tokens: Tokens of the block.
+            floats: Float32 numbers that a thread needs room for.
+        """
+        num_threads = torch.get_num_threads()
+        floats = (floats + 63) // 64 * 64
+        if len(self._scratch) < floats * num_threads:
+            self._scratch = np.empty(floats * num_threads * 5 // 4, np.float32)
+        job = self._job
+        job[fields.TOKENS], job[fields.NUM_OPS] = num_tokens, count
+        job[fields.FIRST_OP] = self.ops.ctypes.data + first * self.ops.strides[0]
+        job[fields.SCRATCH] = self._scratch.ctypes.data
+        job[fields.SCRATCH_SIZE] = floats * 4
+        self._counters[: 2 * count * fields.COUNTER_STRIDE] = 0
+        self._tickets[0] = 0
+        team.run(self._entry, job.ctypes.data, num_threads)
+
+
+def argmax(scores: torch.Tensor) -> int:
+    """Return the place of the first largest of contiguous numbers of a dtype in `KINDS`."""
+    from lookahead_hf.kernels.cpu import _choice_numba
+
+    kind = np.uint16(0) if scores.dtype == torch.bfloat16 else np.float32(0.0)
+    return int(_choice_numba.argmax(scores.data_ptr(), scores.numel(), kind))
+
+
+def compact_path(
+    table: PathTable, lengths: np.ndarray, path: np.ndarray, num_kept: np.ndarray
+) -> None:
+    """Move the tokens of a path together, in a table of words of 2 or 4 bytes."""
+    from lookahead_hf.kernels.cpu import _choice_numba
+
+    arrays = lengths, path, num_kept
+    word = np.uint16(0) if table.word_bytes == 2 else np.float32(0.0)
+    _choice_numba.compact(table.words.numpy(), *arrays, word)
+
+
+def _warm_up() -> None:
+    """Compile the kernels, or load them."""
+    of_kind = functions()
+    for entry in (of_kind.run_half, of_kind.run_single):
+        assert entry.address
+    for dtype in KINDS:
+        store, one = torch.zeros(1, 1, 1, 1, dtype=dtype), np.ones(1, np.int64)
+        assert argmax(store.flatten()) == 0
+        compact_path(PathTable([store]), one - 1, one[None] - 1, one)
+    seen, counts = np.ones((1, 1, 1), bool), np.ones(1, np.int64)
+    Plan(np.zeros(1, np.int64), [(seen, counts, np.zeros(1, np.int64))])
+
+
+compilation.of_kernels.register(_warm_up)

@@ -1,0 +1,58 @@
+"""Runs compiled code on the threads that torch's own operations use.
+
+Torch's threads are those of the OpenMP library in its process, and wait for work between its
+operations. A second set of threads would have to share the cores with them. `GOMP_parallel`, which
+compilers call for every parallel loop, gives the work to the same threads. Where no library has it
+(Windows, macOS), the calling thread works alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_LIBRARIES = ("libgomp", "libiomp5", "libomp")
+
+
+@cache
+def _parallel() -> Callable[..., None] | None:
+    """Return the `GOMP_parallel` of the OpenMP library that torch has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    found = [path for path in paths if Path(path).name.startswith(_LIBRARIES)]
+    own = str(Path(torch.__file__).parent.parent)
+    for path in sorted(found, key=lambda path: (own not in path, path)):
+        function: Callable[..., None] | None = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if function is not None:
+            function.restype = None  # type: ignore[attr-defined]
+            arguments = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            function.argtypes = arguments  # type: ignore[attr-defined]
+            return function
+    return None
+
+
+@cache
+def _alone(entry: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry)
+
+
+def run(entry: int, job: int, num_threads: int) -> None:
+    """Call compiled code with a job on every thread, this one among them, and wait for all.
+
+    Args:
+        entry: Address of a function `void (int64)`.
+        job: What it is called with.
+        num_threads: Most threads.
+    """
+    parallel = _parallel() if num_threads > 1 else None
+    if parallel is None:
+        _alone(entry)(job)
+    else:
+        parallel(entry, job, num_threads, 0)

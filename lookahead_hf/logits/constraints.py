@@ -1,0 +1,149 @@
+"""Recognises the logits processors of libraries that constrain a text by a grammar.
+
+Classes are known by their paths, so that nothing is imported that the caller has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.logits.grammars.protocol import Grammar
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A processor that constrains each row by a grammar of its own.
+
+    Attributes:
+        processor: The caller's processor, which nobody has called yet.
+        shadow: Makes a row's grammar for drafting, apart from what the processor holds.
+        alone: Makes a processor that does to a single row what the caller's does to this row of a
+            batch. None: the class is not known, so that only the caller's may be called.
+        matchers: The attribute that holds what the processor keeps of each row.
+        advance: Moves one of these over a token, as the processor does.
+    """
+
+    processor: Any
+    shadow: Callable[[int], Grammar]
+    alone: Callable[[int], Any] | None = None
+    matchers: str = ""
+    advance: Callable[[Any, int], Any] | None = None
+
+    def settle(self, ids: torch.Tensor, scores: torch.Tensor, texts: Sequence[list[int]]) -> None:
+        """Leave the caller's processor as plain's calls leave it.
+
+        Args:
+            ids: The prompts as plain holds them, [rows, columns].
+            scores: Any scores, [rows, vocab] float32, which are overwritten.
+            texts: The tokens of each row that plain's processor was shown.
+        """
+        assert self.advance is not None
+        self.processor(ids, scores)
+        for matcher, text in zip(getattr(self.processor, self.matchers), texts, strict=True):
+            for token in text:
+                self.advance(matcher, token)
+
+
+def recognise(processor: Any, num_rows: int) -> Constraint | None:
+    """Return the constraint that a processor stands for in a batch, None if it is not known.
+
+    A class of the caller's own may have a method `row_grammars(num_rows)`, which returns a
+    `Grammar` for each row; they draft, and the processor is called as any other.
+    """
+    kind = type(processor)
+    known = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
+    if known is not None:
+        return known(processor, num_rows)
+    if not hasattr(kind, "row_grammars"):
+        return None
+    return Constraint(processor, lambda row: processor.row_grammars(num_rows)[row])
+
+
+def of_call(processors: Any, num_rows: int) -> Constraint | None:
+    """Return the constraint of the first processor that is recognised, None if none is."""
+    found = (recognise(processor, num_rows) for processor in processors)
+    return next((constraint for constraint in found if constraint is not None), None)
+
+
+def _xgrammar(processor: Any, num_rows: int) -> Constraint | None:
+    from lookahead_hf.logits.grammars.xgrammar import XGrammar
+
+    grammars = processor.compiled_grammars
+    if processor.matchers or processor.prefilled or len(grammars) not in (1, num_rows):
+        return None
+    grammars = grammars * num_rows if len(grammars) == 1 else list(grammars)
+    return Constraint(
+        processor,
+        lambda row: XGrammar(grammars[row]),
+        lambda row: type(processor)(grammars[row]),
+        "matchers",
+        _accept,
+    )
+
+
+def _outlines_xgrammar(processor: Any, num_rows: int) -> Constraint | None:
+    from lookahead_hf.logits.grammars.xgrammar import XGrammar
+
+    compiled, library = processor.compiled_grammar, processor.tensor_library_name
+    return _of_outlines(
+        processor,
+        lambda row: XGrammar(compiled),
+        lambda row: type(processor)(compiled, library),
+        compat.OUTLINES_MATCHERS,
+        _accept,
+    )
+
+
+def _outlines_llguidance(processor: Any, num_rows: int) -> Constraint | None:
+    from lookahead_hf.logits.grammars.llguidance import LLGuidance
+
+    given = processor.grammar, processor.llg_tokenizer, processor.tensor_library_name
+    return _of_outlines(
+        processor,
+        lambda row: LLGuidance(given[1], given[0]),
+        lambda row: type(processor)(*given),
+        "ll_matchers",
+        lambda matcher, token: matcher.consume_token(token),
+    )
+
+
+def _outlines_core(processor: Any, num_rows: int) -> Constraint | None:
+    from lookahead_hf.logits.grammars.outlines_core import OutlinesCore
+
+    index, library = processor.index, processor.tensor_library_name
+    return _of_outlines(
+        processor,
+        lambda row: OutlinesCore(index),
+        lambda row: type(processor)(index, library),
+        compat.OUTLINES_GUIDES,
+        _advance_guide,
+    )
+
+
+def _of_outlines(processor: Any, *rest: Any) -> Constraint | None:
+    return Constraint(processor, *rest) if processor.is_first_token else None
+
+
+def _accept(matcher: Any, token: int) -> None:
+    if not matcher.is_terminated():
+        matcher.accept_token(token)
+
+
+def _advance_guide(guide: Any, token: int) -> None:
+    if not guide.is_finished() or guide.accepts_tokens([token]):
+        guide.advance(token_id=token, return_tokens=False)
+
+
+_KNOWN: dict[str, Callable[[Any, int], Constraint | None]] = {
+    "lookahead_hf.structured.Processor": _xgrammar,
+    "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
+    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": _outlines_core,
+    "outlines.backends.xgrammar.XGrammarLogitsProcessor": _outlines_xgrammar,
+    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _outlines_llguidance,
+}
+"""Constraints by the path of the processor's class; subclasses do not count."""

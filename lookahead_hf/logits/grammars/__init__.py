@@ -1,0 +1,1 @@
+"""Grammars that constrain a text: one adapter for each library that compiles them."""

@@ -1,0 +1,1 @@
+"""Knowledge of a model: which positions it has, virtual tokens, compiled forwards."""

@@ -1,0 +1,77 @@
+"""What is known of a model, read in one walk over its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from lookahead_hf import compat
+from lookahead_hf.model_state import state_of
+
+
+class ModelFacts:
+    """What a call has to know of a model, and what would take a walk over its modules.
+
+    Every call reads the facts when it begins, so that a change between calls counts.
+
+    Attributes:
+        key: Differs from that of another moment if the model itself was replaced in part.
+        attention_configs: Configurations from which modules read their attention's name.
+        devices: Where the parameters are.
+        has_experts: Whether some layer routes every token to a few of its experts.
+        is_compiled: Whether the model, or a part of it, is called through `torch.compile`.
+        is_hooked: Whether a module has forward hooks of the caller's.
+        needs_columns: Whether some part has to be told the columns of tokens.
+        unreadable: Class of a forward that handles masks and whose source is missing, else None.
+    """
+
+    def __init__(self, model: Any, modules: Sequence[nn.Module]) -> None:
+        """Read the model; `modules` are all of its modules."""
+        self.key = _key(model)
+        self.attention_configs = compat.configs_of(modules)
+        own = (each for m in modules for each in compat.parameters_of(m).values())
+        self.devices = {parameter.device for parameter in own if parameter is not None}
+        self.has_experts = any(map(compat.is_experts, modules))
+        self.is_compiled = any(map(compat.compiled_calls, modules))
+        self.is_hooked = any(map(compat.is_hooked, modules))
+        windowed = any(map(compat.is_windowed_by_slot, modules))
+        self.needs_columns = windowed or compat.counts_positions(model)
+        self.unreadable = compat.unreadable_forward({type(module) for module in modules})
+        # No part of a model is kept alive, since it may know the model.
+        self._mixers = [ref(module) for module in modules if compat.is_mixer(module)]
+
+    @property
+    def mixers(self) -> list[Any]:
+        """The modules whose forward reads and writes a state in the cache."""
+        found = (reference() for reference in self._mixers)
+        return [module for module in found if module is not None]
+
+    def all_on(self, device: torch.device) -> bool:
+        """Return whether all parameters are on a device."""
+        return self.devices <= {device}
+
+
+def read(model: nn.Module) -> list[nn.Module]:
+    """Read the facts of a model anew, and return its modules."""
+    modules = list(model.modules())
+    state_of(model).facts = ModelFacts(model, modules)
+    return modules
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    """Return the facts that the latest call has read."""
+    facts = state_of(model).facts
+    if facts is None or facts.key != _key(model):
+        read(model)
+        facts = state_of(model).facts
+        assert facts is not None
+    return facts
+
+
+def _key(model: Any) -> tuple[Any, ...]:
+    calls = len(compat.compiled_calls(model))
+    return id(type(model)), id(model.config), model.training, calls, compat.is_hooked(model)

@@ -1,0 +1,88 @@
+"""How far a call's positions may go: learned tables end, and some rotary frequencies change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.model import prefix_tuning
+
+
+def of_prompt(
+    model: Any,
+    input_ids: torch.Tensor,  # [rows, columns]
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Return the position ids of the decoder's prompt, [..., rows, columns], None without any."""
+    name, before = compat.decoder_names(model).positions, prefix_tuning.of_model(model)
+    if name is None or before.by_column:
+        return before.count + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    if model_kwargs.get(name) is None:
+        return None
+    given = compat.prepared_positions(model, name, input_ids, model_kwargs)
+    if given is None:
+        mask = model_kwargs.get(compat.decoder_names(model).mask)
+        columns = (input_ids if mask is None else mask).shape[1]  # the caller's cache included
+        given = torch.arange(columns, device=input_ids.device)[None]
+    return given + before.count
+
+
+def check_length(
+    model: Any,
+    position_ids: torch.Tensor,  # [..., rows, columns]
+    num_columns: int,
+    num_new: int,
+) -> None:
+    """Raise Unserved where the call crosses a length at which the model's positions change.
+
+    Such a model computes the frequencies of a forward from its longest position, so that a draft
+    beyond the length would alter the tokens before it.
+
+    Args:
+        model: The target.
+        position_ids: Positions of the prompt.
+        num_columns: Columns of the prompt.
+        num_new: Most tokens that the call generates; the last one is never fed.
+    """
+    limits = compat.rope_limits(model)
+    if not limits or not position_ids.numel():  # the forward says what is wrong with the prompt
+        return
+    newest = position_ids[..., -1]
+    shortest = min(int(newest.min()) + 1, num_columns)
+    longest = max(int(newest.max()) + 1, num_columns) + num_new - 1
+    for rope_type, limit in limits.items():
+        # Long factors hold for every forward that has one position beyond the limit.
+        stays_long = rope_type == "longrope" and shortest > limit
+        if longest > limit and not stays_long:
+            raise Unserved(
+                FallbackReason.MODEL,
+                f"its {rope_type!r} positions change beyond {limit} tokens",
+                f"keep the prompt and max_new_tokens together within {limit} tokens",
+            )
+
+
+def num_draftable(model: Any, position_ids: torch.Tensor, num_new: int) -> int:
+    """Return how many new tokens drafts may cover, which a table of positions may limit.
+
+    Plain feeds every row one token per step, so no row needs more than the longest has room for. A
+    text that goes on beyond the table fails as it does in plain.
+
+    Args:
+        model: The target.
+        position_ids: Positions of the prompt, [..., rows, columns].
+        num_new: Most tokens that the call generates; the last of them is never fed.
+    """
+    table = compat.position_table(model)
+    if table is None or not position_ids.numel():
+        return num_new
+    newest = int(position_ids[..., -1].max())
+    return num_new if newest >= table else min(num_new, table - newest)
+
+
+def room(model: Any) -> int | None:
+    """Return how many tokens the model takes before its positions end or change, None for any."""
+    ends = [*compat.rope_limits(model).values(), compat.position_table(model)]
+    return min((end for end in ends if end is not None), default=None)

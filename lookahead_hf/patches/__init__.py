@@ -1,0 +1,1 @@
+"""Changes to a model that are in force in our forwards alone."""

@@ -1,0 +1,151 @@
+"""Overrides positions that a decoder derives from its cache's length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lookahead_hf import compat
+from lookahead_hf.model.facts import facts_of
+from lookahead_hf.patches.forward import current
+from lookahead_hf.patches.install import SetOwn
+
+
+class Columns(NamedTuple):
+    """Places of a block's tokens in the text.
+
+    Attributes:
+        query: Column of every token of the block, [rows, width].
+        key: Column of every slot that it sees, [rows, slots].
+        order: How many attended tokens come before each slot's, [rows, slots].
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    order: torch.Tensor
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """Columns from every slot to every token, 0 where there are none, [rows, width, slots]."""
+        return (self.query[:, :, None] - self.key[:, None, :]).clamp(min=0)
+
+
+def put_under(model: nn.Module, give: SetOwn) -> None:
+    """Let a model that counts positions itself use our columns in our forwards."""
+    if not facts_of(model).needs_columns:
+        return
+    for table in compat.counted_tables(model):
+        give(table, "forward", _looked_up(table))
+    for module in compat.relative_biases(model):
+        give(module, "compute_bias", _by_column(module.compute_bias))
+    for module, name in compat.alibi_builders(model):
+        made = _by_order if name == "build_alibi_tensor" else _by_distance
+        give(module, name, made(getattr(module, name)))
+    for module in compat.windowed_by_slot(model):
+        give(module, "bias", _window(module, module.config.window_size))
+
+
+def _columns() -> Columns | None:
+    """The columns of the forward in progress, if it is ours."""
+    context = current()
+    return None if context is None else context.columns
+
+
+def _looked_up(table: Any) -> Callable[..., torch.Tensor]:
+    """A `forward` for a table that differs from its own within our forwards only."""
+    original = table.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the block's entries, [rows, width, dim]; token ids are the first argument."""
+        columns = _columns()
+        if columns is None:
+            return original(*args, **kwargs)
+        if compat.grows(table):
+            return compat.entries_of_columns(table, columns[0].to(args[0].device), args[0])
+        # By the table's own lookup, as offloaded weights are present only while it runs.
+        entries = original(*args, **{**kwargs, "position_ids": columns[0]})
+        return entries.reshape(*columns[0].shape, -1)
+
+    return forward
+
+
+def _by_column(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A `compute_bias` that differs from `original` within our forwards only."""
+
+    def compute_bias(query_length: int, key_length: int, **kwargs: Any) -> torch.Tensor:
+        """Return the bias of every block token and slot, [rows, heads, width, slots]."""
+        columns = _columns()
+        if columns is None:
+            return original(query_length, key_length, **kwargs)
+        farthest = int(columns.query.max())
+        kwargs["past_seen_tokens"] = farthest
+        by_distance = original(1, farthest + 1, **kwargs)[0, :, 0].flip(-1)  # [heads, distances]
+        return by_distance[:, columns.distance].transpose(0, 1)
+
+    return compute_bias
+
+
+def _by_order(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A `build_alibi_tensor` that differs from `original` within our forwards only."""
+
+    def build_alibi_tensor(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bias of every slot, [rows * heads, 1, slots]."""
+        columns = _columns()
+        if columns is None:
+            return original(mask, num_heads, dtype)
+        attended = torch.ones_like(columns.order[:1, :1]).expand(1, int(columns.order.max()) + 1)
+        biases = original(attended, num_heads, dtype)[:, 0]  # [heads, tokens]
+        return biases[:, columns.order].transpose(0, 1).flatten(0, 1)[:, None]
+
+    return build_alibi_tensor
+
+
+class _Cut:
+    """Stands for a tensor that a model cuts to the length of its cache.
+
+    In our forwards, what is cut out follows from the columns of tokens and slots.
+    """
+
+    def __init__(
+        self,
+        original: Callable[[], torch.Tensor],
+        by_columns: Callable[[torch.Tensor, Columns], torch.Tensor],
+    ) -> None:
+        self._original, self._by_columns = original, by_columns
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        columns = _columns()
+        original = self._original()
+        return original[index] if columns is None else self._by_columns(original, columns)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original(), name)
+
+
+def _by_distance(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A method whose result, [heads, 1, length], has the bias at the distance d in the place
+    length - 1 - d."""
+
+    def at(bias: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """The bias of every token and slot, [rows, heads, width, slots]."""
+        length = bias.shape[2]
+        return bias[:, 0][:, length - 1 - columns.distance.clamp(max=length - 1)].transpose(0, 1)
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        bias = original(*args, **kwargs)
+        return _Cut(lambda: bias, at)
+
+    return build
+
+
+def _window(module: Any, window: int) -> _Cut:
+    """The causal matrix of an attention with a window of `window` columns."""
+
+    def near(_: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """Which slots each token may see, causality aside, [rows, 1, width, slots]."""
+        return columns.distance[:, None] < window
+
+    return _Cut(lambda: compat.buffer(module, "bias"), near)

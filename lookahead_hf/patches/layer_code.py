@@ -1,0 +1,117 @@
+"""Which code the compiled kernels know: that of some of transformers' decoders, and its equals.
+
+A class is known by what its forward does, not by its name: by the instructions of the function, the
+names in them, and the functions that these names stand for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lookahead_hf import compat
+
+_PREFIXES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "smollm3": "SmolLM3",
+    "starcoder2": "Starcoder2",
+}
+"""Modules of transformers whose code the kernels compute, and how the names of their classes begin.
+They are imported in this order until one is the same as the code that is asked about."""
+
+_PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "Model", "TextModel")
+
+NORM = compat.NORM_METHOD
+
+_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half")
+
+_FIELDS = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount", "co_freevars")
+
+
+def is_known(part: str, function: Any) -> bool:
+    """Return whether a function does what a part of a known decoder does.
+
+    Args:
+        part: Which part: the end of the name of a class, or the name of a function.
+        function: The forward of the class, or the function.
+    """
+    instructions = _instructions(function)
+    if instructions is None:
+        return False
+    parts = ("Model", "TextModel") if part == "Model" else (part,)
+    return any(instructions in of for of in _known_one_by_one(parts)) and _has_own_names(function)
+
+
+def _known_one_by_one(parts: tuple[str, ...]) -> Iterator[set[Any]]:
+    for name in _PREFIXES:
+        known = _of_module(name)
+        yield {code for part in parts for code in known.get(part, ())}
+
+
+@cache
+def _of_module(name: str) -> dict[str, list[Any]]:
+    """Return the instructions of the parts of a decoder of transformers."""
+    try:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    except ImportError:  # this version of transformers lacks it
+        return {}
+    found: dict[str, list[Any]] = {}
+    for part in _PARTS:
+        kind = getattr(module, _PREFIXES[name] + part, None)
+        if kind is not None:
+            found[part] = [_instructions(kind.forward)]
+            if NORM in vars(kind):
+                found[NORM] = [_instructions(getattr(kind, NORM))]
+    for function in _FUNCTIONS:
+        if hasattr(module, function):
+            found[function] = [_instructions(getattr(module, function))]
+    return found
+
+
+def _instructions(function: Any) -> Any:
+    """Return what a function does, without what it is called and where it stands."""
+    function = inspect.unwrap(function) if callable(function) else None
+    if not isinstance(function, FunctionType):
+        return None
+    return _of_code(function.__code__)
+
+
+def _of_code(code: CodeType) -> tuple[Any, ...]:
+    own = tuple(getattr(code, field) for field in _FIELDS)
+    consts = code.co_consts[1:] if isinstance(code.co_consts[0], str) else code.co_consts
+    inner = (_of_code(each) if isinstance(each, CodeType) else each for each in consts)
+    return own, tuple(map(repr, inner))
+
+
+def own_names(function: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the names that a forward looks up: the mapping, the name, and what it stands for."""
+    function = inspect.unwrap(function)
+    own, names = function.__globals__, function.__code__.co_names
+    looked_up = [name for name in (*_FUNCTIONS, "torch", "nn") if name in names and name in own]
+    found = [(own, name, own[name]) for name in looked_up]
+    return found + [each for _, name, of in found if name in _FUNCTIONS for each in own_names(of)]
+
+
+def _has_own_names(function: Any) -> bool:
+    """Return whether the names that a known function looks up stand for what they should."""
+    own = {"torch": torch, "nn": nn}
+    return all(
+        is_known(name, each) if name in _FUNCTIONS else each is own[name]
+        for _, name, each in own_names(function)
+    )

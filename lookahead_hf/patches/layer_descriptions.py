@@ -1,0 +1,187 @@
+"""What a decoder layer does, as a program for the compiled kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.activations import ACT2FN
+
+from lookahead_hf.kernels.cpu import fields
+from lookahead_hf.kernels.cpu.fields import bits
+from lookahead_hf.patches.layer_programs import Program, Unknown, check_shape, piece_of
+
+
+def of_linear(module: nn.Linear) -> Program:
+    """Describe a lone linear layer.
+
+    Raises:
+        Unknown: There are no kernels for it.
+    """
+    program = Program()
+    program.linear(module, "stream", "out")
+    program.outputs, program.size = module.weight.shape
+    return program
+
+
+def of_layer(layer: Any) -> Program:
+    """Describe a decoder layer.
+
+    Raises:
+        Unknown: There are no kernels for what it does.
+    """
+    program = Program()
+    program.replace(layer, "DecoderLayer")
+    program.layer_index = layer.self_attn.layer_idx
+    hidden = "normed"
+    if hasattr(layer, "input_layernorm"):
+        program.norm(layer.input_layernorm, "stream", hidden)
+    else:
+        hidden = "stream"
+    before_feedforward = getattr(layer, "pre_feedforward_layernorm", None)
+    norms_results = before_feedforward is not None or hidden == "stream"
+    ends = _Ends(program, bits(getattr(layer, "residual_multiplier", 1.0)))
+    ends.add(
+        _attention(program, layer.self_attn, hidden),
+        norms_results and layer.post_attention_layernorm,
+    )
+    if before_feedforward is not None:
+        program.norm(before_feedforward, "stream", "normed")
+    elif not norms_results:
+        program.norm(layer.post_attention_layernorm, "stream", "normed")
+    after = norms_results and layer.post_feedforward_layernorm
+    ends.add(_feedforward(program, layer.mlp, hidden), after)
+    for name in ("resid_attn_dropout", "resid_mlp_dropout"):
+        if hasattr(layer, name):
+            program.replace(getattr(layer, name))
+    program.size = len(layer.post_attention_layernorm.weight)
+    program.buffers |= {"normed": program.size, "mixed": program.size}
+    return program
+
+
+@dataclass
+class _Ends:
+    """How the results of a layer's halves are added to the stream."""
+
+    program: Program
+    factor: int
+
+    def add(self, half: tuple[Any, str], norm: Any) -> None:
+        """Multiply by the last weight of a half, and add the result, or its norm."""
+        linear, source = half
+        if norm:
+            self.program.linear(linear, source, "mixed")
+            self.program.norm(norm, "mixed", "stream", mode=fields.ADD)
+        else:
+            self.program.linear(linear, source, "stream", mode=fields.ADD, factor=self.factor)
+
+
+def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
+    """Add the operations of attention up to its last linear layer, which is returned."""
+    program.replace(module, "Attention")
+    dim = program.head_dim = module.head_dim
+    if hasattr(module, "qkv_proj"):
+        config = module.config
+        heads, shared = config.num_attention_heads, config.num_key_value_heads
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            program.hold(vars(config), name, vars(config)[name])
+        joined, sizes = module.qkv_proj, (heads * dim, shared * dim, shared * dim)
+        starts = (0, sizes[0], sizes[0] + sizes[1])
+        q, k, v = ((joined, range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
+    else:
+        parts = (module.q_proj, module.k_proj, module.v_proj)
+        q, k, v = ((each, range(each.out_features)) for each in parts)
+        heads, shared = len(q[1]) // dim, len(k[1]) // dim
+    program.shared_heads = shared
+    if heads % shared or len(v[1]) != shared * dim:
+        raise Unknown("heads of K and V differ in size")
+    program.buffers |= {"queries": heads * dim, "keys": shared * dim, "attended": heads * dim}
+    q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+    rotates = bool(getattr(module, "use_rope", True))
+    program.is_rotated = rotates
+    turns = rotates or k_norm is not None
+    program.linear(q[0], hidden, "queries", rows=q[1], joins_next=1)
+    if turns:
+        program.linear(k[0], hidden, "keys", rows=k[1], joins_next=1)
+    else:
+        program.linear(k[0], hidden, "k_store", rows=k[1], mode=fields.TO_SLOTS, joins_next=1)
+    program.linear(v[0], hidden, "v_store", rows=v[1], mode=fields.TO_SLOTS)
+    if q_norm is not None and len(q_norm.weight) != dim:  # of all heads together
+        program.norm(q_norm, "queries", "queries", joins_next=1)
+        program.norm(k_norm, "keys", "keys")
+        q_norm = k_norm = None
+    if turns:
+        _turn(program, q_norm, "queries", "queries", heads, joins_next=1)
+        _turn(program, k_norm, "keys", "k_store", shared, mode=fields.TO_SLOTS)
+    scores = {"factor": bits(module.scaling), "epsilon": bits(_limit(module))}
+    places = {
+        fields.SOURCE: "queries",
+        fields.TARGET: "attended",
+        fields.WEIGHT: "k_store",
+        fields.WEIGHT_2: "v_store",
+        fields.PLAN: "plan",
+    }
+    program.add(fields.ATTEND, places, heads=heads, shared=shared, size=dim, **scores)
+    return module.o_proj, "attended"
+
+
+def _limit(module: Any) -> float:
+    return float(getattr(module, "attn_logit_softcapping", None) or 0.0)
+
+
+def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **given: int) -> None:
+    """Add the rotation of heads, after their norm."""
+    addresses: dict[int, Any] = {fields.SOURCE: source, fields.TARGET: target, fields.PLAN: "plan"}
+    if program.is_rotated:
+        told = {fields.COS: "cos", fields.SIN: "sin"}
+        addresses |= told | {fields.ROTATED: "rotated", fields.FLAVOUR: "wide"}
+    if norm is not None:
+        flavour, epsilon = program.norm_of(norm)
+        addresses[fields.WEIGHT] = norm, "weight"
+        given |= {"outputs": flavour, "epsilon": epsilon}
+    program.add(fields.ROTATE, addresses, heads=heads, size=program.head_dim, **given)
+
+
+def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
+    """Add the operations of a feed-forward network up to its last linear layer."""
+    program.replace(module, "MLP")
+    if hasattr(module, "c_fc"):
+        flavour = _activation(program, module.act)
+        program.linear(module.c_fc, hidden, "active", flavour=flavour)
+        program.buffers["active"] = module.c_fc.out_features
+        return module.c_proj, "active"
+    if hasattr(module, "gate_up_proj"):
+        gate = up = program.replace(module.gate_up_proj)
+        inner, last = up.out_features // 2, up.out_features // 2
+        flavour = _activation(program, module.activation_fn)
+    else:
+        gate, up = program.replace(module.gate_proj), program.replace(module.up_proj)
+        inner, last = gate.out_features, 0
+        flavour = _activation(program, module.act_fn)
+    if type(gate) is not nn.Linear or type(up) is not nn.Linear:
+        raise Unknown("a gate is no plain linear layer")
+    check_shape(gate)
+    check_shape(up)
+    addresses: dict[int, Any] = {
+        fields.SOURCE: hidden,
+        fields.TARGET: "active",
+        fields.WEIGHT: (gate, "weight"),
+        fields.BIAS: (gate, "bias"),
+        fields.WEIGHT_2: (up, "weight", last),
+        fields.BIAS_2: (up, "bias", last),
+    }
+    sizes = {"size": gate.weight.shape[1], "outputs": inner, "piece": piece_of(inner)}
+    program.add(fields.GATED, addresses, flavour=flavour, **sizes)
+    program.buffers["active"] = inner
+    return module.down_proj, "active"
+
+
+def _activation(program: Program, module: Any) -> int:
+    program.replace(module)
+    kind = type(module)
+    if kind is nn.SiLU or kind is type(ACT2FN["silu"]):
+        return fields.SILU
+    if kind is type(ACT2FN["gelu_pytorch_tanh"]):
+        return fields.GELU_TANH
+    raise Unknown(f"there is no kernel for the activation {kind.__name__}")

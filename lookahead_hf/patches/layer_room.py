@@ -1,0 +1,105 @@
+"""The room in which one thread runs the programs of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf.kernels.cpu import fields
+from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Workspace
+from lookahead_hf.patches.layer_programs import Program
+
+TOLD = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")
+"""What programs are told in a step, in this order; addresses but for the last two."""
+
+Told = tuple[int, int, int, int, int, int, int, int, int]
+
+
+class Unit:
+    """A decoder layer, or a linear layer outside of those, that kernels compute.
+
+    Attributes:
+        module: The layer.
+        program: What it does.
+        first: Where its operations begin.
+        is_trusted: Whether it gave the module's results in its first step; None before that.
+    """
+
+    def __init__(self, module: Any, program: Program, first: int) -> None:
+        self.module, self.program, self.first = module, program, first
+        self.is_trusted: bool | None = None
+
+
+class Room:
+    """Operations of all units, and the buffers that they work in."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        count = sum(len(unit.program.ops) for unit in units)
+        ops = np.zeros((count, fields.OP_FIELDS), np.int64)
+        self._flat, self._addresses = ops.reshape(-1), dict[tuple[int, int], "_Addresses"]()
+        self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+        for unit in units:
+            program = unit.program
+            for at, values in enumerate(program.ops, unit.first):
+                ops[at, list(values)] = list(values.values())
+            for place in program.places:
+                if place.of in program.buffers:
+                    at = (unit.first + place.op) * fields.OP_FIELDS + place.field
+                    self._flat[at] = self._buffer(str(place.of), program).data_ptr()
+        dtypes = {unit.program.dtype for unit in units}
+        self._spaces = {dtype: Workspace(ops, dtype) for dtype in dtypes}
+
+    def _buffer(self, name: str, program: Program) -> torch.Tensor:
+        key = name, program.buffers[name], program.dtype
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(MOST_TOKENS, key[1], dtype=key[2])
+        return self._buffers[key]
+
+    def run(
+        self, units: Sequence[Unit], told: Sequence[Told], num_tokens: int, floats: int
+    ) -> None:
+        """Run the programs of units that follow one another.
+
+        Args:
+            units: The units.
+            told: What each of them is told.
+            num_tokens: Tokens of the block.
+            floats: Float32 numbers that attention needs room for, per thread.
+        """
+        key = units[0].first, len(units)
+        if key not in self._addresses:
+            self._addresses[key] = _Addresses(units)
+        self._addresses[key].fill(self._flat, told)
+        count = sum(len(unit.program.ops) for unit in units)
+        floats = max(floats, *(unit.program.floats(num_tokens) for unit in units))
+        self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
+
+
+class _Addresses:
+    """Where the addresses of units' programs belong, and which ones they are."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._weights = [weight.tensor for unit in units for weight in unit.program.weights]
+        weights, told = list[tuple[int, int, int]](), list[tuple[int, int]]()
+        num_weights = 0
+        for index, unit in enumerate(units):
+            for op, field, of, offset in unit.program.places:
+                at = (unit.first + op) * fields.OP_FIELDS + field
+                if isinstance(of, int):
+                    weights.append((at, num_weights + of, offset))
+                elif of not in unit.program.buffers:
+                    told.append((at, index * len(TOLD) + TOLD.index(of)))
+            num_weights += len(unit.program.weights)
+        self._weight_at, self._weight, self._offset = np.array(weights, np.int64).T
+        self._told_at, self._told = np.array(told, np.int64).T
+
+    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> None:
+        """Write the addresses into operations, [numbers of all of them]."""
+        held = np.array([weight.data_ptr() for weight in self._weights], np.int64)
+        if not held.all():
+            raise RuntimeError("a weight of the model has no memory: its storage was freed")
+        flat[self._weight_at] = held[self._weight] + self._offset
+        flat[self._told_at] = np.array(told, np.int64).reshape(-1)[self._told]

@@ -1,0 +1,35 @@
+"""All that lies under a model while calls run on it, in one context."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from lookahead_hf.model_state import state_of
+from lookahead_hf.patches import attention, implicit_positions, mixers
+from lookahead_hf.patches.install import SharedChange, set_own
+
+
+def patched(model: nn.Module) -> SharedChange:
+    """Return a context in which a model's layers do in our forwards what `ForwardContext` says.
+
+    All other forwards, such as those of other threads meanwhile, are the model's own.
+    """
+    state = state_of(model)
+    undo, configs = state.patches, attention.configs_of(model)
+
+    def put() -> None:
+        attention.put_under(model, configs)
+        if not undo:
+            give = partial(set_own, undo)
+            implicit_positions.put_under(model, give)
+            mixers.put_under(model, give)
+
+    def take_out() -> None:
+        attention.take_out(configs)
+        while undo:
+            undo[-1]()
+            undo.pop()
+
+    return SharedChange(state.patch_users, put, take_out)

@@ -1,0 +1,239 @@
+"""What a captured step has frozen of a model: compared between calls, and in every step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from operator import is_
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lookahead_hf import compat, kernels
+from lookahead_hf.call import execution
+from lookahead_hf.model import compiled
+
+MOST_ITEMS = 1000
+"""Items of a container up to which it is read; no forward looks at more of them in Python."""
+
+_PLAIN = (int, str, bytes, complex, torch.dtype, torch.device)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+_METHODS = {"generate", "generate_batch", "init_continuous_batching"}  # that `enable` replaces
+
+_SKIPPED = frozenset({*vars(nn.Module()), *_METHODS, "generation_config", compat.ROPE_NOTE}) - {
+    "training"
+}
+"""Attributes that are read as what they are, and those that `generate` reads and no forward."""
+
+
+class ModelSnapshot:
+    """What a model is at one moment, read in one walk over its modules.
+
+    A graph runs none of the model's Python. It may be replayed where the model is what it was at
+    the capture: `key` compares the two between calls. In the middle of a call a streamer or another
+    thread may still switch an adapter, hook a layer or replace a weight; `is_current` notices that
+    in every step. For 400 modules a snapshot takes milliseconds, `is_current` less than 0.2.
+
+    Plain numbers and strings of modules and configurations are compared by value, also in
+    containers up to two levels deep, such as the scaling of adapters. Everything else is compared
+    by identity.
+
+    Attributes:
+        key: Equal to that of another snapshot if one graph serves both. It keeps no part of the
+            model alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Read the model; its weights stay in memory as long as the snapshot."""
+        self._model = model
+        self._found: list[Any] = []
+        self._held: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
+        self._forwards: dict[type[nn.Module], Any] = {}
+        self._blockers: set[str] = set()
+        for own in compat.global_hooks():
+            self._hold(own, own)
+            self._blockers |= {execution.HOOKS} if own else set()
+        for config in compat.configs_of(model.modules()):
+            self._read(vars(config), 3)
+        for module in model.modules():
+            self._read_module(module)
+        tensors = (*model.parameters(), *model.buffers())
+        plain = [each for each in tensors if not hasattr(each, "__tensor_flatten__")]
+        self._data = [(each, each.data_ptr(), each.untyped_storage()) for each in plain]
+        self._size = sum(map(len, self._dicts))
+        self._attention = _attention_functions()
+        self._found += map(_Same, self._attention)
+        self.key = (*_of_process(tensors[0].device.type), *self._found)
+        self._found.clear()
+
+    def _read_module(self, module: nn.Module) -> None:
+        own, kind = vars(module), type(module)
+        self._forwards[kind] = kind.forward
+        self._found += (_Same(kind), _Same(kind.forward))
+        for name in compat.HOLDERS:
+            self._hold(own[name], own[name])
+        for tensor in compat.tensors_of(module):
+            self._found += addresses(tensor)
+        names = [name for name in own if name not in _SKIPPED]
+        self._hold(own, names)
+        for name in names:
+            self._found.append(name)
+            self._read(own[name], 2)
+        if compat.is_hooked(module):
+            self._blockers.add(execution.HOOKS)
+        if compat.is_offloaded(module):
+            self._blockers.add(execution.OFFLOADED)
+        if compiled.captures_graphs(module):
+            self._blockers.add(execution.OWN_GRAPHS)
+        if _is_replaced(module):
+            self._blockers.add(execution.REPLACED)
+
+    def _hold(self, holder: dict[Any, Any], names: Iterable[Any]) -> None:
+        """Remember which objects a dict holds by these names, and how many there are in all."""
+        self._dicts.append(holder)
+        self._held += [(holder, name, holder[name]) for name in names]
+
+    def _read(self, value: Any, depth: int) -> None:
+        """Add a value to the key; `depth`: levels of containers that are read."""
+        found, kind = self._found, type(value)
+        if isinstance(value, float):
+            found += (kind, float(value).hex())  # 0.0 is not -0.0, and NaN is NaN
+        elif value is None or isinstance(value, _PLAIN):
+            found += (kind, value)
+        elif isinstance(value, torch.Tensor):
+            found += (_Same(value), *addresses(value))
+        elif not depth or not isinstance(value, _CONTAINERS) or len(value) > MOST_ITEMS:
+            found.append(_Same(value))
+        elif isinstance(value, dict):
+            found += (kind, len(value))
+            self._hold(value, value)
+            for name, item in tuple(value.items()):
+                self._read(name, 0)
+                self._read(item, depth - 1)
+        else:
+            found += (kind, len(value))
+            self._sequences.append((value, tuple(value)))
+            for item in tuple(value):
+                self._read(item, depth - 1)
+
+    def is_current(self) -> bool:
+        """Whether the model still holds the same objects by the same names, in the same memory."""
+        return (
+            sum(map(len, self._dicts)) == self._size
+            and all(holder.get(name) is value for holder, name, value in self._held)
+            and all(tensor.data_ptr() == address for tensor, address, _ in self._data)
+            and all(kind.forward is forward for kind, forward in self._forwards.items())
+            and all(map(is_, _attention_functions(), self._attention))
+            and all(
+                len(now) == len(then) and all(map(is_, now, then)) for now, then in self._sequences
+            )
+        )
+
+    def blockers(self, extras: Mapping[str, Any]) -> list[str]:
+        """Return the reasons of `execution` not to capture or replay steps, none for no reason.
+
+        Args:
+            extras: What plain `generate` passes with every forward.
+        """
+        found = self._blockers.copy()
+        if any(isinstance(value, torch.Tensor) for value in extras.values()):
+            found.add(execution.TENSORS)
+        if compat.reads_lengths(self._model):
+            found.add(execution.READS_LENGTHS)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            found.add(execution.CAPTURED)
+        if compat.watches_functions() or compat.watches_operations():
+            found.add(execution.WATCHED)
+        order = vars(execution).values()
+        return [reason for reason in order if isinstance(reason, str) and reason in found]
+
+
+class _Same:
+    """An object that only its identity tells apart, kept alive only if Python cannot avoid it."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._kept = weakref.ref(value)  # one and the same as long as the object lives
+        except TypeError:
+            self._kept = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._kept is other._kept
+
+    def __hash__(self) -> int:
+        return id(self._kept)
+
+
+def addresses(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
+    """Where a tensor's numbers are, those of the tensors in it where it is a wrapper of some."""
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, for instance
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [address for each in inner for address in addresses(each)]
+    return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())]
+
+
+def _of_process(device: str) -> tuple[Any, ...]:
+    """Settings of the process that decide which operations a forward runs."""
+    cuda = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn  # stubs lack its parts
+    # What torch.get_float32_matmul_precision returns follows from these, if it does not raise.
+    with_tf32 = torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn
+    return (
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        *(each.fp32_precision for each in with_tf32),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        str(cuda.preferred_blas_library()),
+        kernels.setting(),
+    )
+
+
+def _attention_functions() -> tuple[Any, ...]:
+    """Functions that attention calls; a caller may register or set others at any time."""
+    registered = (compat.attention_function(name) for name in ("sdpa", "eager"))
+    return (*registered, nn.functional.scaled_dot_product_attention)
+
+
+def functions_are_watched() -> bool:
+    """Whether a mode sees calls of functions, other than that of `torch.set_default_device`."""
+    return compat.watches_functions()
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a module object has a forward of its own that a graph may not stand for.
+
+    It may stand for its class's forward, compiled, and for the fused kernels that Liger-Kernel and
+    the kernels hub (`use_kernels=True`) put there: like the forward of a class, they know nothing
+    but the module and their arguments. The key holds which forward it is.
+    """
+    own = vars(module).get("forward")
+    if own is None or _is_fused(module, own):
+        return False
+    inner = compat.compiled_from(own)
+    if inner is None:
+        return True
+    owner, function = getattr(inner, "__self__", None), getattr(inner, "__func__", None)
+    is_own = owner is module and function is type(module).forward
+    return not (is_own or compat.is_compiled_wrapper(module))
+
+
+def _is_fused(module: nn.Module, forward: Any) -> bool:
+    """Whether a forward is a kernel's function, bound to the module, without further state."""
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return False
+    function: Any = forward.__func__
+    is_liger = str(getattr(function, "__module__", "")).partition(".")[0] == "liger_kernel"
+    is_for_kernels = hasattr(type(module), "kernel_layer_name")
+    return (is_liger or is_for_kernels) and not getattr(function, "__closure__", None)

@@ -1,0 +1,319 @@
+"""Mixers in one call: a state stays behind a draft, and what was kept is fed to it again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lookahead_hf import compat
+from lookahead_hf.model import numerics
+from lookahead_hf.model.facts import facts_of
+from lookahead_hf.model_state import state_of
+
+MOST_PENDING = 16
+"""Tokens of a row that wait for its state; as soon as there are so many, the state advances."""
+
+HARSH = (-9.0, 9.0)
+"""Biases with which mixers are compared: the shortest time steps, and open gates."""
+
+TINY = 1e-12
+
+
+class Mixer:
+    """A module that reads and writes a recurrent state, in the blocks of one call.
+
+    A state cannot be rolled back, so it stays where it is until all of a row's block is kept. The
+    mixer keeps its own inputs for the tokens that a row has kept since then. They *wait*: they are
+    put before the inputs of the next block, and of the outputs those of the block are returned. The
+    rest of the model sees an ordinary block. Padding is to the right of a row's tokens, where it
+    cannot reach them, so that ragged rows need no mask.
+    """
+
+    def __init__(self, module: Any, cache: Any, num_rows: int) -> None:
+        """Prepare for one call.
+
+        Args:
+            module: The module.
+            cache: The cache that holds its states.
+            num_rows: Rows of the batch.
+        """
+        self._module, self._cache, self._num_rows = module, cache, num_rows
+        self._names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self._run: Callable[..., Any] = module.forward
+        self._given: dict[str, Any] = {}
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a block from the state of every row; the states stay as they are.
+
+        Args:
+            run: The module's forward.
+            *args: The block's arguments of it.
+            **kwargs: The others.
+
+        Returns:
+            What the module returns for the block; its tensors are [rows, width, ...].
+        """
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        inputs = given.pop(self._names[0])
+        self._run = run
+        # No token of a block is padding, and no other tensor may depend on where a token is.
+        self._given = {k: None if _holds_tensors(v) else v for k, v in given.items()}
+        return self._block(inputs)
+
+    def _block(self, inputs: torch.Tensor) -> Any:  # [rows, width, hidden]
+        raise NotImplementedError
+
+    def keep(self, counts: np.ndarray) -> None:
+        """Keep the first tokens of the latest block in every row, [rows]; 0 ends a row."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Bring the state of every row to its last kept token."""
+
+    @property
+    def _places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
+        return compat.states_of(self._module, self._cache)
+
+    def _states(self) -> list[torch.Tensor]:
+        return [states[key] for states, key in self._places]
+
+    def _set(self, values: list[torch.Tensor]) -> None:
+        for (states, key), value in zip(self._places, values, strict=True):
+            states[key] = value
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[list[torch.Tensor]]:
+        """Put the present states back afterwards."""
+        states = self._states()
+        try:
+            yield states
+        finally:
+            self._set(states)
+
+    def _call(self, inputs: torch.Tensor) -> Any:
+        output = self._run(inputs, **self._given)
+        assert all(part.shape[:2] == inputs.shape[:2] for part in _tensors(output))
+        return output
+
+
+class Stash(Mixer):
+    """A mixer that goes on from its state with any number of tokens."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._waiting: list[torch.Tensor] = []  # [tokens, hidden] per row
+        self._inputs = torch.empty(0)
+        self._after: list[torch.Tensor] = []
+        self._is_reached = np.ones(self._num_rows, bool)
+
+    def _block(self, inputs: torch.Tensor) -> Any:
+        if not self._waiting:
+            self._waiting = [inputs[0, :0]] * self._num_rows
+        waiting = np.array([len(tokens) for tokens in self._waiting])
+        most, width = int(waiting.max()), inputs.shape[1]
+        with self._unchanged() as states:
+            self._set([state.clone() for state in states])
+            output = self._call(self._behind_waiting(inputs, most))
+            self._inputs, self._after = inputs, self._states()
+        self._is_reached = waiting == most  # the state after the call is that of the last token
+        if not most:
+            return output
+        if self._is_reached.all():
+            return _mapped(output, lambda part: part[:, most:])
+        places = torch.from_numpy(waiting[:, None] + np.arange(width)).to(inputs.device)
+        rows = torch.arange(self._num_rows, device=inputs.device)[:, None]
+        return _mapped(output, lambda part: part[rows, places])
+
+    def _behind_waiting(self, inputs: torch.Tensor, most: int) -> torch.Tensor:
+        """The inputs of the tokens that wait and of the block, [rows, most + width, hidden]."""
+        if not most:
+            return inputs
+        joined = inputs.new_zeros(len(inputs), most + inputs.shape[1], inputs.shape[2])
+        for row, tokens in enumerate(self._waiting):
+            joined[row, : len(tokens)] = tokens
+            joined[row, len(tokens) : len(tokens) + inputs.shape[1]] = inputs[row]
+        return joined
+
+    def keep(self, counts: np.ndarray) -> None:
+        is_whole = self._is_reached & (counts == self._inputs.shape[1])
+        if is_whole.all():
+            self._set(self._after)
+        elif is_whole.any():
+            rows = torch.from_numpy(np.flatnonzero(is_whole))
+            for state, after in zip(self._states(), self._after, strict=True):
+                state[rows] = after[rows].to(state.dtype)
+        self._after = []
+        for row, count in enumerate(counts.tolist()):
+            kept = self._inputs[row, :count]
+            waiting = torch.cat([self._waiting[row], kept]) if len(self._waiting[row]) else kept
+            self._waiting[row] = kept[:0] if is_whole[row] else waiting
+        while full := [r for r, tokens in enumerate(self._waiting) if len(tokens) >= MOST_PENDING]:
+            self._advance(full, MOST_PENDING)
+        self._settle(np.flatnonzero(counts == 0).tolist())
+
+    def settle(self) -> None:
+        self._settle(range(len(self._waiting)))
+
+    def _settle(self, rows: Sequence[int]) -> None:
+        """Bring the states of these rows to their last kept tokens."""
+        for count in {len(self._waiting[row]) for row in rows} - {0}:
+            self._advance([row for row in rows if len(self._waiting[row]) == count], count)
+
+    def _advance(self, rows: list[int], count: int) -> None:
+        """Move the states of rows over the first `count` of the tokens that wait in each."""
+        index = torch.tensor(rows)
+        with self._unchanged() as states:
+            self._set([state[index] for state in states])
+            self._call(torch.stack([self._waiting[row][:count] for row in rows]))
+            moved = self._states()
+        for state, new in zip(states, moved, strict=True):
+            state[index] = new.to(state.dtype)
+        for row in rows:
+            self._waiting[row] = self._waiting[row][count:]
+
+
+class TokenByToken(Mixer):
+    """A mixer whose forward of several tokens ignores its state, or may not depend on a draft."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._after: list[list[torch.Tensor]] = []  # before the block, and after each of its tokens
+
+    def _block(self, inputs: torch.Tensor) -> Any:
+        with self._unchanged() as states:
+            self._after, parts = [states], []
+            for token in inputs.split(1, 1):
+                self._set([state.clone() for state in self._after[-1]])
+                parts.append(self._call(token))
+                self._after.append(self._states())
+        if not isinstance(parts[0], tuple):
+            return torch.cat(parts, 1)
+        columns = zip(*parts, strict=True)
+        return tuple(None if part[0] is None else torch.cat(part, 1) for part in columns)
+
+    def keep(self, counts: np.ndarray) -> None:
+        picked = []
+        for after in zip(*self._after, strict=True):
+            picked.append(torch.stack([after[n][row] for row, n in enumerate(counts.tolist())]))
+        self._set(picked)
+        self._after = []
+
+
+class Compared(TokenByToken):
+    """A mixer that is asked whether several tokens move its state as single ones do.
+
+    It is asked again with other biases: the time steps of some mixers follow from theirs, and a
+    forward may limit these steps for several tokens alone.
+
+    Attributes:
+        difference: Largest difference of a block's outputs and states from those token by token, in
+            standard deviations of these.
+    """
+
+    difference = 0.0
+
+    def _block(self, inputs: torch.Tensor) -> Any:
+        own = self._run
+        for bias in HARSH:
+            if (harsh := _with_biases(self._module, bias)) is not None:
+                self._run = compat.without_padding(harsh)
+                self._compare(inputs)
+        self._run = own
+        return self._compare(inputs)
+
+    def _compare(self, inputs: torch.Tensor) -> Any:
+        with self._unchanged() as states:
+            self._set([state.clone() for state in states])
+            whole = [*_tensors(self._call(inputs)), *self._states()]
+        output = super()._block(inputs)
+        for ours, expected in zip(whole, [*_tensors(output), *self._after[-1]], strict=True):
+            worst = float((ours - expected).abs().max()) / float(expected.std().clamp_min(TINY))
+            self.difference = float(np.maximum(self.difference, worst))  # NaN stays NaN
+        return output
+
+
+def _with_biases(module: Any, value: float) -> Any:
+    """Return a mixer that shares all weights but its own biases, None where it has none."""
+    own = compat.parameters_of(module)
+    names = [name for name, each in own.items() if each is not None and name.endswith("bias")]
+    if not names:
+        return None
+    copied = copy.copy(module)
+    vars(copied).pop("forward", None)  # ours
+    biases = {name: torch.full_like(own[name], value) for name in names}
+    compat.set_parameters(copied, {**own, **biases})
+    return copied
+
+
+def _holds_tensors(value: Any) -> bool:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(each, torch.Tensor) for each in values)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    parts = output if isinstance(output, tuple) else (output,)
+    return [part for part in parts if part is not None]
+
+
+def _mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change every tensor of a module's output."""
+    if isinstance(output, tuple):
+        return tuple(None if part is None else change(part) for part in output)
+    return change(output)
+
+
+class RecurrentLayers:
+    """The mixers of a model in one call, each with the state of every row."""
+
+    def __init__(self, model: nn.Module, cache: Any, num_rows: int, by_token: bool = False) -> None:
+        """Prepare for one call.
+
+        Args:
+            model: The target.
+            cache: The cache that holds the states.
+            num_rows: Rows of the batch.
+            by_token: Whether every mixer gets the tokens of a block one by one, so that a token's
+                bits do not depend on the draft.
+        """
+        stepwise = state_of(model).stepwise_mixers.get(numerics.of_model(model))
+        self._mixers: dict[int, Mixer] = {}
+        for index, module in enumerate(facts_of(model).mixers):
+            kind: type[Mixer] = Compared if stepwise is None else Stash
+            if by_token or index in (stepwise or ()):
+                kind = TokenByToken
+            self._mixers[id(module)] = kind(module, cache, num_rows)
+        # Tokens behind the prompt, [rows]; None in `keep`, and after an exception there.
+        self._kept: np.ndarray | None = np.zeros(num_rows, np.int64)
+
+    @property
+    def forwards(self) -> dict[int, Callable[..., Any]]:
+        """Forwards of the mixers in a block, by the id of the mixer."""
+        return {each: mixer.forward for each, mixer in self._mixers.items()}
+
+    def keep(self, counts: np.ndarray) -> None:
+        """Keep the first tokens of the latest block in every row, [rows]; 0 for an ended row."""
+        kept, self._kept = self._kept, None
+        for mixer in self._mixers.values():
+            mixer.keep(counts)
+        self._kept = None if kept is None else kept + counts
+
+    def are_at(self, num_kept: int) -> bool:
+        """Whether every mixer has kept so many tokens behind the prompt in every row."""
+        return self._kept is not None and bool((self._kept == num_kept).all())
+
+    def settle(self) -> None:
+        """Bring the state of every row to its last kept token."""
+        for mixer in self._mixers.values():
+            mixer.settle()
+
+    @property
+    def differences(self) -> list[float]:
+        """How far each mixer's blocks are from single tokens, where mixers are compared."""
+        return [m.difference for m in self._mixers.values() if isinstance(m, Compared)]

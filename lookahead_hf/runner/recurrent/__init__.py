@@ -1,1 +1,0 @@
-"""Draft tokens through layers that keep a recurrent state, rolled back row by row."""

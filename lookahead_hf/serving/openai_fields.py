@@ -1,0 +1,118 @@
+"""Fields of OpenAI's API that transformers' server would ignore: obeyed here, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_LOGPROBS = "this server returns no log probabilities: leave it out"
+_EVERYWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "this server writes one answer to a request: send it several times"),
+    "top_logprobs": ((0,), _LOGPROBS),
+    "presence_penalty": ((0, 0.0), "use frequency_penalty, or leave it out"),
+}
+REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "/v1/chat/completions": {
+        **_EVERYWHERE,
+        "logprobs": ((False,), _LOGPROBS),
+        "functions": (([],), "use tools"),
+        "function_call": (("auto", "none"), "use tools"),
+        "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
+        "audio": ((), "this server writes text alone: leave it out"),
+        "modalities": ((["text"],), 'this server writes text alone: use ["text"]'),
+        "web_search_options": ((), "this server searches nothing: leave it out"),
+    },
+    "/v1/completions": {
+        **_EVERYWHERE,
+        "logprobs": ((), _LOGPROBS),
+        "best_of": ((1,), "this server writes one answer to a request: leave it out"),
+        "echo": ((False,), "put the prompt before the answer yourself"),
+    },
+    "/v1/responses": {
+        **_EVERYWHERE,
+        "background": ((False,), "wait for the answer, or stream it"),
+        "previous_response_id": ((), "this server keeps no answers: send the conversation"),
+        "prompt": ((), "this server keeps no prompts: send the text as input"),
+        "include": (([],), "leave it out"),
+        "max_tool_calls": ((), "leave it out"),
+        "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
+    },
+}
+"""Fields by path: the values that ask for nothing, and what to do instead of any other."""
+
+
+class UnknownModelError(ValueError):
+    """A request names a model that the server does not have."""
+
+
+def check_fields(path: str, body: dict[str, Any], only_model: str | None) -> None:
+    """Check a request for what would be ignored, and obey `tool_choice="none"`.
+
+    Args:
+        path: The request's path.
+        body: The request; tools that are not to be called are removed from it.
+        only_model: The model of a server that has a single one.
+
+    Raises:
+        UnknownModelError: The request names another model.
+        ValueError: A field asks for something that the server does not do.
+    """
+    model = body.get("model")
+    if only_model is not None and model not in (None, only_model):
+        raise UnknownModelError(f"there is no model {model!r} here: this server has {only_model!r}")
+    for name, (neutral, fix) in REFUSED[path].items():
+        value = body.get(name)
+        is_neutral = any(type(value) is type(each) and value == each for each in (None, *neutral))
+        if not is_neutral:
+            raise ValueError(f"{name}={value!r} is not served: {fix}")
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
+
+
+def samples(body: Mapping[str, Any]) -> bool:
+    """Return whether a request asks for a sample.
+
+    transformers' server sets the temperature, and a model that is greedy by default ignores it.
+    """
+    temperature, top_p = body.get("temperature"), body.get("top_p")
+    if body.get("generation_config") is not None or temperature == 0:
+        return False
+    return temperature is not None or (top_p is not None and top_p < 1)
+
+
+def listing(manager: Any) -> Callable[[], list[dict[str, Any]]]:
+    """Return what lists the models of a server: the one that it is for, else those of the cache.
+
+    Args:
+        manager: transformers' manager of the server's models.
+    """
+    of_cache = manager.get_gen_models
+
+    def models() -> list[dict[str, Any]]:
+        names = [manager.force_model]
+        if names == [None]:
+            from huggingface_hub.errors import CacheNotFound
+
+            try:
+                return list(of_cache())
+            except CacheNotFound:  # no model of the hub was ever loaded here
+                names = [name.partition("@")[0] for name in manager.loaded_models]
+        return [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in names]
+
+    return models
+
+
+def error(message: str, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form, whose message clients show."""
+    kind = "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def as_error(answer: bytes) -> bytes:
+    """Return an error of FastAPI, `{"detail": ...}`, in OpenAI's form; any other as it is."""
+    try:
+        detail = json.loads(answer).get("detail")
+    except (ValueError, AttributeError):
+        return answer
+    return json.dumps(error(detail)).encode() if isinstance(detail, str) else answer

@@ -1,0 +1,137 @@
+"""Logits processors that make a text obey a JSON schema, a regular expression or a grammar.
+
+    from lookahead_hf import structured
+
+    processor = structured.json_schema(schema, tokenizer)
+    model.generate(**inputs, logits_processor=[processor], speculative=True)
+
+They are xgrammar's, which the extra `[structured]` installs. A processor serves one call of
+`generate`; for the next call make another one, which costs little: what was compiled is kept for as
+long as the tokenizer lives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+try:
+    import xgrammar
+    from xgrammar.contrib import hf
+except ImportError as error:
+    raise ImportError(
+        "lookahead_hf.structured needs xgrammar: pip install 'lookahead-hf[structured]'"
+    ) from error
+
+__all__ = ["Processor", "grammar", "json_schema", "regex"]
+
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+"""What xgrammar's errors begin with: the time, and a line of its source."""
+
+_compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+class Processor(hf.LogitsProcessor):
+    """xgrammar's processor, also for models with more logits than the tokenizer has tokens."""
+
+    _columns = 0  # of the latest call
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, [rows, vocab], without the tokens that may not follow.
+
+        Raises:
+            ValueError: The processor has served another call of `generate`.
+        """
+        columns = input_ids.shape[1]
+        if self.prefilled and columns != self._columns + 1:
+            raise ValueError(
+                "this processor has served another call of generate: make one for each call"
+            )
+        self._columns = columns
+        known = super().__call__(input_ids, scores[:, : self.full_vocab_size].contiguous())
+        missing = scores.shape[1] - known.shape[1]
+        return torch.nn.functional.pad(known, (0, missing), value=-torch.inf)
+
+
+def json_schema(schema: Any, tokenizer: Any, *, any_whitespace: bool = False) -> Processor:
+    """Make a processor for texts that are JSON of a schema.
+
+    Args:
+        schema: A JSON schema as a dict or as text, or a pydantic model; or a list of these, one for
+            each row of a batch.
+        tokenizer: The model's tokenizer.
+        any_whitespace: Whether any whitespace may stand between the parts. By default they are
+            separated by `", "` and `": "`, of which more can be drafted.
+
+    Raises:
+        ValueError: A schema cannot be compiled.
+    """
+
+    def compiled(compiler: Any, each: Any) -> Any:
+        return compiler.compile_json_schema(_text_of(each), any_whitespace=any_whitespace)
+
+    return _processor("the JSON schema", schema, tokenizer, compiled)
+
+
+def regex(pattern: str | Sequence[str], tokenizer: Any) -> Processor:
+    """Make a processor for texts that match a regular expression as a whole.
+
+    Args:
+        pattern: The expression; or a list of these, one for each row of a batch.
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        ValueError: An expression cannot be compiled.
+    """
+    compile_one = type(_compiler(tokenizer)).compile_regex
+    return _processor("the regular expression", pattern, tokenizer, compile_one)
+
+
+def grammar(ebnf: str | Sequence[str], tokenizer: Any) -> Processor:
+    """Make a processor for texts of a context-free grammar.
+
+    Args:
+        ebnf: The grammar in xgrammar's EBNF, with the rule `root`; or a list of these, one for each
+            row of a batch.
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        ValueError: A grammar cannot be compiled.
+    """
+    compile_one = type(_compiler(tokenizer)).compile_grammar
+    return _processor("the grammar", ebnf, tokenizer, compile_one)
+
+
+def _processor(
+    what: str, given: Any, tokenizer: Any, compile_one: Callable[[Any, Any], Any]
+) -> Processor:
+    each = given if isinstance(given, (list, tuple)) else [given]
+    try:
+        return Processor([compile_one(_compiler(tokenizer), one) for one in each])
+    except Exception as error:  # xgrammar's own classes, and whatever pydantic raises
+        reason = _PLACE.sub("", str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{what} cannot be compiled: {reason}") from error
+
+
+def _text_of(schema: Any) -> str:
+    if isinstance(schema, str):
+        return schema
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{schema!r} is no dict, no text and no pydantic model")
+    return json.dumps(schema)
+
+
+def _compiler(tokenizer: Any) -> Any:
+    """The compiler of a tokenizer, or of the tokenizer that a processor of pictures has."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if tokenizer not in _compilers:
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
+        _compilers[tokenizer] = xgrammar.GrammarCompiler(info)
+    return _compilers[tokenizer]

@@ -1,0 +1,259 @@
+"""Which models, caches and arguments can be served, decided before the prompt is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.cache import hf_layers
+from lookahead_hf.distributed import sharding
+from lookahead_hf.fallback import FallbackReason, Unserved
+from lookahead_hf.model import prefix_tuning
+from lookahead_hf.model.facts import facts_of, read
+from lookahead_hf.patches import attention
+from lookahead_hf.patches.attention import SERVED
+from lookahead_hf.runner import passthrough_kwargs
+from lookahead_hf.support import self_test
+
+MASK_KINDS = frozenset(
+    {"full_attention", "indexed_attention", "sliding_attention", "chunked_attention"}
+)
+
+UNSERVED_TYPES = frozenset({"deepseek_v4", "minimax", "rwkv", "xlstm"})
+"""Model types whose state does not follow from position ids and a mask."""
+
+ENCODER_DECODERS = frozenset(
+    {"bart", "blenderbot", "blenderbot-small", "florence2", "longt5", "m2m_100", "marian", "mbart"}
+    | {"moonshine", "mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
+)
+"""Types whose decoder looks positions up in a table, weighs distances, or takes positions."""
+
+_SCALARS = (bool, int, float, str)
+
+
+def check_call(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *, is_checked: bool = False
+) -> None:
+    """Raise Unserved where this call's model, cache or arguments cannot be served.
+
+    Args:
+        model: The model.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`.
+        is_checked: Whether `check_kind` has passed, and `check_cache` with the caller's cache.
+    """
+    cache = model_kwargs.get(compat.decoder_names(model).cache)
+    if not is_checked:
+        read(model)
+        check_kind(model)
+    if not (is_checked and compat.is_users_cache(cache)):
+        shows = generation_config.return_dict_in_generate and generation_config.output_attentions
+        check_cache(model, cache, bool(shows))
+    _check_arguments(model, model_kwargs)
+    prefix_tuning.check(model, generation_config, model_kwargs)
+
+
+def check_trial(model: Any) -> None:
+    """Raise Unserved where a model of an unknown type fails its self test."""
+    if model.config.is_encoder_decoder:
+        return
+    found, fix = self_test.refusal(model)
+    if found:
+        raise Unserved(FallbackReason.MODEL, found, fix)
+
+
+def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Return whether a call's tokens may be fed as one row, whose attention alone we divide.
+
+    Nothing else may couple the tokens or tell the rows apart, such as an argument with an entry for
+    every row, or a hook of the caller's.
+
+    Args:
+        model: The model.
+        position_ids: Positions of the prompt, [..., rows, columns].
+        model_kwargs: As prepared by `generate`.
+    """
+    names = compat.decoder_names(model)
+    passed = passthrough_kwargs.passed_on(model_kwargs, names)
+    if names.positions is None or not all(isinstance(each, _SCALARS) for each in passed.values()):
+        return False
+    if position_ids.dim() != 2 or prefix_tuning.of_model(model).count:
+        return False
+    facts = facts_of(model)
+    if facts.is_hooked or facts.is_compiled or not facts.all_on(torch.device("cpu")):
+        return False
+    if facts.mixers or facts.needs_columns:
+        return False  # a state belongs to a row, and so do columns
+    return attention.is_ours_everywhere(model) and not self_test.refusal(model, is_flat=True)[0]
+
+
+def check_kind(model: Any) -> None:
+    """Raise Unserved where the model's type or config shows that no call can be served."""
+    config = compat.text_config(model)
+    if model.config.model_type in UNSERVED_TYPES or config.model_type in UNSERVED_TYPES:
+        raise Unserved(FallbackReason.MODEL, f"model type {model.config.model_type!r}")
+    if getattr(config, "use_prompt", False):  # MVP's keys, which our masks do not cover
+        raise Unserved(FallbackReason.MODEL, "prompts that its attention adds")
+    names = compat.decoder_names(model)
+    missing = names.prepared - {"use_cache", "logits_to_keep"} - compat.forward_arguments(model)
+    if missing:
+        raise Unserved(FallbackReason.MODEL, f"its forward takes no {', '.join(sorted(missing))}")
+    if name := facts_of(model).unreadable:
+        detail = f"the source of {name}.forward, which handles masks, cannot be read"
+        raise Unserved(FallbackReason.MODEL, detail, "define the class in a file")
+    unknown = set(compat.mask_kinds(model)) - MASK_KINDS
+    if unknown:
+        raise Unserved(FallbackReason.MODEL, f"layer type {', '.join(sorted(unknown))}")
+    name = (compat.attention_name(config) or "").removeprefix("lookahead:")
+    if name and name not in SERVED:
+        check_flash(model, name)
+    if name and not compat.has_stock_masks(name):
+        raise Unserved(FallbackReason.ATTENTION, f"the mask function registered as {name!r}")
+
+
+def check_flash(model: Any, name: str) -> None:
+    """Raise Unserved where an attention implementation is not flash attention that we may replace.
+
+    That of an encoder-decoder's cross-attention takes a single token beside a mask.
+    """
+    if not compat.is_flash(compat.attention_function(name)):
+        raise Unserved(FallbackReason.ATTENTION, f"attention implementation {name!r}")
+    if model.config.is_encoder_decoder or not attention.replaces(model, name):
+        detail = f"{name!r} in {type(model).__name__}"
+        raise Unserved(FallbackReason.ATTENTION, detail)
+
+
+def check_states(model: Any) -> None:
+    """Raise Unserved where the model keeps a recurrent state that cannot be rolled back."""
+    mixers = facts_of(model).mixers
+    if compat.is_stateful(model) and not mixers:
+        raise Unserved(FallbackReason.STATEFUL, type(model).__name__)
+    if len({getattr(mixer, "layer_idx", None) for mixer in mixers}) < len(mixers):
+        raise Unserved(FallbackReason.STATEFUL, "several modules keep the states of one layer")
+    if mixers and facts_of(model).is_compiled:
+        raise Unserved(FallbackReason.STATEFUL, "a compiled forward")
+
+
+def check_trees(model: Any) -> None:
+    """Raise Unserved where the model's drafts have to be chains."""
+    if facts_of(model).mixers:
+        raise Unserved(FallbackReason.STATEFUL, f"{type(model).__name__} verifies chains alone")
+
+
+def check_room(
+    model: Any,
+    input_ids: torch.Tensor,  # [rows, columns]; with the caller's cache perhaps only new ones
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Raise Unserved where a cache has no room for a call's longest text; plain reports that."""
+    room = hf_layers.room(
+        compat.self_attention(model_kwargs[compat.decoder_names(model).cache]), compat.window(model)
+    )
+    columns = input_ids.shape[1]
+    if not compat.counts_positions(model):
+        columns = compat.known_mask_length(generation_config, model_kwargs) or columns
+    most_fed = columns + generation_config.max_length - input_ids.shape[1] - 1
+    if room is not None and most_fed > room:
+        fix = f"give it room for {most_fed}, or pass a DynamicCache"
+        raise Unserved(FallbackReason.CACHE, f"a static cache of {room} columns", fix)
+
+
+def on_device(model: Any, input_ids: torch.Tensor) -> bool:
+    """Return whether steps can stay on the device: the model is there, and counts no columns."""
+    facts = facts_of(model)
+    counts = facts.needs_columns or prefix_tuning.of_model(model).count
+    return facts.all_on(input_ids.device) and not counts and not facts.mixers
+
+
+def check_invariance(model: Any) -> None:
+    """Raise Unserved where a token's bits depend on the other tokens of its block."""
+    if facts_of(model).has_experts:
+        raise Unserved(FallbackReason.INVARIANCE, type(model).__name__)
+
+
+def check_cache(model: Any, given: Any, shows_attention: bool = False) -> None:
+    """Raise Unserved where a cache cannot be taken over.
+
+    Args:
+        model: The target.
+        given: The cache that its forwards get, its own or the caller's.
+        shows_attention: Whether the caller asked for attention weights.
+    """
+    cache = compat.self_attention(given)
+    if type(cache) not in compat.CACHES:
+        raise Unserved(FallbackReason.CACHE, f"a cache of type {type(cache).__name__}")
+    if name := hf_layers.unserved_layer(cache):
+        raise Unserved(FallbackReason.CACHE, name)
+    if type(cache) is compat.StaticCache and facts_of(model).mixers:
+        raise Unserved(FallbackReason.CACHE, "recurrent states in a static cache")
+    if shows_attention and type(cache) is compat.StaticCache:
+        detail = "attention weights over all of a static cache's room"
+        fix = "pass a DynamicCache, or leave output_attentions out"
+        raise Unserved(FallbackReason.CACHE, detail, fix)
+    if compat.counts_positions(model) and given.get_seq_length() > 0:
+        detail = "a decoder with an earlier text in its cache"
+        raise Unserved(FallbackReason.CACHE, detail, "leave past_key_values out")
+
+
+def _check_arguments(model: Any, model_kwargs: dict[str, Any]) -> None:
+    names = compat.decoder_names(model)
+    if names.positions is not None and model_kwargs.get(names.positions) is None:
+        detail = "position_ids that generate could not prepare"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass them, [rows, columns]")
+    mask = model_kwargs.get(names.mask)
+    if mask is not None and mask.dim() != 2:
+        detail = f"an attention mask of {mask.dim()} dimensions"
+        raise Unserved(FallbackReason.ARGUMENT, detail, "pass one of [rows, columns]")
+    _check_picture(model, model_kwargs, model_kwargs.get(names.cache))
+    known = names.prepared | compat.PROMPT_ONLY | set(compat.TOKEN_TYPES)
+    if names.positions is None:
+        known |= {"attention_mask"}  # the encoder's
+    for name, value in model_kwargs.items():
+        if name not in known and isinstance(value, torch.Tensor):
+            raise Unserved(FallbackReason.ARGUMENT, f"the argument {name!r}")
+
+
+def _check_picture(model: Any, model_kwargs: dict[str, Any], cache: Any) -> None:
+    """Raise Unserved where a block of several tokens would look at a picture causally.
+
+    Single tokens see all of it, also without a mask.
+    """
+    crossing = compat.crossing_layers(model)
+    if not crossing or model_kwargs.get("cross_attention_mask") is not None:
+        return
+    is_cached = cache is not None and cache.get_seq_length(crossing[0]) > 0
+    if is_cached or model_kwargs.get("pixel_values") is not None:
+        detail, fix = "a picture without cross_attention_mask", "pass the mask that goes with it"
+        raise Unserved(FallbackReason.ARGUMENT, detail, fix)
+
+
+def check_setup(model: Any) -> None:
+    """Raise Unserved where the model's present set-up cannot be speculated with."""
+    name, modules = type(model).__name__, read(model)
+    if model.config.is_encoder_decoder and model.config.model_type not in ENCODER_DECODERS:
+        raise Unserved(FallbackReason.ENCODER_DECODER, name)
+    check_states(model)
+    if compat.has_own_loop(model):
+        raise Unserved(FallbackReason.OWN_LOOP, f"{name}._sample")
+    sharding.check(model)
+    prefix_tuning.of_model(model)
+    for module in modules:
+        own = vars(module)  # a module's getattr is slow for missing attributes
+        if module.training:
+            _check_training(module)
+        for variant in (own.get("lora_variant") or {}).values():
+            if type(variant).__name__.startswith("ALora"):  # masks the last tokens of each block
+                raise Unserved(FallbackReason.ADAPTER, type(variant).__name__)
+
+
+def _check_training(module: Any) -> None:
+    """Raise Unserved for what a module does in training mode only."""
+    if getattr(module, "gradient_checkpointing", False):
+        raise Unserved(FallbackReason.CHECKPOINTING, type(module).__name__)
+    for name, value in vars(module).items():
+        is_rate = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+        if is_rate and isinstance(value, (int, float)) and value > 0:
+            raise Unserved(FallbackReason.DROPOUT, f"{type(module).__name__}.{name}={value}")

@@ -1,0 +1,164 @@
+"""A self test for unknown models: does a ragged draft tree give plain's logits?"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead_hf import compat
+from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.model import numerics
+from lookahead_hf.model.facts import facts_of
+from lookahead_hf.model_state import state_of
+from lookahead_hf.patches import tree_attention
+from lookahead_hf.patches.forward import left_to_kernel
+from lookahead_hf.patches.patched import patched
+from lookahead_hf.rows import Rows
+from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.layout import BlockShape
+from lookahead_hf.support import recurrent_self_test
+from lookahead_hf.support.plain_steps import plain_by_steps
+
+TRIED = frozenset(
+    {"cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite"}
+    | {"llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3"}
+    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+)
+"""Text model types that the tests over all architectures cover."""
+
+PROMPT, TEXT = 6, 12
+TOLERANCE, TOLERANCE_HALF = 0.01, 0.15
+"""Largest difference allowed, in standard deviations of the logits; a wrong mask gives about 1."""
+
+logger = logging.getLogger(__name__)
+
+
+def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
+    """Return why blocks of draft trees over ragged rows give other logits than plain forwards.
+
+    The types in `TRIED` are trusted where transformers' own methods run them. Any other model is
+    tested once in each of the numerics that it is called with, with ten forwards over a dozen
+    tokens.
+
+    Args:
+        model: The target.
+        is_flat: Whether the blocks are flat; see `runner.flat`.
+
+    Returns:
+        What was found, empty for no fault; and what to do about it, empty where nothing helps.
+    """
+    if compat.text_config(model).model_type in TRIED and compat.is_stock(model):
+        return "", ""
+    trials, key = state_of(model).trials, (numerics.of_model(model), is_flat)
+    if key not in trials:
+        try:
+            trials[key] = _try(model, is_flat)
+        except OSError as error:  # not the model's fault, and it may be over soon
+            return f"the self test failed: {error}", "call again"
+        except (RuntimeError, MemoryError):
+            return "there was no memory for the self test", "free some and call again"
+    return trials[key], ""
+
+
+def keeps_bits_in_trees(model: Any, width: int) -> bool:
+    """Return whether a token has the same bits in any draft tree, in blocks of `width` tokens.
+
+    That is so where our kernel does all attention; one forward over a few tokens shows it.
+    """
+    if compat.counts_positions(model) or not tree_attention.serves(model.device, width):
+        return False
+    trials, key = state_of(model).kernel_trials, numerics.of_model(model)
+    if key not in trials:
+        trials[key] = _is_all_by_kernel(model, width)
+    return trials[key]
+
+
+@torch.no_grad()
+def _is_all_by_kernel(model: Any, width: int) -> bool:
+    ids = torch.arange(PROMPT, device=model.device)[None]
+    runner, rows = Runner(model, 1, BlockShape(width, width)), Rows(ids.to("cpu").numpy())
+    with patched(model), left_to_kernel() as counts:
+        runner.start(ids, compat.DynamicCache(config=model.config))
+        rows.emit(0, PROMPT)
+        runner.launch(rows, DraftTree.empty(1))
+    return counts[True] >= len(runner.cache.slots.layers) and not counts[False]
+
+
+def _try(model: Any, is_flat: bool) -> str:
+    """Return what was found, empty for no fault.
+
+    Any exception counts as a fault, since a call would meet it too, but lack of memory and what the
+    system cannot do are raised.
+    """
+    name, is_recurrent = type(model).__name__, bool(facts_of(model).mixers)
+    try:
+        differs_by = (
+            recurrent_self_test.differs_by
+            if is_recurrent
+            else partial(_differs_by, is_flat=is_flat)
+        )
+        difference = differs_by(model)
+    except OSError:  # a kernel of the hub that cannot be loaded
+        raise
+    except Exception as error:
+        # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
+        if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
+            raise
+        state = state_of(model)
+        if "view size is not compatible" in str(error) and not state.needs_copies:
+            state.needs_copies = True
+            return _try(model, is_flat)
+        logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
+        return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"
+    logger.info("in its self test %s differed by %.2g standard deviations", name, difference)
+    exact = recurrent_self_test.TOLERANCE if is_recurrent else TOLERANCE
+    is_same = difference < (exact if numerics.of_model(model).is_exact else TOLERANCE_HALF)
+    return "" if is_same else f"{name} gives other logits for blocks"
+
+
+@torch.no_grad()
+def _differs_by(model: Any, is_flat: bool) -> float:
+    """Largest difference to plain's logits, in standard deviations of these."""
+    vocab = compat.text_config(model).vocab_size
+    text = np.random.default_rng(0).integers(vocab // 8, vocab, TEXT)
+    ids = torch.from_numpy(text)[None].repeat(2, 1).to(model.device)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    expected = plain_by_steps(model, ids, mask, PROMPT)
+    got = _ragged(model, text, ids[:, :PROMPT], mask[:, :PROMPT], is_flat)
+    worst = max(float((logits.float() - expected[at]).abs().max()) for at, logits in got)
+    return worst / float(expected.std())
+
+
+def _ragged(
+    model: Any, text: np.ndarray, prompt: torch.Tensor, mask: torch.Tensor, is_flat: bool
+) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """Logits of two rows that advance by different counts, each with its row and place behind the
+    prompt."""
+    runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
+    decoy = int(text[0])
+    with patched(model):
+        begun = slice(0, -2) if is_flat else slice(None)
+        cache = compat.DynamicCache(config=model.config)
+        runner.start(prompt[:, begun], cache, mask[:, begun])
+        if is_flat:
+            runner.run(list(prompt[:, -2:].cpu().numpy()), DraftTree.empty(2))
+            runner.keep(np.ones(2, np.int64))
+        for row in range(2):
+            rows.emit(row, int(text[PROMPT]))
+        after = text[PROMPT + 1 : PROMPT + 4].tolist()
+        draft = DraftTree.from_rows([(after, [-1, 0, 1]), ([decoy, after[0]], [-1, -1])])
+        first = runner.launch(rows, draft).logits
+        got = [((0, i), first[0, i]) for i in range(4)]
+        got += [((1, 0), first[1, 0]), ((1, 1), first[1, 2])]
+        paths = [[0, 1, 2], [1]]
+        for row, path in enumerate(paths):
+            for token in text[PROMPT + 1 : PROMPT + 2 + len(path)].tolist():
+                rows.emit(row, token)
+        runner.commit(Verdict.from_rows(paths, paths, np.ones(2, bool)))
+        second = runner.launch(rows, DraftTree.empty(2)).logits
+    return got + [((row, int(rows.num_emitted[row]) - 1), second[row, 0]) for row in range(2)]

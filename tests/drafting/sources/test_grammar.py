@@ -1,0 +1,177 @@
+"""What a grammar prunes and grows, by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lookahead_hf.draft import DraftTree
+from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble
+from lookahead_hf.drafting.sources.grammar import refinement
+from lookahead_hf.drafting.sources.grammar.drafter import GrammarDrafter
+from lookahead_hf.drafting.sources.grammar.probe import Probe
+from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
+from lookahead_hf.drafting.sources.grammar.whitespace import Whitespace
+from lookahead_hf.logits.grammars.llguidance import LLGuidance
+from lookahead_hf.logits.grammars.xgrammar import XGrammar
+from lookahead_hf.rows import Rows
+from tests.helpers import grammars
+from tests.helpers.grammars import END, LEVEL, NUMBER, SCHEMAS, schema, text
+
+
+def ids(words: str) -> list[int]:
+    return list(grammars.tokenizer().encode(words, add_special_tokens=False))
+
+
+def shadow(own: dict[str, Any], is_strict: bool = True) -> XGrammar:
+    return XGrammar(grammars.compiled(json.dumps(own), is_strict))
+
+
+class Scripted(Drafter):
+    """Proposes given continuations, however many are asked for."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        return DraftTree.from_chains([[ids(each) for each in self.words]] * rows.num_rows)
+
+
+def drafted(
+    written: str, own: dict[str, Any], *words: str, max_nodes: int = 16, is_strict: bool = True
+) -> set[str]:
+    """The texts of all paths that are drafted after a text, beside others' continuations."""
+    sources = [Scripted(*words), GrammarDrafter(lambda row: shadow(own, is_strict), {})]
+    ensemble = Ensemble(sources, Calibration(sources), 1)
+    rows = Rows(np.full((1, 2), 5))
+    for token in ids(written):
+        rows.emit(0, token)
+    ensemble.begin(rows)
+    tree = ensemble.propose(rows, max_nodes)
+    assert tree.num_nodes <= max_nodes and tree.evidence is not None
+    assert (np.diff(tree.score) <= 1e-6).all()
+    paths: list[list[int]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    return {grammars.tokenizer().decode(path) for path in paths}
+
+
+def test_forbidden_nodes_are_left_out_with_all_below() -> None:
+    found = drafted('{"level": "', schema(level=LEVEL), 'debug"', "country", "info")
+    assert 'debug"}' in found and 'info"}' in found
+    assert not any(each.startswith("c") for each in found)
+
+
+def test_a_refused_node_does_not_hide_its_sibling() -> None:
+    found = drafted('{"level": ', schema(level=LEVEL), "12", '"info"')
+    assert '"info"}' in found and "1" not in found
+
+
+def test_what_is_forced_grows_below_a_guess() -> None:
+    own = schema(name=text(9), country=text(9))
+    assert 'Ada", "country": "' in drafted('{"name": "', own, "Ada")
+
+
+def test_enum_values_that_begin_alike() -> None:
+    found = drafted('{"level": "', schema(level=LEVEL))
+    assert {'debug"}', 'default"}', 'info"}'} <= found
+
+
+def test_a_number_may_end_at_the_end_of_an_object() -> None:
+    assert drafted('{"size": 12', schema(size=NUMBER)) >= {"}"}
+    assert any(each.startswith(', "') for each in drafted('{"a": 12', schema(a=NUMBER, b=NUMBER)))
+
+
+def test_keys_beyond_ascii_and_escaped_quotes() -> None:
+    own = schema(**{"größe": NUMBER, 'a"b': NUMBER})
+    assert any("größe" in each for each in drafted("{", own))
+    assert any('a\\"b' in each for each in drafted('{"größe": 1', own, ","))
+    escaped = drafted('{"name": "say \\"no\\', schema(name={"type": "string"}), '""}')
+    assert '""}' in escaped and '"}' not in escaped
+
+
+def test_a_used_up_text_drafts_its_end_token() -> None:
+    own = schema(level=LEVEL)
+    sources = [GrammarDrafter(lambda row: shadow(own), {})]
+    ensemble = Ensemble(sources, Calibration(sources), 1)
+    rows = Rows(np.full((1, 2), 5))
+    for token in ids('{"level": "info"}'):
+        rows.emit(0, token)
+    ensemble.begin(rows)
+    assert ensemble.propose(rows, 8).token_ids.tolist() == [END]
+    rows.emit(0, END)
+    assert ensemble.propose(rows, 8).num_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "follows"),
+    [
+        ('{"name":"a","level":', '"'),
+        ('{"name": "a", "level":', ' "'),
+        ('{\n  "name": "a",', '\n  "level": "'),
+        ('{\n\t"name"  :  "a",', '\n\t"level":'),
+    ],
+)
+def test_the_usual_whitespace_of_the_text(written: str, follows: str) -> None:
+    assert follows in drafted(written, schema(name=text(9), level=LEVEL), is_strict=False)
+
+
+def test_whitespace_depends_on_the_depth_and_may_change() -> None:
+    usual = Whitespace()
+    usual.learn(b'{"a": [1,\n  2], "b":1,"c":"x, y:z"')
+    assert usual.before(ord('"'), b",") == b""
+    assert usual.before(ord("1"), b"[1,") == b"\n  "
+    assert usual.before(ord("1"), b'"d":') == b""
+    usual.learn(b', "d": "')
+    assert usual.before(ord("1"), b'x":') == b" "
+    pretty = Whitespace()
+    pretty.learn(b'{\n  "a": {\n    "b": 1\n  },\n  "c": {\n    "d": 2')
+    assert pretty.before(ord("}"), b"") == b"\n  "
+    assert pretty.before(ord('"'), b",") == b"\n    "
+    assert pretty.before(ord('"'), b"},") == b"\n  "
+
+
+def test_texts_have_their_usual_tokens() -> None:
+    tokenizer = grammars.tokenizer()
+    texts = shadow(SCHEMAS[0]).texts()
+    vocabulary = Vocabulary(texts)
+    for words in ('{"name": "Ada', '{\n  "level": "info",\n  "country"', 'is_open": true, "x'):
+        assert vocabulary.encode(words.encode()) == tokenizer.encode(words)
+    assert vocabulary.encode(b"") == []
+
+
+def test_operations_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    run = refinement.Refinement.run
+
+    def counted(self: Any, probe: Probe, *rest: Any) -> None:
+        run(self, probe, *rest)
+        counts.append(probe.operations)
+
+    monkeypatch.setattr(refinement.Refinement, "run", counted)
+    words = [f"a{first}{second}" for first in "bcdef" for second in "ghijklmn"]
+    own = schema(name={"type": "string", "maxLength": 10}, country=text(10))
+    drafted('{"name": "', own, *words, max_nodes=16)
+    one_growth = 60
+    assert 100 < counts[-1] < refinement.OPERATIONS * 16 + 2 * 64 + one_growth
+
+
+def test_states_come_back() -> None:
+    own = schema(name=text(6), level=LEVEL, country=text(3))
+    source = grammars.processor("llguidance strict", [own])
+    own_of = (shadow(own), " "), (LLGuidance(grammars.lltokenizer(), source.grammars[0]), "")
+    for grammar, space in own_of:
+        for token in ids(f'{{"name":{space}"'):
+            assert grammar.advance(token)
+        before = grammar.forced_text(), grammar.allowed(1000)
+        steps = grammar.advance_text(f'Ada",{space}"level":{space}"'.encode())
+        assert steps and grammar.advance(ids("info")[0])
+        assert not grammar.advance_text(b'o"}') and not grammar.advance(END)
+        grammar.back(1)
+        grammar.back(steps)
+        assert (grammar.forced_text(), grammar.allowed(1000)) == before

@@ -1,0 +1,128 @@
+"""Where memory runs out in what plain does not do, the text is plain's all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import TextStreamer
+
+import lookahead_hf
+from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.slots import SlotGroup
+from lookahead_hf.cache.storage import Stores
+from lookahead_hf.fallback import FallbackReason
+from tests.helpers.calls import GREEDY, padded
+from tests.helpers.compared import compared
+from tests.helpers.device import on_device
+from tests.helpers.models import tiny
+
+
+@pytest.fixture(params=["host", "device"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls as on a CPU, and as on a GPU."""
+    if request.param == "host":
+        yield
+    else:
+        with on_device(monkeypatch):
+            yield
+
+
+class Put(TextStreamer):
+    """Notes what is put."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::lookahead_hf.SpeculationFallbackWarning")
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_while_the_cache_is_taken_over(
+    do_sample: bool, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("gemma3")
+    given = {**GREEDY, "do_sample": do_sample, **padded("left", 1)}
+    texts, moved = [], AdoptedCache._to_slots
+    calls = []
+
+    def fails(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:  # in the second layer
+            raise torch.OutOfMemoryError("no memory")
+        return moved(*args)
+
+    monkeypatch.setattr(AdoptedCache, "_to_slots", fails)
+    for asked in (False, True):
+        torch.manual_seed(3)
+        streamer = Put()
+        with lookahead_hf.enabled(model):
+            text = model.generate(**given, streamer=streamer, speculative=asked).tolist()
+            texts.append((text, streamer.values, torch.rand(1).item()))
+            stats = lookahead_hf.last_stats(model)
+    assert texts[0] == texts[1]
+    assert stats is not None and stats.fallback_reason is FallbackReason.MEMORY
+    assert len(calls) > 2
+
+
+def test_in_a_wide_step(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is done without its draft, and later drafts are narrower."""
+    model = tiny("llama")
+    kind, widths = type(model.model), []
+    forward = kind.forward
+
+    def limited(self: Any, *args: Any, **kwargs: Any) -> Any:
+        width = kwargs["input_ids"].shape[1]
+        if kwargs["past_key_values"].get_seq_length():
+            widths.append(width)
+            if width > 4:
+                raise torch.OutOfMemoryError("no memory")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", limited)
+    call = {**GREEDY, **padded("left", 1)}
+    stats = compared(model, lambda: dict(call), call["input_ids"].shape[1]).stats
+    failed = [index for index, width in enumerate(widths) if width > 4]
+    assert failed and all(widths[index + 1] == 1 for index in failed)
+    assert len(failed) <= 4 and max(widths[failed[-1] + 1 :]) > 1
+    assert stats.num_accepted > 0
+
+
+def test_in_the_growth_of_a_layer(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers that have grown and those that have not are of one size in the next step."""
+    grow, calls = Stores.grow, []
+    monkeypatch.setattr(SlotGroup, "roomy", lambda group, slots: slots + 2)
+
+    def grown(stores: Stores, capacity: int) -> None:
+        calls.append(capacity)
+        if len(calls) in (6, 11):
+            raise torch.OutOfMemoryError("no memory")
+        grow(stores, capacity)
+
+    monkeypatch.setattr(Stores, "grow", grown)
+    call = {**GREEDY, **padded("left")}
+    compared(tiny("llama"), lambda: dict(call), call["input_ids"].shape[1])
+    assert len(calls) > 11
+
+
+def test_while_layers_drop_tokens(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that have dropped theirs do not drop any more with the others."""
+    drop, calls = Stores.drop, []
+
+    def dropped(stores: Stores, counts: Any) -> None:
+        calls.append(counts)
+        if len(calls) in (2, 6):
+            raise torch.OutOfMemoryError("no memory")
+        drop(stores, counts)
+
+    monkeypatch.setattr(Stores, "drop", dropped)
+    monkeypatch.setattr(SlotGroup, "roomy", lambda group, slots: slots + 2)
+    call = {**GREEDY, **padded("left"), "max_new_tokens": 60}
+    compared(tiny("mistral"), lambda: dict(call), call["input_ids"].shape[1])
+    assert len(calls) > 6

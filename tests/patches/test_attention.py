@@ -1,0 +1,101 @@
+"""Our attention inside a forward: whose function it stands in for, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import lookahead_hf
+from tests.helpers.calls import compare, padded
+from tests.helpers.compared import compared
+from tests.helpers.compiled import Once
+from tests.helpers.models import prompt, tiny
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+
+
+def mixed(out: torch.Tensor) -> torch.Tensor:
+    return out + out.roll(1, -1)
+
+
+class Own:
+    """Attention of a caller, which counts its calls and looks at the mask as plain makes it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        self.calls += 1
+        assert attention_mask is None or attention_mask.dtype == torch.bool
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return mixed(out), None
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("where", ["registered", "patched", "registered before"])
+def test_a_function_in_the_place_of_sdpa_is_called(
+    where: str, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is put there after a call; the next one without it is as before."""
+    model, inputs = tiny(name), padded("left", rows)
+    if where != "registered before":
+        compare(model, inputs, **GREEDY)
+    before = model.generate(**inputs, **GREEDY)
+    own, calls = Own(), [0]
+    with monkeypatch.context() as patch:
+        if where == "patched":
+            stock = torch.nn.functional.scaled_dot_product_attention
+
+            def patched(*args: Any, **kwargs: Any) -> torch.Tensor:
+                calls[0] += 1
+                return mixed(stock(*args, **kwargs))
+
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", patched)
+        else:
+            patch.setitem(AttentionInterface._global_mapping, "sdpa", own)
+        assert model.generate(**inputs, **GREEDY).tolist() != before.tolist()
+        in_plain = own.calls + calls[0]
+        stats = compare(model, inputs, **GREEDY)
+        assert own.calls + calls[0] >= 2 * in_plain + stats.num_steps
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    compare(model, inputs, **GREEDY)
+
+
+def test_masks_of_a_caller_are_left_to_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    expected = model.generate(prompt(), **GREEDY)
+    stock = AttentionMaskInterface._global_mapping["sdpa"]
+    monkeypatch.setitem(
+        AttentionMaskInterface._global_mapping, "sdpa", lambda *args, **kw: stock(*args, **kw)
+    )
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match=r"mask function.*attention"):
+        got = model.generate(prompt(), **GREEDY, speculative=True)
+    assert got.tolist() == expected.tolist()
+
+
+def test_a_copy_made_within_a_call_has_the_models_own_attention() -> None:
+    model = tiny("llama")
+    copies: list[Any] = []
+
+    def copy_model() -> None:
+        if model.config._attn_implementation != "sdpa":
+            copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))])
+
+    plain, *_ = compared(
+        model, lambda: {"input_ids": prompt(), **GREEDY, "logits_processor": [Once(copy_model)]}, 12
+    )
+    assert len(copies) == 2
+    for each in copies:
+        assert each.config._attn_implementation == "sdpa"
+        assert type(each.config._attn_implementation) is str
+        assert each.generate(prompt(), **GREEDY).tolist() == plain.tolist()

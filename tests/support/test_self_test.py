@@ -1,0 +1,165 @@
+"""A model of an unknown type is tested once, and the outcome is logged."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import lookahead_hf
+from lookahead_hf.support import self_test
+from tests.helpers.compared import compared
+from tests.helpers.models import prompt, tiny
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of an unknown type."""
+    monkeypatch.setattr(self_test, "TRIED", frozenset())
+    return tiny("llama")
+
+
+def test_a_sound_model_is_tested_once(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lookahead_hf")
+    assert self_test.refusal(unknown) == ("", "")
+    assert "in its self test LlamaForCausalLM differed by" in caplog.text
+    caplog.clear()
+    assert self_test.refusal(unknown) == ("", "")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"stop_strings": ["a"]},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+)
+def test_settings_stored_with_a_model_do_not_count(unknown: Any, stored: dict[str, Any]) -> None:
+    unknown.generation_config.update(**stored)
+    assert self_test.refusal(unknown) == self_test.refusal(unknown, is_flat=True) == ("", "")
+    assert stored.items() <= vars(unknown.generation_config).items()
+
+
+def test_a_model_that_fails_is_not_served_and_says_why(
+    unknown: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    caplog.set_level(logging.INFO, "lookahead_hf")
+    found, _ = self_test.refusal(unknown)
+    assert (
+        found == "a block of tokens fails in LlamaForCausalLM: ZeroDivisionError: division by zero"
+    )
+    assert "self test of LlamaForCausalLM failed" in caplog.text
+
+
+def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
+    def shift(module: Any, args: Any, kwargs: Any) -> Any:
+        positions = kwargs["position_ids"]
+        return args, {**kwargs, "position_ids": torch.arange(positions.shape[-1])[None]}
+
+    unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
+    assert "gives other logits for blocks" in self_test.refusal(unknown)[0]
+
+
+class Changing(LlamaForCausalLM, ABC):
+    """Changes the logits of its forwards."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        steps: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        given = input_ids, attention_mask, position_ids, past_key_values
+        outputs = super().forward(*given, **kwargs)
+        assert outputs.logits is not None
+        self.change(outputs.logits, steps)
+        return outputs
+
+    @abstractmethod
+    def change(self, logits: torch.Tensor, steps: int) -> None:
+        """Change logits, [rows, tokens, vocab]; `steps` is what the call's loop carries."""
+
+
+class Leaning(Changing):
+    """Treats the last token of every forward in its own way."""
+
+    def change(self, logits: torch.Tensor, steps: int) -> None:
+        logits[:, -1] += torch.arange(logits.shape[-1]) % 7
+
+
+class Preparing(LlamaForCausalLM):
+    """Shifts the positions of every step behind the prompt."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if not kwargs.get("is_first_iteration"):
+            inputs["position_ids"] = inputs["position_ids"] + 5
+        return inputs
+
+
+class Remembering(Changing):
+    """Counts its steps, and leans its logits by that."""
+
+    def change(self, logits: torch.Tensor, steps: int) -> None:
+        logits += torch.arange(logits.shape[-1]) % (2 + steps)
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        return {**updated, "steps": updated.get("steps", 0) + 1}
+
+
+@pytest.mark.parametrize("kind", [Leaning, Preparing, Remembering])
+def test_a_subclass_of_a_trusted_type_is_tested(kind: Any) -> None:
+    model = kind(tiny("llama").config).eval()
+    call = {"inputs": prompt(2), "max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**call)
+    lookahead_hf.enable(model)
+    with pytest.warns(lookahead_hf.SpeculationFallbackWarning, match="other logits for blocks"):
+        ours = model.generate(**call, speculative={"budget": 8})
+    assert torch.equal(ours, plain)
+
+
+class Harmless(LlamaForCausalLM):
+    """Prepares the inputs of steps itself, as plain does."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+def test_a_subclass_that_passes_the_test_is_served() -> None:
+    model = Harmless(tiny("llama").config).eval()
+    call = {"inputs": prompt(2), "max_new_tokens": 30, "do_sample": False}
+    compared(model, lambda: dict(call), 12)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_that_memory_ran_out_is_not_held_against_a_model(unknown: Any, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = unknown.model.layers[1].register_forward_hook(fail)
+    lookahead_hf.enable(unknown)
+    call = {"max_new_tokens": 4, "do_sample": False, "speculative": {"on_fallback": "error"}}
+    with pytest.raises(lookahead_hf.SpeculationFallbackError, match="no memory.*free some"):
+        unknown.generate(prompt(), **call)
+    handle.remove()
+    unknown.generate(prompt(), **call)
+    stats = lookahead_hf.last_stats(unknown)
+    assert stats is not None and stats.fallback_reason is None

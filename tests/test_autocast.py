@@ -1,0 +1,112 @@
+"""Calls under `torch.autocast`: plain's text, and no verdict that outlives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lookahead_hf
+from lookahead_hf.model_state import state_of
+from lookahead_hf.support import self_test
+from tests.helpers.architectures import build
+from tests.helpers.models import prompt, tiny
+from tests.helpers.requests import DRAFTED, prompts, settings, speculated
+from tests.helpers.scripted import RandomChains, continuations, empty, scripted
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CALL: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+
+
+def given(rows: int) -> dict[str, torch.Tensor]:
+    """One row, two of one length, or three that are padded on the left."""
+    ids = prompt(rows, 17, seed=3)
+    mask = torch.ones_like(ids)
+    if rows == 3:
+        mask[1, :4] = mask[2, :9] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("model_type", ["llama", "lfm2", "gpt2"])
+def test_a_call_under_autocast_is_that_of_the_same_blocks(model_type: str, dtype: Any) -> None:
+    model = tiny(model_type) if model_type != "lfm2" else build(model_type)
+    lookahead_hf.enable(model)
+    for rows in (1, 2, 3):
+        call = {**CALL, **given(rows)}
+        with torch.autocast("cpu", dtype):
+            plain = model.generate(**call, speculative=False)
+            # Half precision rounds a block otherwise than single tokens: blocks of one shape.
+            undrafted = scripted([[]] * rows, empty)
+            same = model.generate(**call, speculative=_invariant(undrafted))
+            drafts = scripted(continuations(same, 17), RandomChains())
+            ours = model.generate(**call, speculative=_invariant(drafts))
+        stats = lookahead_hf.last_stats(model)
+        assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+        assert torch.equal(ours, same)
+        assert plain[:, 17].tolist() == ours[:, 17].tolist()
+
+
+def _invariant(config: lookahead_hf.SpeculativeConfig) -> lookahead_hf.SpeculativeConfig:
+    return replace(config, draft_invariant=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_models_own_layers_run_under_autocast(compiled: Any) -> None:
+    model, ids = lookahead_hf.enable(tiny("llama")), prompt(2, 17)
+    config = {"budget": 8, "compiled_layers": compiled}
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.generate(ids, **CALL, speculative=config)
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None and stats.num_accepted > 0
+    assert stats.execution == "model"
+
+
+def test_requests_are_decoded_together_under_autocast() -> None:
+    model = lookahead_hf.enable(tiny("llama"), default=DRAFTED)
+    texts = prompts(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.generate_batch(texts, settings(model))
+    assert not any(output.error for output in found.values())
+    assert all(len(output.generated_tokens) == 24 for output in found.values())
+    speculated(found.values())
+
+
+@pytest.mark.parametrize("model_type", ["glm4", "lfm2"])
+def test_a_verdict_holds_for_the_numerics_that_it_was_made_in(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(model_type)
+    tried: list[Any] = []
+    own = self_test._try
+
+    def refusing(model: Any, is_flat: bool) -> str:
+        tried.append(torch.is_autocast_enabled("cpu"))
+        return "other numbers" if tried[-1] else own(model, is_flat)
+
+    monkeypatch.setattr(self_test, "_try", refusing)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert self_test.refusal(model) == ("other numbers", "")
+        assert self_test.refusal(model) == ("", "")
+    assert tried == [True, False]
+    assert self_test.refusal(model.bfloat16()) == ("", "")
+    assert tried == [True, False, False]
+    assert len(state_of(model).trials) == 3
+
+
+def test_what_the_system_could_not_do_is_tried_again() -> None:
+    model = build("glm4")
+
+    def fail(*_: Any) -> None:
+        raise OSError("the hub cannot be reached")
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    found = self_test.refusal(model)
+    assert found == ("the self test failed: the hub cannot be reached", "call again")
+    handle.remove()
+    assert self_test.refusal(model) == ("", "")

@@ -1,0 +1,300 @@
+"""Texts that obey a grammar are plain's, and the grammar drafts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TextStreamer,
+)
+
+import lookahead_hf
+from lookahead_hf import SpeculativeConfig, ngram_pool
+from lookahead_hf.drafting import NgramDrafter
+from lookahead_hf.logits import constraints
+from tests.helpers import grammars, requests
+from tests.helpers.grammars import END, LIBRARIES, PAD, SCHEMAS, processor, schema
+
+BUDGET = SpeculativeConfig(budget=8, on_fallback="error")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    ngram_pool.compile_now()
+    return lookahead_hf.enable(grammars.model())
+
+
+def prompts(rows: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of different lengths."""
+    ids = torch.randint(3, 300, (rows, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+def generate(model: Any, processors: list[Any], rows: int = 1, **more: Any) -> Any:
+    torch.manual_seed(5)
+    given = {
+        **prompts(rows),
+        "max_new_tokens": 90,
+        "pad_token_id": PAD,
+        "logits_processor": processors,
+        "do_sample": False,
+        "speculative": BUDGET,
+        **more,
+    }
+    return model.generate(**given)
+
+
+def check(
+    model: Any, library: str, schemas: Any, **more: Any
+) -> tuple[lookahead_hf.SpeculativeStats, Any, Any]:
+    """Assert that the texts are plain's; return the statistics and both processors."""
+    rows = len(schemas)
+    if not library.endswith("strict"):
+        more = {"suppress_tokens": grammars.blank_tokens(), **more}
+    first, second = processor(library, schemas), processor(library, schemas)
+    plain = generate(model, [first], rows, **{**more, "speculative": False})
+    ours = generate(model, [second], rows, **{"speculative": BUDGET, **more})
+    assert ours.tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats is not None and stats.fallback_reason is None
+    assert stats.per_source["grammar"].accepted > 0
+    for row in ours[:, 12:].tolist():
+        if END in row:
+            written = grammars.tokenizer().decode(row[: row.index(END)])
+            assert isinstance(json.loads(written, strict=False), dict)
+    return stats, first, second
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_one_row(model: Any, library: str, do_sample: bool) -> None:
+    stats, plain, ours = check(model, library, SCHEMAS[:1], do_sample=do_sample)
+    assert stats.num_steps < 0.7 * stats.row_stats[0].num_emitted
+    assert held(ours) == held(plain)
+
+
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")  # plain's, at the pads of outlines
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_ragged_batch(model: Any, library: str, do_sample: bool) -> None:
+    schemas = [SCHEMAS[0]] * 3 if library.startswith("outlines") else SCHEMAS
+    stats, plain, ours = check(model, library, schemas, do_sample=do_sample)
+    assert len({row.num_accepted for row in stats.row_stats}) > 1
+    assert held(ours) == held(plain)
+    assert stats.engine == ("lockstep" if library.startswith("llguidance") else "walk")
+
+
+def held(processor: Any) -> Any:
+    """What a processor keeps of its texts, in a form that compares."""
+    if hasattr(processor, "_guides"):
+        return processor.is_first_token, [guide.get_state() for guide in processor._guides]
+    for name in ("ll_matchers", "_matchers", "matchers"):
+        if hasattr(processor, name):
+            found = [*map(_mask, getattr(processor, name))]
+            first = getattr(processor, "is_first_token", getattr(processor, "prefilled", None))
+            return first, getattr(processor, "shown", None), found
+    raise AssertionError("nothing is known of it")
+
+
+def _mask(matcher: Any) -> Any:
+    mask = torch.zeros(1, grammars.WIDTH // 32, dtype=torch.int32)
+    if hasattr(matcher, "is_terminated"):
+        if matcher.is_terminated():
+            return "ended"
+        matcher.fill_next_token_bitmask(mask, 0)
+    else:
+        import llguidance.torch
+
+        llguidance.torch.fill_next_token_bitmask(matcher, mask, 0)
+    return mask.tolist()
+
+
+@pytest.mark.parametrize("library", ["xgrammar strict", "llguidance default"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"repetition_penalty": 1.3},
+        {"stop_strings": ['"level'], "tokenizer": grammars.tokenizer()},
+        {"num_beams": 1, "min_new_tokens": 8, "max_new_tokens": 20},
+        {"speculative": SpeculativeConfig(budget=8, draft_invariant=True)},
+        {"speculative": SpeculativeConfig(drafters=("recycling",), budget=3)},
+    ],
+    ids=["penalty", "stop", "short", "invariant", "small"],
+)
+def test_with_other_settings(model: Any, library: str, more: dict[str, Any]) -> None:
+    check(model, library, SCHEMAS[:1], **more)
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_with_other_processors(model: Any, is_behind: bool) -> None:
+    def both() -> list[Any]:
+        own = processor("xgrammar strict", SCHEMAS)
+        others = [RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.7)]
+        return [own, *others] if is_behind else [*others, own]
+
+    plain = generate(model, both(), 3, speculative=False, do_sample=True)
+    assert generate(model, both(), 3, do_sample=True).tolist() == plain.tolist()
+    stats = lookahead_hf.last_stats(model)
+    assert stats.engine == "walk" and stats.per_source["grammar"].accepted > 0
+
+
+def test_scores(model: Any) -> None:
+    wanted = {"output_scores": True, "return_dict_in_generate": True}
+    plain, ours = (
+        generate(model, [processor("xgrammar strict", SCHEMAS)], 3, **wanted, speculative=each)
+        for each in (False, BUDGET)
+    )
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert ours.speculative_stats.per_source["grammar"].accepted > 0
+    for mine, theirs in zip(ours.scores, plain.scores, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Stops(TextStreamer):
+    """Ends the call at its tenth token."""
+
+    def __init__(self) -> None:
+        super().__init__(grammars.tokenizer())
+        self.left = 10
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("library", ["xgrammar strict", "outlines core", "llguidance strict"])
+def test_the_processor_after_an_exception_of_a_streamer(model: Any, library: str) -> None:
+    left = []
+    for each in (False, BUDGET):
+        own = processor(library, SCHEMAS[:1])
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, [own], speculative=each, streamer=Stops())
+        left.append(held(own))
+    assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("library", ["xgrammar strict", "outlines core", "outlines xgrammar"])
+def test_the_processor_of_a_batch_after_an_exception(model: Any, library: str) -> None:
+    class Interrupting(NgramDrafter):
+        left = 6
+
+        def observe(self, rows: Any, *rest: Any) -> None:
+            super().observe(rows, *rest)
+            self.left -= 1
+            if not self.left:
+                self.columns = rows.num_columns
+                raise KeyboardInterrupt
+
+    drafter = Interrupting()
+    interrupted = processor(library, [SCHEMAS[0]] * 3)
+    with pytest.raises(KeyboardInterrupt):
+        config = SpeculativeConfig(drafters=(drafter,), budget=8)
+        generate(model, [interrupted], 3, speculative=config)
+    assert drafter.columns > 6  # drafts were accepted
+    plain = processor(library, [SCHEMAS[0]] * 3)
+    generate(model, [plain], 3, speculative=False, max_new_tokens=drafter.columns)
+    assert held(interrupted) == held(plain)
+
+
+def test_a_streamer_of_a_batch_sees_the_processor_as_plain_leaves_it(model: Any) -> None:
+    class Watches:
+        def __init__(self, own: Any) -> None:
+            self.own, self.seen = own, []
+
+        def put(self, value: Any) -> None:
+            self.seen.append(held(self.own) if self.own.prefilled else None)
+
+        def end(self) -> None: ...
+
+    seen = []
+    for each in (False, BUDGET):
+        own = processor("xgrammar strict", SCHEMAS)
+        watches = Watches(own)
+        generate(model, [own], 3, speculative=each, streamer=watches)
+        seen.append(watches.seen)
+    assert seen[0] == seen[1] and len(seen[0]) > 20
+    assert lookahead_hf.last_stats(model).per_source["grammar"].accepted > 0
+
+
+def test_a_constant_takes_few_steps(model: Any) -> None:
+    constant = schema(country={"const": "Great Britain"}, level={"const": "default"})
+    stats, *_ = check(model, "llguidance strict", [constant], max_new_tokens=60)
+    assert stats.row_stats[0].num_emitted > 10
+    assert stats.num_steps <= 1 + np.ceil(stats.row_stats[0].num_emitted / 7)
+    assert stats.per_source["grammar"].accepted > 0.7 * stats.row_stats[0].num_emitted
+
+
+def test_the_limit_cuts_a_forced_text(model: Any) -> None:
+    constant = schema(country={"const": "Great Britain"})
+    for longest in range(4, 12):
+        check(model, "xgrammar strict", [constant], max_new_tokens=longest)
+
+
+class Lying(grammars.LLGuidanceProcessor):
+    """Drafts by another schema than it obeys."""
+
+    def row_grammars(self, num_rows: int) -> Any:
+        return grammars.processor("llguidance strict", [SCHEMAS[1]]).row_grammars(1)
+
+
+def test_a_wrong_shadow_costs_its_source_alone(model: Any) -> None:
+    grammar = processor("llguidance strict", SCHEMAS[:1]).grammars
+    plain = generate(model, [Lying(grammar)], speculative=False)
+    with pytest.warns(RuntimeWarning, match="'grammar' failed and is left out") as warned:
+        assert generate(model, [Lying(grammar)]).tolist() == plain.tolist()
+    assert len(warned) == 1
+    stats = lookahead_hf.last_stats(model)
+    assert stats.fallback_reason is None and stats.per_source["recycling"].drafted > 0
+
+
+def test_a_used_processor_is_left_alone(model: Any) -> None:
+    used = processor("xgrammar strict", SCHEMAS[:1])
+    generate(model, [used], speculative=False, max_new_tokens=3)
+    assert constraints.recognise(used, 1) is None
+
+
+def test_a_processor_is_known_by_its_exact_class() -> None:
+    class Own(type(processor("xgrammar strict", SCHEMAS[:1]))):
+        """Might do anything else."""
+
+    own = Own(grammars.compiled(json.dumps(SCHEMAS[0]), True))
+    assert constraints.recognise(own, 1) is None
+
+
+def test_rejection_sampling_is_not_refined(model: Any) -> None:
+    config = SpeculativeConfig(verification="rejection", budget=8, on_fallback="error")
+    own = processor("xgrammar strict", SCHEMAS[:1])
+    ids = generate(model, [own], speculative=config, do_sample=True)[0, 12:].tolist()
+    assert "grammar" not in lookahead_hf.last_stats(model).per_source
+    text = grammars.tokenizer().decode(ids[: ids.index(END)])
+    assert json.loads(text, strict=False)
+
+
+def test_requests_of_a_queue_have_schemas_of_their_own() -> None:
+    model = lookahead_hf.enable(grammars.model(), default=BUDGET)
+    ids = [row.tolist() for row in prompts(3)["input_ids"][:, 6:]]
+    config = requests.settings(model, max_new_tokens=60)
+
+    def own(row: int) -> dict[str, Any]:
+        made = processor("xgrammar strict", [SCHEMAS[row]])
+        return {"logits_processor": LogitsProcessorList([made])}
+
+    with requests.running(model, config, max_slots=2) as manager:
+        for row, prompt in enumerate(ids):
+            manager.add_request(prompt, request_id=str(row), **own(row))
+        found = requests.results(manager, 3)
+    requests.speculated(found.values())
+    for row, prompt in enumerate(ids):
+        assert found[str(row)].generated_tokens == requests.alone(model, prompt, config, **own(row))
+        assert found[str(row)].speculative_stats.per_source["grammar"].accepted > 0
