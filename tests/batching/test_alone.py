@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,8 @@ def test_two_managers_draw_at_the_same_time(model: Any, monkeypatch: pytest.Monk
         return write(*given, **more)
 
     monkeypatch.setattr(alone_texts, "compat", SimpleNamespace(plain_generate=drawing))
-    with running(model, config) as one, running(model, config) as other:
+    # Dynamic frequencies are buffers that a forward rewrites, so two threads need two models.
+    with running(model, config) as one, running(copy.deepcopy(model), config) as other:
         for manager in (one, other):
             manager.add_requests(texts)
         found = [results(manager, len(texts)) for manager in (one, other)]
