@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from lookahead_hf import compat
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.kernels.cpu.program import KINDS
-from lookahead_hf.patches.layer_code import NORM, is_known, own_names
+from lookahead_hf.patches.layer_code import NORM, is_known, is_own, own_names, unwrapped
 
 PIECE, LARGE_PIECE, LARGE = 32, 128, 8192
 """Outputs of a piece of a linear layer, and of a layer with more outputs than `LARGE`."""
@@ -33,12 +32,14 @@ class Weight:
         shape: Its shape when the layer was described.
         stride: Its strides then.
         dtype: Its dtype then.
+        num_bytes: Bytes that operations read of it.
     """
 
     tensor: torch.Tensor
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    num_bytes: int
 
     def is_current(self) -> bool:
         """Return whether the parameter still has its numbers in one piece on a CPU."""
@@ -47,8 +48,27 @@ class Weight:
             tensor.shape == self.shape
             and tensor.stride() == self.stride
             and tensor.dtype is self.dtype
-            and tensor.is_cpu
+            and is_plain(tensor)
         )
+
+    def in_memory(self) -> tuple[torch.UntypedStorage, int]:
+        """Return the memory of the parameter, to be held while it is read, and its address.
+
+        Raises:
+            RuntimeError: The memory was freed, or another thread has changed the parameter.
+        """
+        memory, at = self.tensor.untyped_storage(), self.tensor.data_ptr()
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+        is_there = start and start <= at <= end - self.num_bytes
+        if not is_there or self.tensor.dtype is not self.dtype:
+            raise RuntimeError("the memory of a weight was freed or changed within a forward")
+        return memory, at
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter's numbers are what is in its memory on a CPU."""
+    is_dense = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
+    return type(tensor) is nn.Parameter and is_dense and tensor.data_ptr() != 0
 
 
 class Place(NamedTuple):
@@ -163,7 +183,8 @@ class Program:
         known = [each for each in self.weights if each.tensor is tensor]
         if not known:
             self._check(tensor)
-            known = [Weight(tensor, tensor.shape, tensor.stride(), tensor.dtype)]
+            size = tensor.numel() * tensor.element_size()
+            known = [Weight(tensor, tensor.shape, tensor.stride(), tensor.dtype, size)]
             self.weights += known
         offset = row * tensor.stride(0) * tensor.element_size()
         self.places.append(Place(op, place, self.weights.index(known[0]), offset))
@@ -171,8 +192,7 @@ class Program:
     def _check(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not nn.Parameter:
             raise Unknown(f"a parameter is a {type(tensor).__name__}")
-        is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        if not (is_plain and tensor.is_contiguous()):
+        if not (is_plain(tensor) and tensor.is_contiguous()):
             raise Unknown("a parameter is not in one piece on a CPU")
         if not self.weights:
             self.dtype = tensor.dtype
@@ -182,7 +202,7 @@ class Program:
     def replace(self, module: Any, part: str | None = None) -> Any:
         """Note that operations replace a module, and check that its code is known."""
         kind: Any = type(module)
-        if part is not None and not is_known(part, kind.forward):
+        if not (is_own(kind) if part is None else is_known(part, kind.forward)):
             raise Unknown(f"the code of {kind.__name__} is not known")
         if kind.__call__ is not nn.Module.__call__ and not _is_layer(kind):
             raise Unknown(f"{kind.__name__} has a call of its own")
@@ -195,6 +215,7 @@ class Program:
             if compat.CALL in own:
                 raise Unknown(f"a {kind.__name__} has a call of its own")
             self.hold(own, compat.CALL, None)
+        self.shared[id(kind), "__call__"] = kind, kind.__call__
         for name in ("forward", NORM):
             function = getattr(kind, name, None)
             if function is not None:
@@ -204,14 +225,14 @@ class Program:
 
     def _hold_names(self, module: Any, function: Any) -> None:
         """Note what a function of a module looks up, in the module and in its file."""
-        own, names = vars(module), inspect.unwrap(function).__code__.co_names
-        children = compat.children_of(module)
-        if "training" in names and module.training and _drops(module):
+        own, names = vars(module), unwrapped(function)[-1].__code__.co_names
+        children, drops = compat.children_of(module), _drops(module)
+        if "training" in names and module.training and drops:
             raise Unknown("a dropout is active")
         for name in names:
-            if name in own and name != "training":
-                self.hold(own, name, own[name])
-            elif name in children:
+            if hasattr(module, name) and (name != "training" or drops):
+                self.hold(own, name, own.get(name))  # what is absent there may come, and hide
+            if name in children:
                 self.hold(children, name, children[name])
         for mapping, name, known in own_names(function):
             self.shared[id(mapping), name] = mapping, known

@@ -72,17 +72,18 @@ class Room:
         key = units[0].first, len(units)
         if key not in self._addresses:
             self._addresses[key] = _Addresses(units)
-        self._addresses[key].fill(self._flat, told)
+        held = self._addresses[key].fill(self._flat, told)
         count = sum(len(unit.program.ops) for unit in units)
         floats = max(floats, *(unit.program.floats(num_tokens) for unit in units))
         self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
+        del held  # not before: another thread may replace a weight in the meantime
 
 
 class _Addresses:
     """Where the addresses of units' programs belong, and which ones they are."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._weights = [weight.tensor for unit in units for weight in unit.program.weights]
+        self._weights = [weight for unit in units for weight in unit.program.weights]
         weights, told = list[tuple[int, int, int]](), list[tuple[int, int]]()
         num_weights = 0
         for index, unit in enumerate(units):
@@ -96,10 +97,9 @@ class _Addresses:
         self._weight_at, self._weight, self._offset = np.array(weights, np.int64).T
         self._told_at, self._told = np.array(told, np.int64).T
 
-    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> None:
-        """Write the addresses into operations, [numbers of all of them]."""
-        held = np.array([weight.data_ptr() for weight in self._weights], np.int64)
-        if not held.all():
-            raise RuntimeError("a weight of the model has no memory: its storage was freed")
-        flat[self._weight_at] = held[self._weight] + self._offset
+    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> list[Any]:
+        """Write the addresses into operations, [numbers of all of them]; return the memory."""
+        held, starts = zip(*(weight.in_memory() for weight in self._weights), strict=True)
+        flat[self._weight_at] = np.array(starts, np.int64)[self._weight] + self._offset
         flat[self._told_at] = np.array(told, np.int64).reshape(-1)[self._told]
+        return list(held)

@@ -260,10 +260,10 @@ def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | 
 def has_stock_attention(module: Any) -> bool:
     """Return whether the attention that a module looks up is transformers' and torch's own."""
     name = attention.own_name(module.config)
-    function = None if name in (None, "eager") else compat.attention_function(name)
-    if function is None and name not in (None, "eager"):
-        return False
-    return compat.is_stock_attention(function, module)
+    if name in (None, "eager"):  # the code in the module's file was compared with known code
+        return True
+    function = compat.attention_function(name)
+    return function is not None and compat.is_stock_attention(function, module)
 
 
 def _agree(ours: torch.Tensor, own: torch.Tensor, added: torch.Tensor) -> bool:
