@@ -10,6 +10,7 @@ import torch
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Workspace
+from lookahead_hf.patches import layer_sizes
 from lookahead_hf.patches.layer_programs import Program
 
 TOLD = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")
@@ -39,6 +40,7 @@ class Room:
     def __init__(self, units: Sequence[Unit]) -> None:
         count = sum(len(unit.program.ops) for unit in units)
         ops = np.zeros((count, fields.OP_FIELDS), np.int64)
+        self._ops = ops
         self._flat, self._addresses = ops.reshape(-1), dict[tuple[int, int], "_Addresses"]()
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
         for unit in units:
@@ -75,8 +77,21 @@ class Room:
         held = self._addresses[key].fill(self._flat, told)
         count = sum(len(unit.program.ops) for unit in units)
         floats = max(floats, *(unit.program.floats(num_tokens) for unit in units))
+        if layer_sizes.is_checked:
+            self._check(units, num_tokens, floats)
         self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
         del held  # not before: another thread may replace a weight in the meantime
+
+    def _check(self, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
+        """Check that the kernels will stay within weights, buffers and scratch room."""
+        for unit in units:
+            own = unit.program
+            memory: dict[int | str, torch.UntypedStorage] = {
+                at: weight.tensor.untyped_storage() for at, weight in enumerate(own.weights)
+            }
+            memory |= {name: self._buffer(name, own).untyped_storage() for name in own.buffers}
+            ops = self._ops[unit.first : unit.first + len(own.ops)]
+            layer_sizes.check_bounds(own, ops, memory, num_tokens, floats)
 
 
 class _Addresses:

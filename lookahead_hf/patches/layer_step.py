@@ -132,7 +132,8 @@ class LayerStep:
             empty = x.new_empty(1, heads[0], 0, heads[1])
             stores.shape(held.group.capacity, empty, empty)
         k, v = stores.k_store, stores.v_store
-        if not (k.dtype is v.dtype is program.dtype and k.shape[2:] == v.shape[2:] == heads):
+        whole = len(held.group.dropped), held.group.capacity, *heads
+        if not (k.dtype is v.dtype is program.dtype and k.shape == v.shape == whole):
             return None
         if not (k.is_contiguous() and v.is_contiguous() and k.is_cpu):
             return None
