@@ -51,24 +51,11 @@ class Weight:
             and is_plain(tensor)
         )
 
-    def in_memory(self) -> tuple[torch.UntypedStorage, int]:
-        """Return the memory of the parameter, to be held while it is read, and its address.
-
-        Raises:
-            RuntimeError: The memory was freed, or another thread has changed the parameter.
-        """
-        memory, at = self.tensor.untyped_storage(), self.tensor.data_ptr()
-        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
-        is_there = start and start <= at <= end - self.num_bytes
-        if not is_there or self.tensor.dtype is not self.dtype:
-            raise RuntimeError("the memory of a weight was freed or changed within a forward")
-        return memory, at
-
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a parameter's numbers are what is in its memory on a CPU."""
-    is_dense = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
-    return type(tensor) is nn.Parameter and is_dense and tensor.data_ptr() != 0
+    is_whole = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_neg()
+    return is_whole and tensor.data_ptr() != 0
 
 
 class Place(NamedTuple):
@@ -97,6 +84,8 @@ class Program:
         places: Fields that hold addresses.
         buffers: Numbers of a token in each buffer of the layer's own.
         modules: The modules whose code the operations replace.
+        attributes: Their attributes, but for the first one's, under which lies our call.
+        num_attributes: How many these are. One that comes later may hide a child or a method.
         kinds: Their classes.
         hooks: Their dictionaries of hooks.
         held: What must stay as it is in each module: mappings and keys.
@@ -116,6 +105,8 @@ class Program:
     places: list[Place] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
+    attributes: list[dict[str, Any]] = field(default_factory=list)
+    num_attributes: int = 0
     kinds: list[Any] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
     held: list[tuple[Any, str]] = field(default_factory=list)
@@ -138,6 +129,7 @@ class Program:
         found = [mapping.get(name) for mapping, name in self.held]
         return not (
             all(map(operator.is_, found, self.objects))
+            and sum(map(len, self.attributes)) == self.num_attributes
             and list(map(type, self.modules)) == self.kinds
             and all(weight.is_current() for weight in self.weights)
         )
@@ -192,7 +184,7 @@ class Program:
     def _check(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not nn.Parameter:
             raise Unknown(f"a parameter is a {type(tensor).__name__}")
-        if not (is_plain(tensor) and tensor.is_contiguous()):
+        if tensor.layout is not torch.strided or not (is_plain(tensor) and tensor.is_contiguous()):
             raise Unknown("a parameter is not in one piece on a CPU")
         if not self.weights:
             self.dtype = tensor.dtype
@@ -211,10 +203,11 @@ class Program:
         self.hooks += compat.hooks_of(module)
         own = vars(module)
         self.hold(own, "forward", None)
-        if len(self.modules) > 1:  # under the first one lies our call
+        if len(self.modules) > 1:
             if compat.CALL in own:
                 raise Unknown(f"a {kind.__name__} has a call of its own")
-            self.hold(own, compat.CALL, None)
+            self.attributes.append(own)
+            self.num_attributes += len(own)
         self.shared[id(kind), "__call__"] = kind, kind.__call__
         for name in ("forward", NORM):
             function = getattr(kind, name, None)
@@ -230,8 +223,9 @@ class Program:
         if "training" in names and module.training and drops:
             raise Unknown("a dropout is active")
         for name in names:
-            if hasattr(module, name) and (name != "training" or drops):
-                self.hold(own, name, own.get(name))  # what is absent there may come, and hide
+            may_hide = module is self.modules[0] and hasattr(module, name)
+            if (name in own or may_hide) and (name != "training" or drops):
+                self.hold(own, name, own.get(name))
             if name in children:
                 self.hold(children, name, children[name])
         for mapping, name, known in own_names(function):

@@ -98,7 +98,10 @@ class _Addresses:
     """Where the addresses of units' programs belong, and which ones they are."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._weights = [weight for unit in units for weight in unit.program.weights]
+        known = [weight for unit in units for weight in unit.program.weights]
+        self._tensors = [weight.tensor for weight in known]
+        self._dtypes = [weight.dtype for weight in known]
+        self._sizes = np.array([weight.num_bytes for weight in known], np.int64)
         weights, told = list[tuple[int, int, int]](), list[tuple[int, int]]()
         num_weights = 0
         for index, unit in enumerate(units):
@@ -112,9 +115,22 @@ class _Addresses:
         self._weight_at, self._weight, self._offset = np.array(weights, np.int64).T
         self._told_at, self._told = np.array(told, np.int64).T
 
-    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> list[Any]:
-        """Write the addresses into operations, [numbers of all of them]; return the memory."""
-        held, starts = zip(*(weight.in_memory() for weight in self._weights), strict=True)
-        flat[self._weight_at] = np.array(starts, np.int64)[self._weight] + self._offset
+    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> list[torch.UntypedStorage]:
+        """Write the addresses into operations, [numbers of all of them].
+
+        Returns:
+            The memory of the weights, to be held while it is read.
+
+        Raises:
+            RuntimeError: It was freed, or another thread has changed a weight.
+        """
+        memory = [tensor.untyped_storage() for tensor in self._tensors]
+        at = np.array([tensor.data_ptr() for tensor in self._tensors], np.int64)
+        starts = np.array([each.data_ptr() for each in memory], np.int64)
+        ends = starts + np.array([each.nbytes() for each in memory], np.int64)
+        is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= ends)
+        if not is_there.all() or [tensor.dtype for tensor in self._tensors] != self._dtypes:
+            raise RuntimeError("the memory of a weight was freed or changed within a forward")
+        flat[self._weight_at] = at[self._weight] + self._offset
         flat[self._told_at] = np.array(told, np.int64).reshape(-1)[self._told]
-        return list(held)
+        return memory

@@ -474,6 +474,18 @@ def test_attention_in_a_file_of_its_own_is_compared_with_known_code() -> None:
         assert len(units(model) if run(model, True) else ()) == (5 if is_known else 0)
 
 
+def test_a_dropout_that_comes_on_counts() -> None:
+    model = single()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert run(model, True).execution == "compiled"
+    kept = state_of(model).compiled
+    assert kept is not None and kept.is_current()
+    model.train()
+    assert not kept.is_current()
+    assert not layers.CompiledLayers(model).units
+
+
 def one_bias(model: Any) -> None:
     """torch spreads it over all outputs."""
     model.model.layers[1].mlp.down_proj.bias = nn.Parameter(torch.full((1,), 0.3))
