@@ -19,9 +19,11 @@ from lookahead_hf.patches.layer_descriptions import of_layer, of_linear
 from lookahead_hf.patches.layer_plans import plan_of
 from lookahead_hf.patches.layer_programs import Unknown
 from lookahead_hf.patches.layer_room import Room, Unit
+from lookahead_hf.patches.layer_step import LayerStep
 from tests.helpers.changes import freed, on_meta, shrunk
 from tests.helpers.compiled import run
 from tests.helpers.models import tiny
+from tests.helpers.slots import cache_of
 
 NAMES = ("llama", "qwen3", "mistral", "gemma3")
 
@@ -126,6 +128,24 @@ def test_a_block_outside_of_the_cache_has_no_plan() -> None:
     assert planned(SEEN, span=None, flat_slots=torch.tensor([3, 4])) is not None
     assert planned(SEEN, span=None, flat_slots=torch.tensor([3, -1])) is None
     assert planned(SEEN, span=None, flat_slots=torch.tensor([3, 4, 5])) is None
+
+
+@pytest.mark.parametrize("name", ["k_store", "v_store"])
+def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None:
+    cache = cache_of(None, [3, 3])
+    stores = cache.each_group()[0].layers[0]
+    given = {"layer_index": 0, "shared_heads": 1, "head_dim": stores.k_store.shape[3]}
+    program = SimpleNamespace(dtype=stores.k_store.dtype, is_rotated=False, **given)
+    module = SimpleNamespace(self_attn=SimpleNamespace(config=None))
+    unit: Any = SimpleNamespace(program=program, module=module)
+    step: Any = LayerStep(Room([]), None, None)
+    step._shared_by_layers = lambda *_: (0, 0, 0, 0, 0)
+    for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
+        kept = getattr(stores, name)
+        setattr(stores, name, kept[cut].clone())
+        told = step._told_of(unit, torch.zeros(2, 1, 8), {"past_key_values": cache})
+        assert (told is None) == (cut != slice(None))
+        setattr(stores, name, kept)
 
 
 # Checks of every call.
