@@ -51,6 +51,8 @@ if hasattr(os, "SCHED_IDLE"):
     end = time.monotonic() + {idle_seconds!r}
     while time.monotonic() < end:
         ended, status = os.waitpid(copy, os.WNOHANG)
+        if ended and os.WIFSIGNALED(status):
+            os.kill(os.getpid(), os.WTERMSIG(status))
         if ended:
             sys.exit(status != 0)
         time.sleep(0.05)
@@ -215,9 +217,15 @@ class Compilation:
 
         Returns:
             Whether it compiles. It is started once: if it cannot compile or write, this one must.
+
+        Raises:
+            RuntimeError: A signal has ended it, which would end this process, too.
         """
         if self.child is not None:  # another call has just started it, or it has ended in vain
-            return self.child.poll() is None
+            status = self.child.poll()
+            if status is not None and status < 0:
+                raise RuntimeError(f"signal {-status} ended the process that compiled")
+            return status is None
         # The executable of a packaged program is the program.
         is_program = getattr(sys, "frozen", False) or not sys.executable
         if _IN_CHILD in os.environ or is_program:

@@ -7,7 +7,7 @@ names in them, and the functions that these names stand for.
 from __future__ import annotations
 
 import importlib
-import inspect
+import sys
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead_hf import compat
 
@@ -39,7 +40,11 @@ _PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "Model", "TextModel")
 
 NORM = compat.NORM_METHOD
 
-_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half")
+_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv")
+
+_STOCK = {"torch": torch, "nn": nn, "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS}
+
+_LIBRARIES = ("torch", "transformers")
 
 _FIELDS = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount", "co_freevars")
 
@@ -75,21 +80,58 @@ def _of_module(name: str) -> dict[str, list[Any]]:
     for part in _PARTS:
         kind = getattr(module, _PREFIXES[name] + part, None)
         if kind is not None:
-            found[part] = [_instructions(kind.forward)]
+            found[part] = _own_instructions(module, kind.forward)
             if NORM in vars(kind):
-                found[NORM] = [_instructions(getattr(kind, NORM))]
+                found[NORM] = _own_instructions(module, getattr(kind, NORM))
     for function in _FUNCTIONS:
         if hasattr(module, function):
-            found[function] = [_instructions(getattr(module, function))]
+            found[function] = _own_instructions(module, getattr(module, function))
     return found
 
 
+def _own_instructions(module: Any, function: Any) -> list[Any]:
+    """Return the instructions of a function if a module defined it, none if it was replaced."""
+    return [_instructions(function)] if _is_from(module, function) else []
+
+
+def is_own(kind: Any) -> bool:
+    """Return whether the forward of a class is from the file of the class."""
+    return _is_from(sys.modules[kind.__module__], kind.forward)
+
+
+def _is_from(module: Any, function: Any) -> bool:
+    return getattr(unwrapped(function)[-1], "__globals__", None) is vars(module)
+
+
+def unwrapped(function: Any) -> list[Any]:
+    """Return a function, the one that it wraps if it is a wrapper of torch or transformers, ...
+
+    Anybody's wrapper says what it wraps, and may do something else.
+    """
+    chain = [function]
+    while hasattr(chain[-1], "__wrapped__") and _is_of_library(chain[-1]):
+        chain.append(chain[-1].__wrapped__)
+    return chain
+
+
+def _is_of_library(function: Any) -> bool:
+    own = getattr(function, "__globals__", {})
+    return str(own.get("__name__")).partition(".")[0] in _LIBRARIES
+
+
 def _instructions(function: Any) -> Any:
-    """Return what a function does, without what it is called and where it stands."""
-    function = inspect.unwrap(function) if callable(function) else None
-    if not isinstance(function, FunctionType):
+    """Return what a function and its wrappers do, without what it is called and where it stands."""
+    chain = unwrapped(function)
+    if not all(isinstance(each, FunctionType) for each in chain):
         return None
-    return _of_code(function.__code__)
+    return tuple((_of_code(each.__code__), _settings(each, chain)) for each in chain)
+
+
+def _settings(function: FunctionType, chain: list[Any]) -> tuple[str, ...]:
+    """Return what a function got when it was made, but for the functions that it wraps."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    others = [each for each in cells if all(each is not known for known in chain)]
+    return tuple(map(repr, (function.__defaults__, function.__kwdefaults__, others)))
 
 
 def _of_code(code: CodeType) -> tuple[Any, ...]:
@@ -101,17 +143,16 @@ def _of_code(code: CodeType) -> tuple[Any, ...]:
 
 def own_names(function: Any) -> list[tuple[dict[str, Any], str, Any]]:
     """Return the names that a forward looks up: the mapping, the name, and what it stands for."""
-    function = inspect.unwrap(function)
+    function = unwrapped(function)[-1]
     own, names = function.__globals__, function.__code__.co_names
-    looked_up = [name for name in (*_FUNCTIONS, "torch", "nn") if name in names and name in own]
+    looked_up = [name for name in (*_FUNCTIONS, *_STOCK) if name in names and name in own]
     found = [(own, name, own[name]) for name in looked_up]
     return found + [each for _, name, of in found if name in _FUNCTIONS for each in own_names(of)]
 
 
 def _has_own_names(function: Any) -> bool:
     """Return whether the names that a known function looks up stand for what they should."""
-    own = {"torch": torch, "nn": nn}
     return all(
-        is_known(name, each) if name in _FUNCTIONS else each is own[name]
+        is_known(name, each) if name in _FUNCTIONS else each is _STOCK[name]
         for _, name, each in own_names(function)
     )

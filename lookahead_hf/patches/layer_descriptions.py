@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.patches.layer_programs import Program, Unknown, check_shape, piece_of
+from lookahead_hf.patches.layer_sizes import check_sizes
 
 
 def of_linear(module: nn.Linear) -> Program:
@@ -53,10 +54,11 @@ def of_layer(layer: Any) -> Program:
     after = norms_results and layer.post_feedforward_layernorm
     ends.add(_feedforward(program, layer.mlp, hidden), after)
     for name in ("resid_attn_dropout", "resid_mlp_dropout"):
-        if hasattr(layer, name):
-            program.replace(getattr(layer, name))
+        if hasattr(layer, name) and type(program.replace(getattr(layer, name))) is not nn.Dropout:
+            raise Unknown("a layer has something else in place of a dropout")
     program.size = len(layer.post_attention_layernorm.weight)
     program.buffers |= {"normed": program.size, "mixed": program.size}
+    check_sizes(program)
     return program
 
 
@@ -89,9 +91,11 @@ def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
         joined, sizes = module.qkv_proj, (heads * dim, shared * dim, shared * dim)
         starts = (0, sizes[0], sizes[0] + sizes[1])
         q, k, v = ((joined, range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
+        if len(joined.weight) != sum(sizes):
+            raise Unknown("a joined weight does not have the heads of the configuration")
     else:
         parts = (module.q_proj, module.k_proj, module.v_proj)
-        q, k, v = ((each, range(each.out_features)) for each in parts)
+        q, k, v = ((each, range(len(each.weight))) for each in parts)
         heads, shared = len(q[1]) // dim, len(k[1]) // dim
     program.shared_heads = shared
     if heads % shared or len(v[1]) != shared * dim:
@@ -149,20 +153,22 @@ def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     if hasattr(module, "c_fc"):
         flavour = _activation(program, module.act)
         program.linear(module.c_fc, hidden, "active", flavour=flavour)
-        program.buffers["active"] = module.c_fc.out_features
+        program.buffers["active"] = len(module.c_fc.weight)
         return module.c_proj, "active"
     if hasattr(module, "gate_up_proj"):
         gate = up = program.replace(module.gate_up_proj)
-        inner, last = up.out_features // 2, up.out_features // 2
+        inner = last = len(up.weight) // 2
         flavour = _activation(program, module.activation_fn)
     else:
         gate, up = program.replace(module.gate_proj), program.replace(module.up_proj)
-        inner, last = gate.out_features, 0
+        inner, last = len(gate.weight), 0
         flavour = _activation(program, module.act_fn)
     if type(gate) is not nn.Linear or type(up) is not nn.Linear:
         raise Unknown("a gate is no plain linear layer")
     check_shape(gate)
     check_shape(up)
+    if last + inner != len(up.weight):
+        raise Unknown("a gate and what it opens differ in size")
     addresses: dict[int, Any] = {
         fields.SOURCE: hidden,
         fields.TARGET: "active",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import torch
 
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels.cpu.program import Plan
+from lookahead_hf.patches import layer_sizes
+
+_Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Plan | None:
@@ -26,21 +30,36 @@ def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Pl
     if block is None:
         return None
     if block.flat_slots is not None:
-        slots = block.flat_slots.numpy()
+        slots = np.ascontiguousarray(block.flat_slots.numpy(), np.int64)
     else:
         assert block.span is not None
         span = np.arange(block.span.start, block.span.stop)
         slots = (np.arange(rows)[:, None] * capacity + span).reshape(-1)
     if flat is not None:
-        return Plan(slots, [_of_run(each, capacity) for each in flat.masks_of(mask)])
-    seen = _seen(mask, rows, width, block.visible)
-    if seen is None:
+        parts = [_of_run(each, capacity) for each in flat.masks_of(mask)]
+    else:
+        seen = _seen(mask, rows, width, block.visible)
+        if seen is None:
+            return None
+        parts = [(seen, np.full(rows, width, np.int64), np.arange(rows) * capacity)]
+    if len(slots) != rows * width or not _fit(slots, parts, len(group.dropped), capacity):
         return None
-    counts, firsts = np.full(rows, width, np.int64), np.arange(rows) * capacity
-    return Plan(slots, [(seen, counts, firsts)])
+    plan = Plan(slots, parts)
+    if layer_sizes.is_checked:
+        layer_sizes.check_plan(plan, len(group.dropped), capacity)
+    return plan
 
 
-def _of_run(of_run: Any, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _fit(slots: np.ndarray, parts: list[_Part], rows: int, capacity: int) -> bool:
+    """Return whether parts have a place for each token, and all places are in the cache."""
+    counts = sum(int(of_rows.sum()) for _, of_rows, _ in parts)
+    last = max(int(firsts.max()) for _, _, firsts in parts) // capacity
+    are_seen = all(seen.shape[2] <= capacity for seen, _, _ in parts)
+    is_inside = int(slots.min()) >= 0 and max(int(slots.max()) // capacity, last) < rows
+    return counts == len(slots) and are_seen and is_inside
+
+
+def _of_run(of_run: Any, capacity: int) -> _Part:
     """Return what the tokens of a run see, how many each row has, and where its slots begin."""
     run = of_run.run
     counts = run.counts.astype(np.int64)
@@ -58,6 +77,13 @@ def _seen(mask: Any, rows: int, width: int, visible: int) -> np.ndarray | None:
         return None
     if mask.shape[2] != width or mask.shape[3] < visible:
         return None
+    mask = mask[:, 0, :, :visible]
     seen = mask if mask.dtype == torch.bool else mask == 0
-    whole: np.ndarray = seen[:, 0, :, :visible].expand(rows, -1, -1).contiguous().numpy()
+    if seen is not mask and not bool((seen | (mask <= _lowest(mask.dtype))).all()):
+        return None  # a bias of the scores
+    whole: np.ndarray = seen.expand(rows, -1, -1).contiguous().numpy()
     return whole
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).min if dtype.is_floating_point else -math.inf

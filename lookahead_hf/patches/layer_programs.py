@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from lookahead_hf import compat
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.kernels.cpu.program import KINDS
-from lookahead_hf.patches.layer_code import NORM, is_known, own_names
+from lookahead_hf.patches.layer_code import NORM, is_known, is_own, own_names, unwrapped
 
 PIECE, LARGE_PIECE, LARGE = 32, 128, 8192
 """Outputs of a piece of a linear layer, and of a layer with more outputs than `LARGE`."""
@@ -33,12 +32,14 @@ class Weight:
         shape: Its shape when the layer was described.
         stride: Its strides then.
         dtype: Its dtype then.
+        num_bytes: Bytes that operations read of it.
     """
 
     tensor: torch.Tensor
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    num_bytes: int
 
     def is_current(self) -> bool:
         """Return whether the parameter still has its numbers in one piece on a CPU."""
@@ -47,8 +48,14 @@ class Weight:
             tensor.shape == self.shape
             and tensor.stride() == self.stride
             and tensor.dtype is self.dtype
-            and tensor.is_cpu
+            and is_plain(tensor)
         )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter's numbers are what is in its memory on a CPU."""
+    is_whole = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_neg()
+    return is_whole and tensor.data_ptr() != 0
 
 
 class Place(NamedTuple):
@@ -77,6 +84,8 @@ class Program:
         places: Fields that hold addresses.
         buffers: Numbers of a token in each buffer of the layer's own.
         modules: The modules whose code the operations replace.
+        attributes: Their attributes, but for the first one's, under which lies our call.
+        num_attributes: How many these are. One that comes later may hide a child or a method.
         kinds: Their classes.
         hooks: Their dictionaries of hooks.
         held: What must stay as it is in each module: mappings and keys.
@@ -96,6 +105,8 @@ class Program:
     places: list[Place] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
+    attributes: list[dict[str, Any]] = field(default_factory=list)
+    num_attributes: int = 0
     kinds: list[Any] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
     held: list[tuple[Any, str]] = field(default_factory=list)
@@ -118,6 +129,7 @@ class Program:
         found = [mapping.get(name) for mapping, name in self.held]
         return not (
             all(map(operator.is_, found, self.objects))
+            and sum(map(len, self.attributes)) == self.num_attributes
             and list(map(type, self.modules)) == self.kinds
             and all(weight.is_current() for weight in self.weights)
         )
@@ -163,7 +175,8 @@ class Program:
         known = [each for each in self.weights if each.tensor is tensor]
         if not known:
             self._check(tensor)
-            known = [Weight(tensor, tensor.shape, tensor.stride(), tensor.dtype)]
+            size = tensor.numel() * tensor.element_size()
+            known = [Weight(tensor, tensor.shape, tensor.stride(), tensor.dtype, size)]
             self.weights += known
         offset = row * tensor.stride(0) * tensor.element_size()
         self.places.append(Place(op, place, self.weights.index(known[0]), offset))
@@ -171,8 +184,7 @@ class Program:
     def _check(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not nn.Parameter:
             raise Unknown(f"a parameter is a {type(tensor).__name__}")
-        is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        if not (is_plain and tensor.is_contiguous()):
+        if tensor.layout is not torch.strided or not (is_plain(tensor) and tensor.is_contiguous()):
             raise Unknown("a parameter is not in one piece on a CPU")
         if not self.weights:
             self.dtype = tensor.dtype
@@ -182,7 +194,7 @@ class Program:
     def replace(self, module: Any, part: str | None = None) -> Any:
         """Note that operations replace a module, and check that its code is known."""
         kind: Any = type(module)
-        if part is not None and not is_known(part, kind.forward):
+        if not (is_own(kind) if part is None else is_known(part, kind.forward)):
             raise Unknown(f"the code of {kind.__name__} is not known")
         if kind.__call__ is not nn.Module.__call__ and not _is_layer(kind):
             raise Unknown(f"{kind.__name__} has a call of its own")
@@ -191,10 +203,12 @@ class Program:
         self.hooks += compat.hooks_of(module)
         own = vars(module)
         self.hold(own, "forward", None)
-        if len(self.modules) > 1:  # under the first one lies our call
+        if len(self.modules) > 1:
             if compat.CALL in own:
                 raise Unknown(f"a {kind.__name__} has a call of its own")
-            self.hold(own, compat.CALL, None)
+            self.attributes.append(own)
+            self.num_attributes += len(own)
+        self.shared[id(kind), "__call__"] = kind, kind.__call__
         for name in ("forward", NORM):
             function = getattr(kind, name, None)
             if function is not None:
@@ -204,14 +218,15 @@ class Program:
 
     def _hold_names(self, module: Any, function: Any) -> None:
         """Note what a function of a module looks up, in the module and in its file."""
-        own, names = vars(module), inspect.unwrap(function).__code__.co_names
-        children = compat.children_of(module)
-        if "training" in names and module.training and _drops(module):
+        own, names = vars(module), unwrapped(function)[-1].__code__.co_names
+        children, drops = compat.children_of(module), _drops(module)
+        if "training" in names and module.training and drops:
             raise Unknown("a dropout is active")
         for name in names:
-            if name in own and name != "training":
-                self.hold(own, name, own[name])
-            elif name in children:
+            may_hide = module is self.modules[0] and hasattr(module, name)
+            if (name in own or may_hide) and (name != "training" or drops):
+                self.hold(own, name, own.get(name))
+            if name in children:
                 self.hold(children, name, children[name])
         for mapping, name, known in own_names(function):
             self.shared[id(mapping), name] = mapping, known

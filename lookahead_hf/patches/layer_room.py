@@ -10,6 +10,7 @@ import torch
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Workspace
+from lookahead_hf.patches import layer_sizes
 from lookahead_hf.patches.layer_programs import Program
 
 TOLD = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")
@@ -39,6 +40,7 @@ class Room:
     def __init__(self, units: Sequence[Unit]) -> None:
         count = sum(len(unit.program.ops) for unit in units)
         ops = np.zeros((count, fields.OP_FIELDS), np.int64)
+        self._ops = ops
         self._flat, self._addresses = ops.reshape(-1), dict[tuple[int, int], "_Addresses"]()
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
         for unit in units:
@@ -72,17 +74,34 @@ class Room:
         key = units[0].first, len(units)
         if key not in self._addresses:
             self._addresses[key] = _Addresses(units)
-        self._addresses[key].fill(self._flat, told)
+        held = self._addresses[key].fill(self._flat, told)
         count = sum(len(unit.program.ops) for unit in units)
         floats = max(floats, *(unit.program.floats(num_tokens) for unit in units))
+        if layer_sizes.is_checked:
+            self._check(units, num_tokens, floats)
         self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
+        del held  # not before: another thread may replace a weight in the meantime
+
+    def _check(self, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
+        """Check that the kernels will stay within weights, buffers and scratch room."""
+        for unit in units:
+            own = unit.program
+            memory: dict[int | str, torch.UntypedStorage] = {
+                at: weight.tensor.untyped_storage() for at, weight in enumerate(own.weights)
+            }
+            memory |= {name: self._buffer(name, own).untyped_storage() for name in own.buffers}
+            ops = self._ops[unit.first : unit.first + len(own.ops)]
+            layer_sizes.check_bounds(own, ops, memory, num_tokens, floats)
 
 
 class _Addresses:
     """Where the addresses of units' programs belong, and which ones they are."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._weights = [weight.tensor for unit in units for weight in unit.program.weights]
+        known = [weight for unit in units for weight in unit.program.weights]
+        self._tensors = [weight.tensor for weight in known]
+        self._dtypes = [weight.dtype for weight in known]
+        self._sizes = np.array([weight.num_bytes for weight in known], np.int64)
         weights, told = list[tuple[int, int, int]](), list[tuple[int, int]]()
         num_weights = 0
         for index, unit in enumerate(units):
@@ -96,10 +115,22 @@ class _Addresses:
         self._weight_at, self._weight, self._offset = np.array(weights, np.int64).T
         self._told_at, self._told = np.array(told, np.int64).T
 
-    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> None:
-        """Write the addresses into operations, [numbers of all of them]."""
-        held = np.array([weight.data_ptr() for weight in self._weights], np.int64)
-        if not held.all():
-            raise RuntimeError("a weight of the model has no memory: its storage was freed")
-        flat[self._weight_at] = held[self._weight] + self._offset
+    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> list[torch.UntypedStorage]:
+        """Write the addresses into operations, [numbers of all of them].
+
+        Returns:
+            The memory of the weights, to be held while it is read.
+
+        Raises:
+            RuntimeError: It was freed, or another thread has changed a weight.
+        """
+        memory = [tensor.untyped_storage() for tensor in self._tensors]
+        at = np.array([tensor.data_ptr() for tensor in self._tensors], np.int64)
+        starts = np.array([each.data_ptr() for each in memory], np.int64)
+        ends = starts + np.array([each.nbytes() for each in memory], np.int64)
+        is_there = (starts > 0) & (starts <= at) & (at + self._sizes <= ends)
+        if not is_there.all() or [tensor.dtype for tensor in self._tensors] != self._dtypes:
+            raise RuntimeError("the memory of a weight was freed or changed within a forward")
+        flat[self._weight_at] = at[self._weight] + self._offset
         flat[self._told_at] = np.array(told, np.int64).reshape(-1)[self._told]
+        return memory

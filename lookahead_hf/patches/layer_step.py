@@ -132,7 +132,8 @@ class LayerStep:
             empty = x.new_empty(1, heads[0], 0, heads[1])
             stores.shape(held.group.capacity, empty, empty)
         k, v = stores.k_store, stores.v_store
-        if not (k.dtype is v.dtype is program.dtype and k.shape[2:] == v.shape[2:] == heads):
+        whole = len(held.group.dropped), held.group.capacity, *heads
+        if not (k.dtype is v.dtype is program.dtype and k.shape == v.shape == whole):
             return None
         if not (k.is_contiguous() and v.is_contiguous() and k.is_cpu):
             return None
@@ -260,10 +261,10 @@ def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | 
 def has_stock_attention(module: Any) -> bool:
     """Return whether the attention that a module looks up is transformers' and torch's own."""
     name = attention.own_name(module.config)
-    function = None if name in (None, "eager") else compat.attention_function(name)
-    if function is None and name not in (None, "eager"):
-        return False
-    return compat.is_stock_attention(function, module)
+    if name in (None, "eager"):  # the code in the module's file was compared with known code
+        return True
+    function = compat.attention_function(name)
+    return function is not None and compat.is_stock_attention(function, module)
 
 
 def _agree(ours: torch.Tensor, own: torch.Tensor, added: torch.Tensor) -> bool:

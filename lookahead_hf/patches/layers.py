@@ -17,6 +17,7 @@ from weakref import ref
 from torch import nn
 
 from lookahead_hf import compat
+from lookahead_hf.kernels.cpu import team
 from lookahead_hf.model.compiled import is_compiled
 from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
@@ -52,6 +53,8 @@ class CompiledSteps:
             self.reasons.add("compiled layers were not asked for")
         elif is_compiled(model):
             self.reasons.add("the model is compiled")
+        elif not team.has_torchs_threads():
+            self.reasons.add("no OpenMP library has torch's threads for the kernels")
         elif not _are_compiled():
             self.reasons.add("the kernels are being compiled")
         else:

@@ -6,6 +6,7 @@ import errno
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -264,6 +265,31 @@ def test_the_other_process_imports_as_this_one_does(
     assert finished() == 0
     idle = getattr(os, "SCHED_IDLE", None)
     assert (tmp_path / "compiled").read_text() == str(idle)
+
+
+ABORTING = """
+import os
+from lookahead_hf.ngram_pool.compilation import register
+
+register(os.abort)
+"""
+
+
+def test_what_ends_the_other_process_does_not_end_this_one(
+    work: list[Callable[[], None]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LLVM does where it cannot lower an instruction."""
+    (folder / "aborting_work.py").write_text(ABORTING)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setattr(compilation, "IDLE_SECONDS", 250.0)
+    module = toy(folder)
+    compilation.register(lambda: module.double(3))
+    work[0].__module__ = "aborting_work"
+    assert finished() == -signal.SIGABRT
+    compilation.wait_until_loaded(60)
+    assert not compilation.ready() and not compilation.available()
+    with pytest.raises(NumbaMissingError, match="signal 6 ended the process that compiled"):
+        compilation.check_available()
 
 
 STARVED = """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, partial, wraps
+from random import Random
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,16 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf import compat
+from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.model_state import state_of
-from lookahead_hf.patches import layers
+from lookahead_hf.patches import layer_code, layers
 from lookahead_hf.patches.layer_step import SEGMENT, LayerStep
 from tests.helpers.changes import (
+    BREAKING,
+    ODD,
     adapted,
     given_a_bias,
+    hidden_method,
     hooked,
     lora_of,
     merged,
@@ -60,6 +65,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": MIXED | {"sliding_window": 7, "attn_logit_softcapping": 3.0},
     "gemma3_text": MIXED | {"sliding_window": 7, "query_pre_attn_scalar": 20},
     "phi3": {"sliding_window": None, "head_dim": 10},
+    "phi3 in part": {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "olmo2": {"head_dim": 10},
     "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "head_dim": 10},
     "smollm3": {"no_rope_layers": [1, 0, 1], "head_dim": 10},
@@ -71,7 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def of_family(name: str, dtype: torch.dtype = torch.float32, **own: Any) -> Any:
     """Return a tiny random model of a family, whose norms and biases are random, too."""
     torch.manual_seed(5)
-    config = CONFIG_MAPPING[name](**(SHAPE | FAMILIES[name] | own))
+    config = CONFIG_MAPPING[name.split()[0]](**(SHAPE | FAMILIES[name] | own))
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -163,7 +176,7 @@ def test_the_bits_of_a_text_do_not_depend_on_drafts_or_threads(
 def test_a_layer_that_gives_other_results_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of transformers may change what the code of a known layer stands for."""
     model, ids = of_family("llama"), prompt(1, 11)
-    monkeypatch.setattr(type(model.model.layers[0].mlp.act_fn), "forward", lambda self, x: x * 0.5)
+    monkeypatch.setattr(fields, "SILU", fields.GELU_TANH)
     plain = model.generate(ids, max_new_tokens=20, do_sample=False)
     with lookahead_hf.enabled(model):
         ours = model.generate(ids, max_new_tokens=20, do_sample=False, speculative={"budget": 3})
@@ -229,6 +242,21 @@ def by_the_class_of_norms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: forward(self, x) * 0.5)
 
 
+def by_a_wrapper_of_the_class(patch: pytest.MonkeyPatch) -> None:
+    """One that says what it wraps."""
+    forward = modeling_llama.LlamaMLP.forward
+    patch.setattr(
+        modeling_llama.LlamaMLP, "forward", wraps(forward)(lambda self, x: forward(self, x) * 1.5)
+    )
+
+
+def by_the_call_of_the_class(patch: pytest.MonkeyPatch) -> None:
+    call: Any = nn.Module.__call__
+    patch.setattr(
+        modeling_llama.LlamaMLP, "__call__", lambda self, x: call(self, x) * 0.5, raising=False
+    )
+
+
 def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
     attend = nn.functional.scaled_dot_product_attention
     patch.setattr(
@@ -244,6 +272,8 @@ def by_the_attention_of_the_file(patch: pytest.MonkeyPatch) -> None:
         by_the_class_of_linear_layers,
         by_functional_linear,
         by_the_class_of_norms,
+        by_a_wrapper_of_the_class,
+        by_the_call_of_the_class,
         by_the_attention_of_the_file,
     ],
 )
@@ -332,7 +362,7 @@ def swapped_layers(model: Any) -> None:
 CHANGES = (
     switched, moved_on, replaced_parameter, replaced_data, merged, transposed, expanded,
     replaced_module, adapted_later, given_a_bias, hooked, pre_hooked, replaced_forward, other_class,
-    rescaled, other_epsilon, other_activation, called_in_another_way, swapped_layers,
+    rescaled, other_epsilon, other_activation, called_in_another_way, swapped_layers, *ODD,
 )  # fmt: skip
 
 
@@ -348,6 +378,112 @@ def test_a_change_within_a_forward_counts_at_once(change: Any) -> None:
     before = run(adapted(single), False)
     changed = changed_alike(partial(adapted, single), in_a_forward(change), in_mid_call=True)
     assert changed.logits != before.logits
+
+
+def outcome(model: Any, compiled: bool, change: Callable[[], Any] | None = None) -> Any:
+    """Return the text that a model writes, "raises" if it raises."""
+    try:
+        return run(model, compiled, change).text
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return "raises"
+
+
+@pytest.mark.parametrize("change", BREAKING)
+@pytest.mark.parametrize("in_mid_call", [False, True])
+def test_what_breaks_a_model_raises_as_in_its_own_code(change: Any, in_mid_call: bool) -> None:
+    found = []
+    for compiled in (False, True):
+        model = single()
+        run(model, compiled)
+        if not in_mid_call:
+            change(model)
+        found.append(outcome(model, compiled, partial(change, model) if in_mid_call else None))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("in_mid_call", [False, True])
+def test_a_method_of_an_object_counts_at_once(in_mid_call: bool) -> None:
+    gemma = partial(of_family, "gemma")
+    before = run(gemma(), True)
+    assert changed_alike(gemma, hidden_method, in_mid_call).logits != before.logits
+
+
+MIXABLE = tuple(each for each in CHANGES if each not in (switched, moved_on, merged))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_changes_count_at_once(seed: int) -> None:
+    """Some of them between calls, and others in the middle of one."""
+    random = Random(seed)
+    rounds = [random.sample(MIXABLE, 2) for _ in range(3)]
+    texts: dict[bool, list[Any]] = {False: [], True: []}
+    for compiled, found in texts.items():
+        model = adapted(single)
+        assert run(model, compiled).execution == ("compiled" if compiled else "model")
+        for between, within in rounds:
+            with suppress(AttributeError):  # of what an earlier one has put there
+                between(model)
+            found.append(outcome(model, compiled))
+            found.append(outcome(model, compiled, partial(within, model)))
+    assert texts[True] == texts[False]
+
+
+def test_a_wrapper_that_does_nothing_yet_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, factor = modeling_llama.LlamaMLP.forward, [1.0]
+    wrapper = wraps(forward)(lambda self, x: forward(self, x) * factor[0])
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", wrapper)
+    for is_first in (True, False):  # whom the known code is asked of
+        monkeypatch.setattr(layer_code, "_of_module", cache(layer_code._of_module.__wrapped__))
+        model, factor[0] = single(), 1.0
+        assert is_first or layer_code.is_known("RMSNorm", modeling_llama.LlamaRMSNorm.forward)
+        run(model, True)
+        assert not units(model)
+        factor[0] = 1.5
+        assert run(model, True).text == run(model, False).text
+
+
+def test_a_decorator_with_other_settings_is_other_code() -> None:
+    forward = modeling_llama.LlamaMLP.forward
+    again = FunctionType(forward.__code__, forward.__globals__)
+    assert layer_code.is_known("MLP", again)
+    again.__defaults__ = (None,)
+    assert not layer_code.is_known("MLP", again)
+
+
+def test_attention_in_a_file_of_its_own_is_compared_with_known_code() -> None:
+    """As that of a checkpoint, which may have anything by the name of eager attention."""
+
+    class Attention(modeling_llama.LlamaAttention):
+        pass
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        out, weights = modeling_llama.eager_attention_forward(*args, **kwargs)
+        return out * 0.5, weights
+
+    forward = modeling_llama.LlamaAttention.forward
+    for function in (modeling_llama.eager_attention_forward, eager):
+        own = forward.__globals__ | {"eager_attention_forward": function}
+        Attention.forward = FunctionType(forward.__code__, own, None, forward.__defaults__)
+        model = single()
+        model.set_attn_implementation("eager")
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = Attention
+        stock = compat.is_stock_attention(None, model.model.layers[0].self_attn)
+        is_known = function is not eager
+        assert stock == layer_code.is_known("Attention", Attention.forward) == is_known
+        assert len(units(model) if run(model, True) else ()) == (5 if is_known else 0)
+
+
+def test_a_dropout_that_comes_on_counts() -> None:
+    model = single()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert run(model, True).execution == "compiled"
+    kept = state_of(model).compiled
+    assert kept is not None and kept.is_current()
+    model.train()
+    assert not kept.is_current()
+    assert not layers.CompiledLayers(model).units
 
 
 def one_bias(model: Any) -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
-_FEATURES: dict[str, bool] = dict(llvmlite.binding.get_host_cpu_features())
+# Those that numba compiles for: its settings may leave out what the processor has.
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
-LANES = 16 if _FEATURES.get("avx512f") else 8
+LANES = 16 if "+avx512f" in _FEATURES else 8
 """Float32 numbers of a vector."""
 
-HAS_PAIRS = LANES == 16 and _FEATURES.get("avx512bf16", False)
+HAS_PAIRS = LANES == 16 and "+avx512bf16" in _FEATURES
 """Whether the processor adds up products of pairs of bfloat16 numbers."""
 
 LINE = 64

@@ -38,6 +38,8 @@ class Plan:
         address: Where the plan's fields are.
         pitch: Room for the scores of a token.
         slots: Where each token's K and V belong, [tokens] int64 into [rows * capacity].
+        segments: Tokens that see the same slots, [segments, fields] int64.
+        tails: Slots within a row that tokens see one by one, int64.
     """
 
     def __init__(
@@ -56,26 +58,27 @@ class Plan:
         from lookahead_hf.kernels.cpu.vectors import MOST_TOKENS as most
 
         num_tokens = len(slots)
-        self._segments = np.empty((num_tokens, fields.SEGMENT_FIELDS), np.int64)
+        segments = np.empty((num_tokens, fields.SEGMENT_FIELDS), np.int64)
         self._starts = np.zeros(num_tokens + 1, np.int64)
-        self._tails = np.empty(
+        tails = np.empty(
             sum(seen.shape[1] * seen.shape[0] * seen.shape[2] for seen, *_ in parts), np.int64
         )
         self.slots = slots
         first, num_segments, pitch = 0, 0, 0
         for seen, counts, row_slots in parts:
-            room = self._segments[num_segments:], self._starts, self._tails
+            room = segments[num_segments:], self._starts, tails
             added, longest = plan_rows(seen, counts, row_slots, first, most, *room)
             first, num_segments = first + int(counts.sum()), num_segments + added
             pitch = max(pitch, longest)
         self.pitch = (pitch + 15) // 16 * 16
+        self.segments, self.tails = segments[:num_segments], tails[: self._starts[-1]]
         self._fields = np.array(
             [
                 slots.ctypes.data,
-                self._segments.ctypes.data,
+                segments.ctypes.data,
                 num_segments,
                 self._starts.ctypes.data,
-                self._tails.ctypes.data,
+                tails.ctypes.data,
                 self.pitch,
             ],
             np.int64,

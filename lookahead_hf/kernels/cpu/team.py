@@ -3,13 +3,13 @@
 Torch's threads are those of the OpenMP library in its process, and wait for work between its
 operations. A second set of threads would have to share the cores with them. `GOMP_parallel`, which
 compilers call for every parallel loop, gives the work to the same threads. Where no library has it
-(Windows, macOS), the calling thread works alone.
+(Windows, macOS), the kernels serve a torch of one thread only.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -25,10 +25,7 @@ def _parallel() -> Callable[..., None] | None:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
-    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    found = [path for path in paths if Path(path).name.startswith(_LIBRARIES)]
-    own = str(Path(torch.__file__).parent.parent)
-    for path in sorted(found, key=lambda path: (own not in path, path)):
+    for path in own_first({line.split(maxsplit=5)[5] for line in lines if line.count("/")}):
         function: Callable[..., None] | None = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if function is not None:
             function.restype = None  # type: ignore[attr-defined]
@@ -36,6 +33,22 @@ def _parallel() -> Callable[..., None] | None:
             function.argtypes = arguments  # type: ignore[attr-defined]
             return function
     return None
+
+
+def own_first(paths: Iterable[str]) -> list[str]:
+    """Return the OpenMP libraries among files, first those that were installed with torch.
+
+    Other packages bring libraries of their own, whose threads are not torch's.
+    """
+    home = Path(torch.__file__).resolve().parent
+    own = home / "lib", home.with_name("torch.libs")
+    found = [path for path in paths if Path(path).name.startswith(_LIBRARIES)]
+    return sorted(found, key=lambda path: (Path(path).parent not in own, path))
+
+
+def has_torchs_threads() -> bool:
+    """Return whether compiled code can run on as many threads as torch's operations do."""
+    return torch.get_num_threads() == 1 or _parallel() is not None
 
 
 @cache
