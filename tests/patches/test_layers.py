@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf import compat
+from lookahead_hf.call import execution
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches import layers
 from lookahead_hf.patches.layer_step import SEGMENT, LayerStep
@@ -404,7 +405,7 @@ def test_a_model_that_was_changed_is_described_anew() -> None:
 def test_a_layer_that_is_there_twice_runs_itself() -> None:
     model = single()
     model.model.layers[2] = model.model.layers[1]
-    assert layers.CompiledLayers(model).refused == {"a layer is there twice"}
+    assert layers.CompiledLayers(model).refused == {f"{execution.UNKNOWN}: a layer is there twice"}
 
 
 def test_another_dtype_counts() -> None:
