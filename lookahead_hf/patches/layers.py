@@ -28,6 +28,7 @@ from lookahead_hf.patches.layer_code import is_known
 from lookahead_hf.patches.layer_programs import Program, Unknown
 from lookahead_hf.patches.layer_room import Room, Unit
 from lookahead_hf.patches.layer_step import Broken, LayerStep
+from lookahead_hf.patches.layer_trial import Trial, width_of
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +44,10 @@ class CompiledSteps:
         counts: Layers by how the latest step ran them, "compiled" or "model"; of a model that
             nobody looked at, none.
         reasons: Why layers ran their own code so far, of `execution`.
+        was_timed: Whether the latest step ran several times, to find out which way is faster.
     """
+
+    was_timed = False
 
     def __init__(self, model: nn.Module, refusal: str | None = None) -> None:
         """Find out what the kernels serve, and describe the layers where they have changed.
@@ -58,23 +62,28 @@ class CompiledSteps:
         self.counts: dict[str, int] = {}
         if self._layers is not None:
             self.reasons |= self._layers.refused
+            self._lost = self._layers.trial.lost  # in one call a width goes one way
         self.is_used = self._layers is not None and bool(self._layers.units)
 
-    def run(self, forward: Callable[[], Any], flat: Any = None) -> Any:
+    def run(self, forward: Callable[[], Any], num_tokens: int, flat: Any = None) -> Any:
         """Run a forward, in which the kernels compute layers where nothing speaks against it.
 
         Args:
             forward: Runs it, and can do so again.
+            num_tokens: Its tokens.
             flat: How the tokens of a flat block belong to the rows of the cache, else None.
         """
         layers, self.is_used = self._layers, False
         if layers is None or not layers.units:
             return forward()
-        reason = _refusal_now(layers)
+        width = width_of(num_tokens)
+        reason = execution.SLOWER if width in self._lost else _refusal_now(layers)
         if reason is None:
             try:
-                with layers.step(flat) as step:
-                    outputs = forward()
+                self.was_timed = layers.is_due(width)
+                if self.was_timed:
+                    layers.trial.time(width, forward, lambda: layers.run(forward, flat))
+                outputs, step = layers.run(forward, flat)
             except Broken:
                 _logger.info("a forward runs again without the kernels", exc_info=True)
                 self._layers, reason = None, execution.OUT_OF_ORDER
@@ -127,6 +136,7 @@ class CompiledLayers:
         units: Them, decoder layers first.
         refused: Why others run their own code, each reason once.
         num_refused: How many others do.
+        trial: At which widths the model's own code is faster.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -150,6 +160,7 @@ class CompiledLayers:
         self._calls: list[tuple[nn.Module, Any]] = [
             (unit.module, _Call(self._on_thread, unit)) for unit in self.units
         ]
+        self.trial = Trial({unit.program.dtype for unit in self.units})
         self._shared = {
             key: each for unit in self.units for key, each in unit.program.shared.items()
         }
@@ -216,6 +227,15 @@ class CompiledLayers:
                 step.finish()
             finally:
                 self._on_thread.step = outer
+
+    def run(self, forward: Callable[[], Any], flat: Any = None) -> tuple[Any, LayerStep]:
+        """Run a forward with the kernels; return what it returns, and what was done."""
+        with self.step(flat) as step:
+            return forward(), step
+
+    def is_due(self, width: int) -> bool:
+        """Return whether a step of this width is to be timed in both ways."""
+        return self.trial.is_due(width) and all(unit.is_trusted for unit in self.units)
 
     @property
     def _current(self) -> LayerStep | None:

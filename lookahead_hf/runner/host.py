@@ -46,7 +46,8 @@ class Runner(PromptRunner):
 
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
-        return not self._is_repeat and not self._is_new
+        was_timed = self._steps is not None and self._steps.was_timed
+        return not (self._is_repeat or self._is_new or was_timed)
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.
@@ -111,7 +112,7 @@ class Runner(PromptRunner):
             return self.model(**given, return_dict=True)
 
         with running(context, device), experts:
-            outputs = run() if steps is None else steps.run(run, inputs.flat)
+            outputs = run() if steps is None else steps.run(run, inputs.num_tokens, inputs.flat)
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += inputs.num_tokens

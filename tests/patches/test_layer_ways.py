@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from transformers.models.llama import modeling_llama
 import lookahead_hf
 from lookahead_hf import compat
 from lookahead_hf.call import execution
+from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
+from lookahead_hf.patches import layer_trial
 from lookahead_hf.patches.calls import laid
 from lookahead_hf.patches.layer_room import Room
 from lookahead_hf.patches.layer_step import LayerStep
@@ -24,7 +27,7 @@ from lookahead_hf.patches.layers import CompiledLayers
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.changes import hooked
 from tests.helpers.compiled import run
-from tests.helpers.models import tiny
+from tests.helpers.models import prompt, tiny
 
 NUM_LAYERS = 4
 """Layers of the tiny Llama. If all are served, its output layer is so, too."""
@@ -215,6 +218,49 @@ def test_the_statistics_say_which_layers_run_how(
         assert f"the model's own code ran {count} layers: {reason}" in said
     assert stats.to_dict()["own_code"] == list(stats.own_code)
     assert stats.to_dict()["layers"] == layers
+
+
+@pytest.mark.parametrize(("own", "is_faster"), [(0.5, True), (0.9, False), (2.0, False)])
+def test_with_amx_a_width_goes_the_faster_way(
+    own: float, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, now = tiny("llama").to(torch.bfloat16), [0.0]
+    ours, forward = CompiledLayers.run, type(model).forward
+
+    def by_kernels(self: Any, *given: Any) -> Any:
+        now[0] += 1.0 - own
+        return ours(self, *given)
+
+    @wraps(forward)
+    def forwards(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now[0] += own
+        return forward(self, *args, **kwargs)
+
+    lookahead_hf.enable(model)
+    call = {"max_new_tokens": 20, "do_sample": False, "speculative": {"budget": 0}}
+    expected = model.generate(prompt(), **call).tolist()
+    lookahead_hf.disable(model)
+    monkeypatch.setattr(layer_trial, "has_amx", lambda: True)
+    monkeypatch.setattr(layer_trial, "clock", lambda: now[0])
+    monkeypatch.setattr(CompiledLayers, "run", by_kernels)
+    monkeypatch.setattr(type(model), "forward", forwards)
+    lookahead_hf.enable(model)
+    trials = []
+    for at in range(2):
+        text = model.generate(prompt(), **call).tolist()
+        assert at or text == expected, "the trial has left its mark"
+        trials.append(stats_of(model))
+    assert trials[0].execution == "compiled" and trials[0].own_code == ()
+    assert trials[1].execution == ("model" if is_faster else "compiled")
+    assert trials[1].own_code == ((execution.SLOWER,) if is_faster else ())
+    kept = state_of(model).compiled
+    assert kept is not None and kept.trial.lost == ({1} if is_faster else set())
+
+
+def test_without_amx_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_trial, "has_amx", lambda: False)
+    monkeypatch.setattr(layer_trial.Trial, "time", None)
+    run(tiny("llama").to(torch.bfloat16), True)
 
 
 def test_a_call_without_the_kernels_says_so() -> None:
