@@ -148,6 +148,8 @@ class CompiledLayers:
         if len(set(layers)) < len(layers):
             self._refuse("a layer is there twice", len(layers))
             layers = []
+        elif not layers:
+            self._refuse(f"{type(model).__name__} has decoder layers of another build", 0)
         for layer in layers:
             if self._add(layer_descriptions.of_layer, layer):
                 inside.update(layer.modules())
