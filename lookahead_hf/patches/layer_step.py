@@ -39,7 +39,7 @@ _NOTHING: Told = (0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Broken(Exception):
-    """A forward is not what the kernels took it for, and has to run once more without them."""
+    """A forward is not what the kernels took it for, and has to run without them."""
 
 
 class LayerStep:

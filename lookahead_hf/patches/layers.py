@@ -193,7 +193,8 @@ class CompiledLayers:
     def is_replaced(self) -> bool:
         """Return whether anybody replaced a function that layers call."""
         return not all(
-            (mapping.get(name) if isinstance(mapping, dict) else getattr(mapping, name)) is known
+            (mapping.get(name) if isinstance(mapping, dict) else getattr(mapping, name, None))
+            is known
             for (_, name), (mapping, known) in self._shared.items()
         )
 
@@ -217,18 +218,26 @@ class CompiledLayers:
         """Let this thread's calls of the layers go through the kernels; yield what was done."""
         change = laid(self._calls, self._users)
         with change, change:  # an interrupt may break off one exit
-            others = sum(vars(of).get(compat.CALL) is not call for of, call in self._calls)
-            whole_until = self.last if not others and self.is_whole() else None
-            step, outer = LayerStep(self._room(), whole_until, flat), self._current
-            if others:  # torch's, or those of another description of the model
-                step.num_own += others
-                step.reasons.add(execution.OTHER_CALL)
+            try:
+                step, outer = self._begin(flat), self._current
+            except Exception as error:
+                raise Broken from error
             self._on_thread.step = step
             try:
                 yield step
                 step.finish()
             finally:
                 self._on_thread.step = outer
+
+    def _begin(self, flat: Any) -> LayerStep:
+        """Return a step in which the layers run that now call us."""
+        others = sum(vars(of).get(compat.CALL) is not call for of, call in self._calls)
+        whole_until = self.last if not others and self.is_whole() else None
+        step = LayerStep(self._room(), whole_until, flat)
+        if others:  # torch's, or those of another description of the model
+            step.num_own += others
+            step.reasons.add(execution.OTHER_CALL)
+        return step
 
     def run(self, forward: Callable[[], Any], flat: Any = None) -> tuple[Any, LayerStep]:
         """Run a forward with the kernels; return what it returns, and what was done."""

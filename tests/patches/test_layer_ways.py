@@ -106,8 +106,11 @@ def test_a_call_that_changes_while_layers_wait_runs_again(
     assert run_as_plain(model).own_code == (execution.OTHER_CALL,)
 
 
-def test_an_error_of_the_kernels_ends_in_the_models_own_code(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("of", "name"), [(Room, "run"), (LayerStep, "_told_of"), (CompiledLayers, "is_whole")]
+)
+def test_an_error_of_ours_ends_in_the_models_own_code(
+    of: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("a weight of the model has no memory")
@@ -115,7 +118,7 @@ def test_an_error_of_the_kernels_ends_in_the_models_own_code(
     model = tiny("llama")
     run(model, True)
     with monkeypatch.context() as patch:
-        patch.setattr(Room, "run", refuse)
+        patch.setattr(of, name, refuse)
         assert run_as_plain(model).own_code == (execution.OUT_OF_ORDER,)
     assert run_as_plain(model).own_code == ()
 
