@@ -75,9 +75,13 @@ class SpeculativeStats:
         commit_ms: Time spent on the cache after verification.
         budget_histogram: Number of steps by the most draft tokens of a row in the step.
         engine: How the call was verified.
-        execution: How the steps were run: "model" by the model's own forward, "compiled"
+        execution: How the latest step was run: "model" by the model's own forward, "compiled"
             where compiled kernels computed layers, "replayed" as CUDA graphs; else on a device why
             not.
+        layers: On a CPU, how many layers kernels computed in the latest step ("compiled"), and how
+            many ran their own code ("model"): decoder layers, and linear layers outside of those
+            that kernels compute. Empty if the call did not look for any.
+        own_code: On a CPU, why layers ran their own code in any step.
         num_fed: Tokens that the target was fed in the prefill and in steps, padding included.
         fallback_reason: Why nothing was speculated, None where it was.
         row_stats: Counts of each row.
@@ -102,6 +106,8 @@ class SpeculativeStats:
     budget_histogram: Mapping[int, int] = field(default_factory=dict)
     engine: str | None = None
     execution: str | None = None
+    layers: Mapping[str, int] = field(default_factory=dict)
+    own_code: tuple[str, ...] = ()
     num_fed: int = 0
     fallback_reason: str | None = None
     row_stats: tuple[RowStats, ...] = ()
@@ -143,7 +149,7 @@ class SpeculativeStats:
         if style != "full":
             raise ValueError(f"style={style!r} is not known; {known_names(style, _STYLES)}")
         values = dataclasses.asdict(self)
-        for name in ("accepted_histogram", "row_stats"):
+        for name in ("accepted_histogram", "own_code", "row_stats"):
             values[name] = list(values[name])
         values["budget_histogram"] = {str(n): count for n, count in self.budget_histogram.items()}
         if self.fallback_reason is not None:
@@ -175,6 +181,10 @@ class SpeculativeStats:
             f"{self.num_moved} moved in the cache",
             "ms: " + ", ".join(f"{phase} {getattr(self, f'{phase}_ms'):.1f}" for phase in PHASES),
         ]
+        if self.own_code:
+            own, count = self.layers.get("model", 0), sum(self.layers.values())
+            ran = f"{own} of {count} layers" if count else "all layers"
+            lines.append(f"the model's own code ran {ran}: {'; '.join(self.own_code)}")
         lines += [
             f"{name}: {source.accepted} of {source.drafted} accepted, {source.exclusive} alone"
             for name, source in self.per_source.items()
@@ -243,6 +253,8 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "budget_histogram": _by_key,
     "engine": _listed,
     "execution": _listed,
+    "layers": lambda a, b: b or a,
+    "own_code": lambda a, b: tuple(dict.fromkeys(a + b)),
     "fallback_reason": _listed,
     "trace": lambda a, b: a + b if a and b else a or b,
 }

@@ -13,6 +13,7 @@ import torch
 from transformers.utils.logging import tqdm
 
 from lookahead_hf import compat, ngram_pool
+from lookahead_hf.call import execution
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.cost_model import SIZES
@@ -205,7 +206,8 @@ def _runner(
         scoring = _unaltered if do_sample else None
         return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
     is_flat = num_rows > 1 and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
-    return Runner(model, num_rows, steps=CompiledSteps(model, compiled), flat=is_flat)
+    steps = CompiledSteps(model, None if compiled else execution.NOT_ASKED_FOR)
+    return Runner(model, num_rows, steps=steps, flat=is_flat)
 
 
 def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:

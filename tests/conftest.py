@@ -57,7 +57,7 @@ def fixed_seed() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """No call decodes plainly because numba still compiles."""
-    import lookahead_hf.drafting.session  # noqa: F401 (says what there is to compile)
+    import lookahead_hf.drafting.registry  # noqa: F401 (says what there is to compile)
     import lookahead_hf.patches.layers  # noqa: F401 (the same)
     from lookahead_hf.ngram_pool import compilation
 

@@ -106,7 +106,7 @@ LAYERS = {
         "__init__",
     ),
     "patches": (
-        "install layer_code lazy_mask tree_attention trust",
+        "install layer_code layer_trial lazy_mask tree_attention trust",
         "calls forward",
         "attention implicit_positions mixers",
         "layer_programs patched",

@@ -17,6 +17,7 @@ from lookahead_hf.batching.request import Job, Maker
 from lookahead_hf.batching.rows import RefilledRows
 from lookahead_hf.batching.runner import RefilledRunner
 from lookahead_hf.batching.verifier import EachRow
+from lookahead_hf.call import execution
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
 from lookahead_hf.distributed.coordinator import Processes
@@ -207,7 +208,7 @@ class RefillSession(Session):
                 int(self.rows.num_emitted[row]),
                 engine=job.verifier.name,
                 per_source=self.drafts.source_stats(row),
-                execution=self.runner.execution,
+                **self.runner.ways,
             )
             self._finish(row, job, record)
         elif state.streaming and new:
@@ -250,7 +251,8 @@ class RefillSession(Session):
 
 def compiled_steps(maker: Maker) -> CompiledSteps:
     """Return how steps run the layers, from what is kept of the model now."""
-    return CompiledSteps(maker.model, maker.request.config.compiled_layers)
+    is_wanted = maker.request.config.compiled_layers
+    return CompiledSteps(maker.model, None if is_wanted else execution.NOT_ASKED_FOR)
 
 
 def new_session(manager: SpeculativeBatchingManager) -> RefillSession:

@@ -1,8 +1,9 @@
 """How the steps of a call are run: the closed list of values of `SpeculativeStats.execution`.
 
-The runner on the host runs the model's own forward; compiled kernels may compute its layers. A
-runner on a CUDA device replays its steps, or gives one of these reasons why it does not. Some
-reasons are followed by a colon and a detail.
+The runner on the host runs the model's own forward; compiled kernels may compute its layers. Why
+layers run their own code on a CPU is in `SpeculativeStats.own_code`. A runner on a CUDA device
+replays its steps, or gives one of these reasons why it does not. Some reasons are followed by a
+colon and a detail.
 """
 
 from __future__ import annotations
@@ -34,3 +35,20 @@ IN_USE = "another call is using the model's graphs"
 FAILED = "capturing failed"
 
 CHANGED = "the model was changed in the middle of the call"
+
+# Why layers run their own code on a CPU; so do NOT_ASKED_FOR, WATCHED, HOOKS and CHANGED.
+PROCESSES = "several processes run the model"
+BY_TORCH = "the model is compiled by torch"
+COMPILING = "the kernels are being compiled"
+NO_COMPILER = "numba is missing or has failed"
+NO_OPENMP = "no OpenMP library runs the kernels on the threads of torch"
+UNKNOWN = "there are no kernels for a layer"
+DIFFERED = "the results of a layer differed in its first step"
+FUNCTIONS = "functions that layers call were replaced"
+GRADIENTS = "gradients or autocast are on"
+TOO_LARGE_A_BLOCK = "the block has more tokens than the kernels take"
+OTHER_NUMBERS = "the input of a layer is not of the type of its weights"
+OTHER_CALL = "something else is called in place of a layer"
+OTHER_ARGUMENTS = "a layer is not called as in generate"
+SLOWER = "the model's own code is faster at this width"
+OUT_OF_ORDER = "the layers were not called one after another"

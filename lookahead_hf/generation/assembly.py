@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lookahead_hf import compat, ngram_pool
+from lookahead_hf.call import execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
@@ -192,5 +193,9 @@ def _runner(
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
         )
-    wanted = processes.is_alone and call.request.config.compiled_layers  # ranks must agree
-    return Runner(call.model, call.num_rows, shape, CompiledSteps(call.model, wanted), is_flat)
+    steps = None
+    if call.input_ids.device.type == "cpu":
+        refusal = None if call.request.config.compiled_layers else execution.NOT_ASKED_FOR
+        refusal = refusal if processes.is_alone else execution.PROCESSES  # which must agree
+        steps = CompiledSteps(call.model, refusal)
+    return Runner(call.model, call.num_rows, shape, steps, is_flat)

@@ -175,7 +175,7 @@ class DecodingSession(Session):
             self.rows,
             engine=self.verifier.name,
             per_source=per_source,
-            execution=self.runner.execution,
+            **self.runner.ways,
             trace=None if self.tracer is None else self.tracer.finish(self.rows, list(per_source)),
             num_fed=self.runner.num_fed,
         )

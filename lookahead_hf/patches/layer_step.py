@@ -11,6 +11,7 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.cache.slot_layer import SlotLayer
 from lookahead_hf.cache.slots import SlotCache
+from lookahead_hf.call import execution
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
 from lookahead_hf.patches import attention
 from lookahead_hf.patches.layer_plans import plan_of
@@ -37,11 +38,16 @@ _READ = {
 _NOTHING: Told = (0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
+class Broken(Exception):
+    """A forward is not what the kernels took it for, and has to run without them."""
+
+
 class LayerStep:
     """The forward in progress on one thread.
 
     Attributes:
         num_computed: Layers that kernels computed.
+        num_own: Layers that ran their own code, although kernels were laid under them.
         reasons: Why layers ran their own code.
     """
 
@@ -57,40 +63,46 @@ class LayerStep:
         self._pending: list[Unit] = []
         self._told: list[Told] = []
         self._stream: torch.Tensor | None = None
-        self._pitch, self._is_trial = 0, False
+        self._next = self._pitch = 0
+        self._is_trial = False
         self._held: list[Any] = []
         self._plans: dict[tuple[int, int], Plan | None] = {}
         self._known: tuple[Any, ...] = ()
-        self.num_computed, self.reasons = 0, set[str]()
+        self.num_computed, self.num_own, self.reasons = 0, 0, set[str]()
 
     def call(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """Compute a layer, or note it for the last one to compute; None if it runs its own code."""
+        """Compute a layer, or note it for the last one to compute; None if it runs its own code.
+
+        Raises:
+            Broken: Layers were noted, and this one does not follow them.
+        """
         if self._is_trial:
             return None
         x = args[0] if len(args) == 1 else None
-        reason = _refusal(unit, x)
-        told: Told | None = _NOTHING
+        if self._pending and not (x is self._stream and unit.first == self._next):
+            raise Broken
+        reason, told = _refusal(unit, x), _NOTHING
         if reason is None and unit.program.layer_index is not None:
-            told = self._told_of(unit, x, kwargs)
-        if reason is not None or told is None:
-            self.reasons.add(reason or "a layer is not called as in generate")
+            told_of = self._told_of(unit, x, kwargs)
+            reason, told = (execution.OTHER_ARGUMENTS, told) if told_of is None else (None, told_of)
+        if reason is not None:
+            self.reasons.add(reason)
+            self.num_own += 1
             self._compute()
             return None
         assert x is not None
         if unit.program.layer_index is None:
-            self._compute()
             return self._linear(unit, x)
         if unit.is_trusted is None:
             self._compute()
             return self._try(unit, args, kwargs, told)
-        if self._pending and x is not self._stream:
-            raise RuntimeError("a layer's input is not what the layer before it returned")
         if not self._pending:
             self._stream = x.clone()
         assert self._stream is not None
         self._pending.append(unit)
+        self._next = unit.first + len(unit.program.ops)
         self._told.append((self._stream.data_ptr(), *told[1:]))
         if self._whole_until is None or unit is self._whole_until:
             self._compute()
@@ -100,10 +112,10 @@ class LayerStep:
         """End the forward.
 
         Raises:
-            RuntimeError: The forward went on without the last layer.
+            Broken: The forward went on without the last layer.
         """
         if self._pending:
-            raise RuntimeError("a forward has left out the last of its layers")
+            raise Broken
 
     def _compute(self) -> None:
         """Compute the layers that were noted, in one call."""
@@ -180,6 +192,7 @@ class LayerStep:
             own: torch.Tensor = compat.own_call(unit.module, x)
             self._judge(unit, own, _agree(out, own, own))
             if not unit.is_trusted:
+                self.num_own += 1
                 return own
         self.num_computed += 1
         return out
@@ -207,6 +220,7 @@ class LayerStep:
             return out
         for store, before in zip(written, kept, strict=True):
             store[slots] = before
+        self.num_own += 1
         return own
 
     def _judge(self, unit: Unit, own: torch.Tensor, agrees: bool) -> None:
@@ -214,6 +228,7 @@ class LayerStep:
         if bool(own.isfinite().all()):
             unit.is_trusted = agrees
             if not agrees:
+                self.reasons.add(execution.DIFFERED)
                 _logger.info("the kernels do not give the results of a layer, which runs itself")
 
 
@@ -221,20 +236,22 @@ def _refusal(unit: Unit, x: Any) -> str | None:
     """Return why a unit must run its own code, None if the kernels may compute it."""
     program = unit.program
     if unit.is_trusted is False:
-        return "its results differed in its first step"
+        return execution.DIFFERED
     if torch.is_grad_enabled() or compat.is_autocast():
-        return "gradients or autocast are on"
+        return execution.GRADIENTS
     if (
         type(x) is not torch.Tensor
         or x.dtype is not program.dtype
         or x.shape[-1] != program.size
-        or not 0 < x.numel() <= MOST_TOKENS * program.size
+        or not x.numel()
         or not (x.is_cpu and x.is_contiguous())
     ):
-        return "the block is too large, or its numbers are not of the weights' kind"
+        return execution.OTHER_NUMBERS
+    if x.numel() > MOST_TOKENS * program.size:
+        return execution.TOO_LARGE_A_BLOCK
     if program.is_hooked() and _is_heard(program):
-        return "a module is hooked"
-    return "a module was changed" if program.is_changed() else None
+        return execution.HOOKS
+    return execution.CHANGED if program.is_changed() else None
 
 
 def _is_heard(program: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Runner(PromptRunner):
     @property
     def mode(self) -> str:
         """How steps are run now, "compiled" or "": their cost depends on it."""
-        return execution.COMPILED if self._steps.is_used else ""
+        return execution.COMPILED if self._steps is not None and self._steps.is_used else ""
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -46,7 +46,8 @@ class Runner(PromptRunner):
 
         The first block of a size takes up to a fifth longer: oneDNN prepares its kernels for it.
         """
-        return not self._is_repeat and not self._is_new
+        was_timed = self._steps is not None and self._steps.was_timed
+        return not (self._is_repeat or self._is_new or was_timed)
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Lay out a step and run it.
@@ -105,14 +106,15 @@ class Runner(PromptRunner):
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
         context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers)
-        with (
-            running(context, device),
-            experts,
-            nullcontext() if is_prompt else self._steps.step(inputs.flat),
-        ):
-            outputs = self.model(**given, return_dict=True)
-        if self._steps.is_used:
-            self.execution = execution.COMPILED
+        steps = None if is_prompt else self._steps
+
+        def run() -> Any:
+            return self.model(**given, return_dict=True)
+
+        with running(context, device), experts:
+            outputs = run() if steps is None else steps.run(run, inputs.num_tokens, inputs.flat)
+        if steps is not None:
+            self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += inputs.num_tokens
         kind = self.mode, inputs.num_tokens, inputs.flat is not None
         known = state_of(self.model).run_blocks

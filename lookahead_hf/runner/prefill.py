@@ -51,7 +51,7 @@ class PromptRunner(ABC):
             model: The target.
             num_rows: Rows of the batch.
             shape: The shape of every block, None for as large as each draft needs.
-            steps: How steps run the layers, None for their own code.
+            steps: How steps run the layers on a CPU, None for their own code.
             flat: Whether the model and the call admit flat blocks.
         """
         self.model = model
@@ -59,7 +59,7 @@ class PromptRunner(ABC):
         self._cache: AdoptedCache | None = None
         self._shape, self._is_compiled = shape, compiled.is_compiled(model)
         self.is_flat = flat
-        self._steps = steps or CompiledSteps(model, False)
+        self._steps = steps
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
         self._is_repeat = self._is_new = False
         self._names = compat.decoder_names(model)
@@ -70,6 +70,14 @@ class PromptRunner(ABC):
         if self.only_chains and model.device.type == "cuda":
             self.execution = execution.STATES
         self._mask_dict = compat.takes_mask_dict(model)
+
+    @property
+    def ways(self) -> dict[str, Any]:
+        """How steps were run, as fields of `SpeculativeStats`."""
+        if self._steps is None:
+            return {"execution": self.execution}
+        own_code = tuple(sorted(self._steps.reasons))
+        return {"execution": self.execution, "layers": self._steps.counts, "own_code": own_code}
 
     @property
     def has_one_shape(self) -> bool:

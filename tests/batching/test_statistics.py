@@ -73,7 +73,14 @@ def test_a_request_has_every_statistic(sessions: list[Any]) -> None:
         assert sum(source.accepted for source in stats.per_source.values()) >= stats.num_accepted
         assert stats.to_dict("vllm")["num_spec_steps"] == stats.row_steps
         empty = {name for name, value in stats.to_dict().items() if not value}
-        assert empty <= {"trace", "fallback_reason", "num_moved", "num_accepted", "acceptance_rate"}
+        assert empty <= {
+            "own_code",
+            "trace",
+            "fallback_reason",
+            "num_moved",
+            "num_accepted",
+            "acceptance_rate",
+        }
         assert stats.execution == "compiled" and stats.engine == "walk"
         assert stats.max_width >= 1 and max(stats.budget_histogram) <= DRAFTED.budget
 

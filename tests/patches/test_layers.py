@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 
 import lookahead_hf
 from lookahead_hf import compat
+from lookahead_hf.call import execution
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches import layer_code, layers
@@ -171,6 +172,46 @@ def test_the_bits_of_a_text_do_not_depend_on_drafts_or_threads(
             found.append(torch.cat(drafted.logits))
     for logits in found:
         assert torch.equal(logits, torch.cat(alone.logits))
+
+
+class OfEveryWidth:
+    """Two right tokens and siblings of them: by turns 1 to so many tokens with the last one."""
+
+    def __init__(self, widest: int, threads: int) -> None:
+        self.random, self.widest, self.threads, self.count = Random(0), widest, threads, 0
+
+    def __call__(self, rest: list[int]) -> Any:
+        torch.set_num_threads(self.threads)
+        self.count += 1
+        num_nodes = (self.count * 7 - 7) % self.widest
+        right = rest[: min(2, num_nodes)]
+        others = [token for token in range(VOCAB) if token != (rest or [-1])[0]]
+        siblings = self.random.sample(others, num_nodes - len(right))
+        return right + siblings, [*range(-1, len(right) - 1), *[-1] * len(siblings)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "widest"), [(1, 64), (3, 41)])
+def test_bits_are_the_same_at_every_width(rows: int, widest: int, dtype: torch.dtype) -> None:
+    model, ids = of_family("llama", dtype), prompt(rows, 11)
+    mask, threads = torch.ones_like(ids), torch.get_num_threads()
+    for row in range(1, rows):
+        mask[row, : 3 * row] = 0
+    call = {"max_new_tokens": 3 * widest, "do_sample": False, "attention_mask": mask}
+    call |= {"return_dict_in_generate": True, "output_logits": True}
+    with lookahead_hf.enabled(model):
+        alone = model.generate(ids, **call, speculative={"budget": 0})
+        truths = continuations(alone.sequences, 11)
+        for count in (1, 2, 4):
+            script = OfEveryWidth(widest, count)
+            try:
+                drafted = model.generate(ids, **call, speculative=scripted(truths, script))
+            finally:
+                torch.set_num_threads(threads)
+            stats = drafted.speculative_stats
+            assert stats.num_accepted > 0 and stats.own_code == () and stats.layers["model"] == 0
+            assert rows > 1 or set(stats.budget_histogram) == set(range(widest))
+            assert torch.equal(torch.cat(drafted.logits), torch.cat(alone.logits))
 
 
 def test_a_layer_that_gives_other_results_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +581,7 @@ def test_a_model_that_was_changed_is_described_anew() -> None:
 def test_a_layer_that_is_there_twice_runs_itself() -> None:
     model = single()
     model.model.layers[2] = model.model.layers[1]
-    assert layers.CompiledLayers(model).refused == {"a layer is there twice"}
+    assert layers.CompiledLayers(model).refused == {f"{execution.UNKNOWN}: a layer is there twice"}
 
 
 def test_another_dtype_counts() -> None:
@@ -616,5 +657,7 @@ def test_linear_layers_of_other_models_are_computed_one_by_one(
         ours = model.generate(ids, max_new_tokens=20, do_sample=False, speculative=config)
         stats = lookahead_hf.last_stats(model)
         assert stats is not None and stats.num_accepted > 0 and stats.execution == "compiled"
+        assert stats.layers == {"compiled": 17, "model": 0} and len(stats.own_code) == 1
+        assert stats.own_code[0].startswith(execution.UNKNOWN)  # attention and norms are its own
         assert len(units(model)) == 17 and all(unit.is_trusted for unit in units(model))
     assert ours.tolist() == plain.tolist()
