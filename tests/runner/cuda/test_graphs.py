@@ -31,7 +31,15 @@ from tests.helpers.compiled import in_threads
 from tests.helpers.device import TapeRecorder, storages, taped
 from tests.helpers.fakes import Recorder
 from tests.helpers.models import NAMES, prompt, tiny
-from tests.helpers.replayed import WIDTHS, compare, compare_calls, sets_of
+from tests.helpers.replayed import (
+    WIDTHS,
+    Switch,
+    compare,
+    compare_calls,
+    sets_of,
+    small,
+    streamed,
+)
 from tests.helpers.trees import by_words
 from tests.helpers.users_parts import Unknown
 
@@ -240,6 +248,31 @@ def test_steps_that_capture_tell_nothing_about_costs(
     compare(tiny("mistral"), padded("left"), max_new_tokens=70)
     assert {*counted} == {(True, False), (False, True)}
     assert counted.count((True, False)) > 1  # in mid-text, too
+
+
+def test_steps_that_are_run_again_tell_nothing_about_costs(
+    made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is replayed, and run since the model has changed: its time is that of both."""
+    twice, counted = [], []
+    run, observe = CudaRunner._replay_or_run, DraftSession.observe
+
+    def noted(runner: CudaRunner, recording: Any, *sizes: int) -> Any:
+        outputs = run(runner, recording, *sizes)
+        twice.append(recording is not None and not runner._replays)
+        return outputs
+
+    def observed(drafts: DraftSession, *args: Any) -> None:
+        counted.append((twice[-1], args[-1] is not None))
+        observe(drafts, *args)
+
+    monkeypatch.setattr(CudaRunner, "_replay_or_run", noted)
+    monkeypatch.setattr(DraftSession, "observe", observed)
+    model = small()
+    attention = model.model.layers[1].self_attn
+    streamed(model, True, Switch({20: partial(setattr, attention, "scaling", -1.0)}))
+    assert {is_timed for again, is_timed in counted if again} == {False}
+    assert counted[-1] == (False, True)
 
 
 @pytest.mark.parametrize(("experts", "said"), [("eager", WAITS), ("batched_mm", REPLAYED)])
