@@ -101,7 +101,7 @@ LAYERS = {
         "cpu._attention_numba",
         "cpu._program_numba",
         "cpu.program",
-        "attention compact reject topk verify",
+        "attention compact reject topk trial verify",
         "dispatch",
         "__init__",
     ),
