@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from tempfile import NamedTemporaryFile
@@ -30,6 +31,7 @@ from lookahead_hf.kernels import attention, compact, reject, topk, verify
 from lookahead_hf.kernels._attention_sizes import stages
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.results import Wanted
+from lookahead_hf.runner.cuda import graphs
 
 
 class Gpu(NamedTuple):
@@ -69,7 +71,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def _step(rows: int, width: int, sampled: bool) -> None:
     """All launches of a step of a model of eight billion parameters."""
     _verify(width - 1, 128256, torch.float32 if sampled else torch.bfloat16, sampled, rows)
-    _compact(width, 128, rows)
+    if width > 1:
+        _compact(width, 128, rows)
     for slots in (512, 4096) if not sampled else ():
         _attend(width, (32, 8), 128, rows=rows, slots=slots)
 
@@ -162,9 +165,7 @@ def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
         needs more shared memory or keeps more registers in memory than `Gpu` allows.
     """
     found: dict[str, CompiledKernel | Exception] = {}
-    run, target = JITFunction.run, gpu.target
-    major = target.arch // 10 if target.backend == "cuda" else 0
-    is_rdna = target.backend == "hip" and target.warp_size == 32
+    run = JITFunction.run
 
     def compile_launch(kernel: Any, *, warmup: bool, **arguments: Any) -> None:
         name = kernel.fn.__name__.strip("_").removesuffix("_kernel")
@@ -182,14 +183,37 @@ def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
         except Exception as error:
             found[name] = error
 
+    with patch.object(JITFunction, "run", compile_launch), _launches_on(gpu):
+        CASES[case]()
+    return found
+
+
+@contextmanager
+def _launches_on(gpu: Gpu) -> Iterator[None]:
+    """Let launches find this GPU."""
+    target = gpu.target
+    major = target.arch // 10 if target.backend == "cuda" else 0
+    is_rdna = target.backend == "hip" and target.warp_size == 32
     triton.runtime.driver.set_active(_Driver(target))
     with (
-        patch.object(JITFunction, "run", compile_launch),
         patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)),
         patch.object(attention, "is_rdna", lambda _: is_rdna),
     ):
-        CASES[case]()
-    return found
+        yield
+
+
+def count_variants(rows: int, sampled: bool, gpu: Gpu) -> int:
+    """Count what Triton compiles for the steps of all widths."""
+    found = set()
+
+    def note(*, fn: Any, key: Any, **_: Any) -> bool:
+        found.add((fn.name, str(key)))
+        return True  # which leaves it uncompiled
+
+    with patch.object(triton.knobs.runtime, "jit_cache_hook", note), _launches_on(gpu):
+        for width in graphs.widths_for(rows):
+            _step(rows, width, sampled)
+    return len(found)
 
 
 class Resources(NamedTuple):
