@@ -55,7 +55,7 @@ GPUS = {
     "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024, 8),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * 1024),
     "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * 1024, 48),
-    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024, 80),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024, 88),
     "gfx90a": Gpu(GPUTarget("hip", "gfx90a", 64), 64 * 1024),
     "gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * 1024, 320),
 }
@@ -118,13 +118,15 @@ def _attend(
     extras: bool = False,
     rows: int = 2,
     slots: int = 4096,
+    v_dim: int | None = None,
 ) -> None:
     """Attention of one layer; `heads` are those of the queries and those of K and V."""
     q = _empty(rows, nodes, heads[0], dim, dtype=dtype).transpose(1, 2)
     k = _empty(rows, slots, heads[1], dim, dtype=dtype).transpose(1, 2)
+    v = _empty(rows, slots, heads[1], v_dim or dim, dtype=dtype).transpose(1, 2)
     columns, sinks = (_empty(rows, slots), _empty(rows)), _empty(heads[0], dtype=dtype)
     more = (1024, *columns, 50.0, sinks) if extras else ()
-    attention.tree_attention(q, k, k, _empty(rows), _empty(rows, nodes), dim**-0.5, *more)
+    attention.tree_attention(q, k, v, _empty(rows), _empty(rows, nodes), dim**-0.5, *more)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -143,6 +145,12 @@ CASES: dict[str, Callable[[], None]] = {
     "64 x 8/4 heads of 256 bf16": partial(_attend, 64, (8, 4), 256),
     "64 x 32/8 heads of 128 fp32": partial(_attend, 64, (32, 8), 128, torch.float32),
     **{
+        f"{width} x 32/8 heads of {dim} and {v_dim} bf16": partial(
+            _attend, width, (32, 8), dim, v_dim=v_dim
+        )
+        for (dim, v_dim), width in product(((80, 80), (96, 96), (192, 128)), (1, 64))
+    },
+    **{
         f"{rows} x {width}, {'sampled' if sampled else 'greedy'}": partial(
             _step, rows, width, sampled
         )
@@ -153,7 +161,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 Steps of all widths, of one row and of several. Vocabularies that divide by 16 and one that does
 not, drafts of 63 nodes and fewer, the three types of logits, one and two tokens' words in the
-cache's layout, and heads of all sizes and groupings.
+cache's layout, and heads of all sizes and groupings, also where K and V differ.
 """
 
 
