@@ -17,7 +17,7 @@ results=$(mkdir -p "${2:-gpu_results}" && cd "${2:-gpu_results}" && pwd)
 python=${PYTHON:-python3}
 export PYTHONPATH=. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 files=$(mktemp -d)
-trap 'rm -rf "$files"' EXIT
+trap 'rm -rf "$files" "$files.model"' EXIT
 failed=0
 
 keep() { # in a new file first, so that no half of it ever lies there
@@ -129,7 +129,8 @@ one | two | three) $run ;;
     mark="not slow" few="--collect-only" kernels_tests="tests/kernels/test_compact.py"
     large=tiny small=tiny short=128 long=256 batches=2,3 attention=15
     on="--device cpu --dtype float32 --rounds 1" new="--new-tokens 16"
-    MODEL=$files/model texts="--device cpu --families qa $new"
+    MODEL=$files.model texts="--device cpu --families qa $new"
+    mkdir "$MODEL"
     "$python" -c "from tests.helpers.tiny_chat import *; save_tiny_chat(Path('$MODEL'))"
     sizes="--device cpu --rounds 1 --vocab 1009 --layers 2 --heads 2 --kv-heads 1 --head-dim 16"
     one

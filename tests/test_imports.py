@@ -78,7 +78,7 @@ LAYERS = {
         "strategy",
     ),
     "logits": (
-        "grammars.protocol warpers",
+        "grammars.protocol top_k_then_p warpers",
         "grammars.llguidance grammars.outlines_core grammars.xgrammar",
         "constraints",
         "row_processors",
