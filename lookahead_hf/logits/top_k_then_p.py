@@ -46,7 +46,7 @@ def joined(processors: Iterable[Any]) -> list[Any]:
     """Return processors with each top-k and the top-p right behind it in one."""
     out: list[Any] = []
     for each in processors:
-        before = out[-1] if out else None
+        before: Any = out[-1] if out else None
         kinds = type(before), type(each)
         if kinds == (hf.TopKLogitsWarper, hf.TopPLogitsWarper) and (
             before.filter_value == each.filter_value == -torch.inf
