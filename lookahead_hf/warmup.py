@@ -266,7 +266,7 @@ def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:
     if isinstance(runner, CudaRunner) and isinstance(step, DeviceOutputs):
         step.walk.take()
         seconds = time.perf_counter() - start
-        runner.forget()
+        runner.roll_back()
         return seconds
     step.logits[:, -1, -1].cpu()  # waits for the device
     return time.perf_counter() - start

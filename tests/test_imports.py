@@ -78,7 +78,7 @@ LAYERS = {
         "strategy",
     ),
     "logits": (
-        "grammars.protocol warpers",
+        "grammars.protocol top_k_then_p warpers",
         "grammars.llguidance grammars.outlines_core grammars.xgrammar",
         "constraints",
         "row_processors",
@@ -101,7 +101,7 @@ LAYERS = {
         "cpu._attention_numba",
         "cpu._program_numba",
         "cpu.program",
-        "attention compact reject topk verify",
+        "attention compact reject topk trial verify",
         "dispatch",
         "__init__",
     ),

@@ -64,8 +64,7 @@ class Session(ABC):
             if not draft.num_nodes or has_state or not self.processes.is_alone:
                 raise
         self.drafts.narrow(draft.max_nodes // 2)
-        draft = DraftTree.empty(self.rows.num_rows)
-        return draft, self.runner.launch(self.rows, draft)
+        return DraftTree.empty(self.rows.num_rows), self.runner.launch_again(self.rows)
 
     def repeat_if_not_finite(self, draft: DraftTree, step: Any) -> tuple[DraftTree, Any]:
         """Run a step again without its draft if the draft made NaN of a row's logits."""

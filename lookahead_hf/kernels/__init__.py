@@ -5,7 +5,6 @@ from __future__ import annotations
 from lookahead_hf.kernels.dispatch import (
     MAX_ATTENTION_NODES,
     MAX_HEAD_DIM,
-    NotLaunched,
     argmax,
     backend,
     compact_on_host,
@@ -23,7 +22,6 @@ from lookahead_hf.kernels.results import RowScan, TopRows, TreeWalk, Wanted
 __all__ = [
     "MAX_ATTENTION_NODES",
     "MAX_HEAD_DIM",
-    "NotLaunched",
     "PathTable",
     "RowScan",
     "TopRows",

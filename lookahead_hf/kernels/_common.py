@@ -63,6 +63,14 @@ def best_of(key, index):
     return pack(greatest, first)
 
 
+def places(width: int) -> int:
+    """Places that a program has for the nodes of a row, the same for all widths but the first.
+
+    A kernel for each width would save next to nothing, and the first call waits for each of them.
+    """
+    return 1 if width == 1 else max(64, triton.next_power_of_2(width))
+
+
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's device current: Triton launches on the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -47,7 +47,7 @@ from lookahead_hf.kernels._softmax import (
 )
 
 
-@triton.jit(do_not_specialize=["window", "num_columns"])
+@triton.jit(do_not_specialize=["nodes", "window", "num_columns"])
 def _prefix_kernel(
     acc_ptr,  # [rows, kv_heads, splits, nodes * GROUP, DIM_V]
     stats_ptr,  # [rows, kv_heads, splits, nodes * GROUP, 2]
@@ -128,7 +128,7 @@ def _prefix_kernel(
         store_vectors(acc_ptr, entry * DIM_V, acc, live, DIM_V, BLOCK_V)
 
 
-@triton.jit(do_not_specialize=["window", "num_columns"])
+@triton.jit(do_not_specialize=["splits", "window", "num_columns"])
 def _node_kernel(
     out_ptr,  # [rows, nodes, heads, DIM_V]
     acc_ptr,  # [rows, kv_heads, splits, nodes * GROUP, DIM_V]

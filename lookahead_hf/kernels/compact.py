@@ -14,14 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import FP_FUSION, on_device
+from lookahead_hf.kernels._common import FP_FUSION, on_device, places
 from lookahead_hf.kernels.path_table import PathTable
 
 _WORD = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["path_width"])
+@triton.jit(do_not_specialize=["path_stride", "path_width"])
 def _compact_path_kernel(
     table_ptr,  # [tensors, 4]: address, row stride, slot stride, width
     lengths_ptr,  # [rows]
@@ -79,7 +79,7 @@ def compact_path(
             path_width=path.shape[1],
             WORD=_WORD[table.word_bytes],
             ALIGNED=table.aligned,
-            PATH=triton.next_power_of_2(path.shape[1]),
+            PATH=places(path.shape[1]),
             BLOCK=_BLOCK,
             num_warps=4,
             enable_fp_fusion=FP_FUSION,

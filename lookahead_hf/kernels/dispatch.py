@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -29,18 +27,12 @@ MAX_FUSED_K = 64
 
 _VARIABLE = "LOOKAHEAD_HF_BACKEND"
 
-_left_to_torch: set[torch.device] = set()
-
-
-class NotLaunched(Exception):
-    """A kernel could not be launched; torch serves its device from now on."""
-
 
 def backend(device: torch.device) -> str:
     """Return what runs on a device: "triton" on CUDA and ROCm, "torch" elsewhere.
 
     NVIDIA's GPUs before Ampere, which Triton does not support, take "torch" as well, and so does a
-    device on which a launch has failed. If the environment variable LOOKAHEAD_HF_BACKEND is
+    device on which the first launch fails. If the environment variable LOOKAHEAD_HF_BACKEND is
     "triton" or "torch", it decides.
 
     Raises:
@@ -48,8 +40,7 @@ def backend(device: torch.device) -> str:
     """
     chosen = setting()
     if not chosen:
-        serves = device.type == "cuda" and device not in _left_to_torch and _has_triton(device)
-        return "triton" if serves else "torch"
+        return "triton" if device.type == "cuda" and _has_triton(device) else "torch"
     if chosen not in ("triton", "torch"):
         raise ValueError(f"{_VARIABLE} is {chosen!r}: set it to 'triton' or 'torch', or unset it")
     if chosen == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -72,39 +63,31 @@ def is_asked_for() -> bool:
 
 @lru_cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and supports the GPU; NVIDIA's since Ampere."""
-    if find_spec("triton") is None:
-        return False
-    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@contextmanager
-def _launching(device: torch.device) -> Iterator[None]:
-    """Leave a device to torch where a kernel cannot be launched, unless Triton was asked for.
+    """Whether Triton is installed, supports the GPU (NVIDIA's since Ampere) and runs on it.
 
     Before its first launch Triton compiles code for the host, for which it needs a C compiler and
     Python's headers. Slim images have neither.
-
-    Raises:
-        NotLaunched: There was an error other than want of memory.
     """
+    if find_spec("triton") is None:
+        return False
+    if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     try:
-        yield
+        from lookahead_hf.kernels import trial
+
+        trial.launch(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if is_asked_for():
-            raise
-        if device not in _left_to_torch:
-            _left_to_torch.add(device)
-            said = (str(error).splitlines() or [""])[0]
-            warnings.warn(
-                f"Triton cannot run on {device}, so torch takes its place, which is slower: "
-                f"{type(error).__name__}: {said}. Triton needs a C compiler and Python's headers",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        raise NotLaunched from error
+        said = (str(error).splitlines() or [""])[0]
+        warnings.warn(
+            f"Triton cannot run on {device}, so torch takes its place, which is slower: "
+            f"{type(error).__name__}: {said}. Triton needs a C compiler and Python's headers",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
 
 
 def verify_tree(
@@ -139,10 +122,9 @@ def verify_tree(
     assert (noise is None) == (depth is None), "noise and depth go together"
     assert noise is None or not keep_scan, "scores divided by noise are of no use to topk_rows"
     if backend(scores.device) == "triton":
-        with suppress(NotLaunched), _launching(scores.device):
-            from lookahead_hf.kernels import verify
+        from lookahead_hf.kernels import verify
 
-            return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth, keep_scan)
+        return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth, keep_scan)
     return reference.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
 
 
@@ -176,10 +158,9 @@ def reject_tree(
     """
     given = probs, draft_probs, tokens, parents, num_nodes, uniforms, noise
     if backend(probs.device) == "triton":
-        with suppress(NotLaunched), _launching(probs.device):
-            from lookahead_hf.kernels import reject
+        from lookahead_hf.kernels import reject
 
-            return reject.reject_tree(*given)
+        return reject.reject_tree(*given)
     return reference.reject_tree(*given)
 
 
@@ -204,12 +185,11 @@ def compact_path(
         device = part.tensors[0].device
         local = [tensor.to(device, non_blocking=True) for tensor in (lengths, path, num_kept)]
         if backend(device) == "triton":
-            with suppress(NotLaunched), _launching(device):
-                from lookahead_hf.kernels import compact
+            from lookahead_hf.kernels import compact
 
-                compact.compact_path(part, *local)
-                continue
-        reference.compact_path(part, *local)
+            compact.compact_path(part, *local)
+        else:
+            reference.compact_path(part, *local)
 
 
 def compact_on_host(
@@ -259,10 +239,9 @@ def topk_rows(
     """
     assert k <= logits.shape[1], "a row has fewer entries"
     if backend(logits.device) == "triton" and k <= MAX_FUSED_K:
-        with suppress(NotLaunched), _launching(logits.device):
-            from lookahead_hf.kernels import topk
+        from lookahead_hf.kernels import topk
 
-            return topk.topk_rows(logits, k, scan, wanted)
+        return topk.topk_rows(logits, k, scan, wanted)
     return reference.topk_rows(logits, k)
 
 
@@ -306,17 +285,12 @@ def tree_attention(
 
     Returns:
         [rows, nodes, heads, v_dim] in the dtype of `q`.
-
-    Raises:
-        NotLaunched: Triton does not run there: attend under a mask.
     """
     assert (columns is None) or (pads is not None), "columns need pads"
-    if backend(q.device) != "triton":
-        raise NotLaunched("without Triton, attend under a mask")
+    assert backend(q.device) == "triton", "without Triton, attend under a mask"
     assert q.shape[2] <= MAX_ATTENTION_NODES and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
-    with _launching(q.device):
-        from lookahead_hf.kernels import attention
+    from lookahead_hf.kernels import attention
 
-        return attention.tree_attention(
-            q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks, by_length
-        )
+    return attention.tree_attention(
+        q, k, v, lengths, ancestors, scale, window, columns, pads, softcap, sinks, by_length
+    )

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import FP_FUSION, LOWEST_PACKED, on_device, packed_index
+from lookahead_hf.kernels._common import FP_FUSION, LOWEST_PACKED, on_device, packed_index, places
 from lookahead_hf.kernels.results import TreeWalk
 from lookahead_hf.kernels.tiles import tile_best
 
@@ -96,7 +96,7 @@ def verify_tree(
             num_nodes_ptr=num_nodes.contiguous(),
             width=width,
             tiles=scan.best.shape[2],
-            NODES=triton.next_power_of_2(width),
+            NODES=places(width),
             TILES=triton.next_power_of_2(scan.best.shape[2]),
             num_warps=8,
             enable_fp_fusion=FP_FUSION,

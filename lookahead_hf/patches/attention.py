@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lookahead_hf import compat, kernels
+from lookahead_hf import compat
 from lookahead_hf.model import compiled
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import tree_attention
@@ -201,8 +200,7 @@ def _by_kernel(
     out = None
     if tree is not None and not kwargs.get("output_attentions") and asked(query, key, value):
         more = kwargs.get("softcap"), kwargs.get("s_aux")
-        with suppress(kernels.NotLaunched):
-            out = tree_attention.attend(tree, query, key, value, scaling, *more)
+        out = tree_attention.attend(tree, query, key, value, scaling, *more)
     if counts is not None:
         counts[out is not None] += 1
     return out

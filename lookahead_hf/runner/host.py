@@ -63,6 +63,16 @@ class Runner(PromptRunner):
             return self.forward(self.layout(rows, draft))
         return self.run(self.fed_tokens(rows), draft)
 
+    def launch_again(self, rows: Rows) -> StepOutputs:
+        """Launch a step from its last tokens alone, where memory ran out in it or behind it."""
+        self.roll_back()
+        step = self.launch(rows, DraftTree.empty(self.num_rows))
+        self._is_new = True  # its time is that of two launches
+        return step
+
+    def roll_back(self) -> None:
+        """Keep nothing of the latest step; a runner that commits on the host has kept nothing."""
+
     def fed_tokens(self, rows: Rows) -> list[np.ndarray]:
         """Return what a flat block feeds before a draft: each live row's last token."""
         last, live = rows.last_tokens, rows.live.tolist()
@@ -142,6 +152,7 @@ class Runner(PromptRunner):
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         """Run a step again from its last tokens alone, in slots that no draft has written."""
         non_finite.clear(self.cache.slots)
+        self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
         self._is_nan_alone |= self._has_nan(step) > 0
         self._is_repeat = True

@@ -11,6 +11,7 @@ from transformers.generation import logits_process as hf
 
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.logits.row_processors import SCORES_ONLY
+from lookahead_hf.logits.top_k_then_p import TopKThenP, joined
 from lookahead_hf.logits.warpers import banned
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
@@ -35,7 +36,7 @@ class NodeProcessors:
 
     def __init__(self, processors: Iterable[Any]) -> None:
         """Read on the host, before the first step, what penalties ignore of the prompts."""
-        self._processors = list(processors)
+        self._processors = joined(processors)
         ignored = (getattr(each, "prompt_ignore_length", None) for each in self._processors)
         self._ignored = [
             each.cpu().numpy() if isinstance(each, torch.Tensor) else each or 0 for each in ignored
@@ -55,7 +56,7 @@ class NodeProcessors:
                 penalty = processor.penalty
                 changed = torch.where(scores < 0, scores * penalty, scores / penalty)
                 scores = torch.where(nodes.seen(ignored), changed, scores)
-            elif type(processor) in _SCORES_ONLY:
+            elif type(processor) in _SCORES_ONLY or isinstance(processor, TopKThenP):
                 flat = scores.flatten(0, 1)
                 no_ids = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
                 scores = processor(no_ids, flat).view_as(scores)

@@ -12,12 +12,15 @@ processed, each with its own prefix, so that every processor that the walk serve
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from lookahead_hf import kernels
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.verification.node_processors import NodeProcessors, admits
 from lookahead_hf.verification.rng import refuse_unless
 from lookahead_hf.verification.walk import Decide, Rules, Walk, along
@@ -53,7 +56,10 @@ class Rejection(Walk):
         def decide(node: int) -> tuple[int, int | None]:
             probs = self.score(rows, row, logits[row, node + 1]).softmax(-1)[0]
             children = np.flatnonzero(parents == node)
-            drawn_from = _drawn_from(draft, nodes.start + children, probs)
+            which, ids = _upload(nodes.start + children, drafted[children], device=probs.device)
+            known: Any = draft.probs
+            known = None if known is None else known[which.to(known.device)]
+            drawn_from = _drawn_from(known, ids, probs)
             accepted, token = choose(probs, drafted[children], drawn_from)
             return token, None if accepted is None else int(children[accepted])
 
@@ -65,16 +71,23 @@ class Rejection(Walk):
 
 def _walk_all(draft: DraftTree, probs: torch.Tensor) -> np.ndarray:  # [rows, 1 + nodes, vocab]
     """`TreeWalk.packed` of all rows, and whether each node's probabilities are finite."""
-    width = probs.shape[1]
-    tokens, parents, _ = draft.padded(width)
-    sizes = np.diff(draft.row_offsets)
-    row, place = np.repeat(np.arange(len(sizes)), sizes), place_in_row(draft.row_offsets)
+    width, counts = probs.shape[1], np.diff(draft.row_offsets)
+    of_nodes = np.repeat(np.arange(len(counts)), counts), place_in_row(draft.row_offsets)
+    *tree, row, place, ids = _upload(
+        *(*draft.padded(width)[:2], counts, *of_nodes, draft.token_ids), device=probs.device
+    )
     drawn_from = probs.new_zeros(len(probs), width - 1, probs.shape[2])
-    each = torch.from_numpy(row).to(probs.device), torch.from_numpy(place).to(probs.device)
-    drawn_from[each] = _drawn_from(draft, np.arange(draft.num_nodes), probs)
-    tree = (torch.from_numpy(part).to(probs.device) for part in (tokens, parents, sizes))
+    drawn_from[row, place] = _drawn_from(draft.probs, ids, probs)
     walk = _reject(probs, drawn_from, *tree)
     return torch.cat([walk.packed, _is_distribution(probs)], 1).cpu().numpy()
+
+
+def _upload(*arrays: np.ndarray, device: torch.device) -> list[torch.Tensor]:
+    """Bring integers to a device as int64, in one copy that waits for nothing."""
+    packed = np.concatenate([array.ravel() for array in arrays], dtype=np.int64)
+    there = pinned(packed, device).to(device, non_blocking=True)
+    parts = there.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def choose(
@@ -96,7 +109,7 @@ def choose(
     refuse_unless(bool(_is_distribution(probs)))
     tree = np.zeros((2, 1, 1 + siblings), np.int64)
     tree[0, 0, 1:], tree[1, 0, 0] = drafted, -1
-    tokens, parents = torch.from_numpy(tree).to(probs.device)
+    tokens, parents = _upload(*tree, device=probs.device)
     count = torch.full((1,), siblings, device=probs.device)
     # The distributions behind the siblings are not used, so any will do.
     everywhere = probs.expand(1, 1 + siblings, -1)
@@ -123,17 +136,19 @@ def _is_distribution(probs: torch.Tensor) -> torch.Tensor:  # [..., vocab] -> [.
     return probs[..., 0].isfinite().long()
 
 
-def _drawn_from(draft: DraftTree, nodes: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+def _drawn_from(
+    known: Any,  # [nodes, any] or None
+    ids: torch.Tensor,  # [nodes]
+    like: torch.Tensor,  # [..., vocab]
+) -> torch.Tensor:
     """The distributions that nodes were drawn from, as tensors like `like`, [nodes, vocab].
 
     Nodes without a known distribution count as certain.
     """
     vocab = like.shape[-1]
-    found = torch.zeros(len(nodes), vocab, device=like.device)
-    if draft.probs is None:
-        ids = torch.from_numpy(draft.token_ids[nodes].astype(np.int64)).to(like.device)
+    found = torch.zeros(len(ids), vocab, device=like.device)
+    if known is None:
         return found.scatter_(1, ids[:, None], 1.0)
-    which = torch.from_numpy(nodes)
-    chances = draft.probs[which.to(draft.probs.device)].to(like)[:, :vocab]  # type: ignore
+    chances = known.to(like)[:, :vocab]
     found[:, : chances.shape[1]] = chances
     return found

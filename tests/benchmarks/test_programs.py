@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -19,6 +20,8 @@ from lookahead_hf.runner.cuda.capture import Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet
 from tests.helpers.benchmark_runs import ROOT, lines_of, run_program
 from tests.helpers.device import taped
+
+RUNS = ("one", "two", "three")
 
 
 @pytest.mark.parametrize("rotate", [0, 1])
@@ -91,24 +94,48 @@ def test_launches(tmp_path: Path) -> None:
     assert all(line["gigabytes_per_second"] > 0 for line in lines)
 
 
-@pytest.mark.slow
-def test_what_runs_on_a_gpu_is_rehearsed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["sh", "benchmarks/gpu.sh", "--rehearse", str(tmp_path)],
+def run_on_gpu(name: str, results: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "benchmarks/gpu.sh", name, str(results)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHON": sys.executable, "TRITON_INTERPRET": "1"},
+        env=os.environ | environment,
     )
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_on_a_gpu_ends_in_time(run: str, tmp_path: Path) -> None:
+    """A machine may be lent for ten minutes; first comes what the rest waits for."""
+    done = run_on_gpu(run, tmp_path, PLAN="1", MODEL="/any")
+    caps = re.findall(r"^== (\w+), at most (\d+) s$", done.stdout, re.MULTILINE)
+    tests = [int(seconds) for name, seconds in caps if name.endswith("_tests")]
+    others = [int(seconds) for name, seconds in caps if not name.endswith("_tests")]
+    assert sum(others) + max(tests, default=0) <= 540  # the tests run at the same time
+    names = [name for name, _ in caps]
+    assert names[0] == "versions" and len(names) > 3
+    if run == "one":
+        assert names[1] == "launches" and {*names[2:5]} == {
+            "kernels_tests",
+            "attention_tests",
+            "graphs_tests",
+        }
+
+
+@pytest.mark.slow
+def test_what_runs_on_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+    done = run_on_gpu("--rehearse", tmp_path, PYTHON=sys.executable, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_one.tar", "gpu_two.tar"]
+    names = [f"gpu_{run}.tar" for run in RUNS]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     measured: dict[str, int] = {}
-    for name in ("gpu_one.tar", "gpu_two.tar"):
+    for name in names:
         with tarfile.open(tmp_path / name) as files:
             for member in files.getnames():
                 if member.endswith(".json"):
                     report = json.load(files.extractfile(member) or pytest.fail(member))
                     measured[Path(member).stem] = len(report["lines"])
     parts = "launches step products attention_15 outside calls step_long step_batches kernels"
-    assert {*parts.split()} <= measured.keys()
+    parts += " outside_large end_to_end calls_large"
+    assert {*parts.split()} == measured.keys()
     assert all(measured.values())

@@ -34,7 +34,13 @@ def test_many_rows_take_no_more_operations_than_few(
     counts = np.random.default_rng(3).integers(4, columns, rows)
     attended = np.arange(columns) >= columns - counts[:, None]
     content = torch.randn(2, rows, 2, columns, 16)
-    found, taken = [], []
+    found, taken, computed, columns_of = [], [], [], AdoptedCache.columns_of
+
+    def noted(cache: AdoptedCache, *of: np.ndarray) -> np.ndarray:
+        computed.append(of)
+        return columns_of(cache, *of)
+
+    monkeypatch.setattr(AdoptedCache, "columns_of", noted)
     for most in (adopt.MOST_COPIES, rows):
         monkeypatch.setattr(adopt, "MOST_COPIES", most)
         cache, ops = DynamicCache(config=config), Operations()
@@ -47,5 +53,8 @@ def test_many_rows_take_no_more_operations_than_few(
             back = ours.hand_back(columns)
         found.append([*stores, *(layer.keys for layer in back.layers)])
         taken.append(ops.count / len(stores))
+        # Once for a group and a way, and not for each of its layers and for K and V.
+        assert rows <= len(computed) <= 2 * rows * len(ours.slots.each_group())
+        computed.clear()
     assert all(map(torch.equal, *found))
     assert taken[0] <= 40 < rows < taken[1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lookahead_hf import SpeculativeConfig, drafting
 from lookahead_hf.call.prepared import Request
@@ -47,6 +48,18 @@ def names_of(drafters: list[Drafter]) -> list[str]:
 def test_names_become_drafters(drafters: Any, predictions: Any, expected: list[str]) -> None:
     request = Request(SpeculativeConfig(drafters), prediction=predictions)
     assert names_of(build(request)) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_draft_where_they_are_asked_for(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they draft one operation after the other; no default has them, and a caller may."""
+    model, assistant = tiny("llama"), tiny("llama")
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device(device)))
+    assert names_of(build(Request(SpeculativeConfig()), model)) == ["ngram", "recycling"]
+    asked = Request(SpeculativeConfig(), assistant_model=assistant)
+    assert names_of(build(asked, model)) == ["ngram", "recycling", "assistant"]
 
 
 def test_options_reach_the_drafter_of_their_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import lookahead_hf
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.cache.storage import Stores
+from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.fallback import FallbackReason
+from lookahead_hf.runner import non_finite
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
-from tests.helpers.device import on_device
+from tests.helpers.device import on_device, taped
 from tests.helpers.models import tiny
+from tests.helpers.replayed import compare
 
 
 @pytest.fixture(params=["host", "device"])
@@ -92,6 +96,33 @@ def test_in_a_wide_step(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed and all(widths[index + 1] == 1 for index in failed)
     assert len(failed) <= 4 and max(widths[failed[-1] + 1 :]) > 1
     assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_behind_the_walk_on_a_device(
+    do_sample: bool, replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths that the device has advanced go back, and no such step tells what steps cost."""
+    own, failed, calls, timed = non_finite.has_nan, [], itertools.count(1), []
+    observe = DraftSession.observe
+
+    def has_nan(logits: torch.Tensor) -> torch.Tensor:
+        if next(calls) in (4, 7, 9, 12) and logits.shape[1] > 1:
+            failed.append(len(timed))
+            raise torch.OutOfMemoryError("no memory")
+        return own(logits)
+
+    def observed(drafts: DraftSession, *args: Any) -> None:
+        timed.append(args[-1] is not None)
+        observe(drafts, *args)
+
+    monkeypatch.setattr(non_finite, "has_nan", has_nan)
+    monkeypatch.setattr(DraftSession, "observe", observed)
+    with taped(monkeypatch) if replayed else on_device(monkeypatch):
+        compare(tiny("llama"), padded("left"), {"cuda_graphs": replayed}, do_sample=do_sample)
+    assert len(failed) > 1 and not any(timed[step] for step in failed)
+    assert any(timed)
 
 
 def test_in_the_growth_of_a_layer(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:

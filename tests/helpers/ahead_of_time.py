@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from tempfile import NamedTemporaryFile
@@ -30,6 +31,7 @@ from lookahead_hf.kernels import attention, compact, reject, topk, verify
 from lookahead_hf.kernels._attention_sizes import stages
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.results import Wanted
+from lookahead_hf.runner.cuda import graphs
 
 
 class Gpu(NamedTuple):
@@ -53,7 +55,7 @@ GPUS = {
     "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * 1024, 8),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * 1024),
     "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * 1024, 48),
-    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024, 80),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * 1024, 88),
     "gfx90a": Gpu(GPUTarget("hip", "gfx90a", 64), 64 * 1024),
     "gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * 1024, 320),
 }
@@ -69,7 +71,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def _step(rows: int, width: int, sampled: bool) -> None:
     """All launches of a step of a model of eight billion parameters."""
     _verify(width - 1, 128256, torch.float32 if sampled else torch.bfloat16, sampled, rows)
-    _compact(width, 128, rows)
+    if width > 1:
+        _compact(width, 128, rows)
     for slots in (512, 4096) if not sampled else ():
         _attend(width, (32, 8), 128, rows=rows, slots=slots)
 
@@ -115,13 +118,15 @@ def _attend(
     extras: bool = False,
     rows: int = 2,
     slots: int = 4096,
+    v_dim: int | None = None,
 ) -> None:
     """Attention of one layer; `heads` are those of the queries and those of K and V."""
     q = _empty(rows, nodes, heads[0], dim, dtype=dtype).transpose(1, 2)
     k = _empty(rows, slots, heads[1], dim, dtype=dtype).transpose(1, 2)
+    v = _empty(rows, slots, heads[1], v_dim or dim, dtype=dtype).transpose(1, 2)
     columns, sinks = (_empty(rows, slots), _empty(rows)), _empty(heads[0], dtype=dtype)
     more = (1024, *columns, 50.0, sinks) if extras else ()
-    attention.tree_attention(q, k, k, _empty(rows), _empty(rows, nodes), dim**-0.5, *more)
+    attention.tree_attention(q, k, v, _empty(rows), _empty(rows, nodes), dim**-0.5, *more)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -140,6 +145,12 @@ CASES: dict[str, Callable[[], None]] = {
     "64 x 8/4 heads of 256 bf16": partial(_attend, 64, (8, 4), 256),
     "64 x 32/8 heads of 128 fp32": partial(_attend, 64, (32, 8), 128, torch.float32),
     **{
+        f"{width} x 32/8 heads of {dim} and {v_dim} bf16": partial(
+            _attend, width, (32, 8), dim, v_dim=v_dim
+        )
+        for (dim, v_dim), width in product(((80, 80), (96, 96), (192, 128)), (1, 64))
+    },
+    **{
         f"{rows} x {width}, {'sampled' if sampled else 'greedy'}": partial(
             _step, rows, width, sampled
         )
@@ -150,7 +161,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 Steps of all widths, of one row and of several. Vocabularies that divide by 16 and one that does
 not, drafts of 63 nodes and fewer, the three types of logits, one and two tokens' words in the
-cache's layout, and heads of all sizes and groupings.
+cache's layout, and heads of all sizes and groupings, also where K and V differ.
 """
 
 
@@ -162,9 +173,7 @@ def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
         needs more shared memory or keeps more registers in memory than `Gpu` allows.
     """
     found: dict[str, CompiledKernel | Exception] = {}
-    run, target = JITFunction.run, gpu.target
-    major = target.arch // 10 if target.backend == "cuda" else 0
-    is_rdna = target.backend == "hip" and target.warp_size == 32
+    run = JITFunction.run
 
     def compile_launch(kernel: Any, *, warmup: bool, **arguments: Any) -> None:
         name = kernel.fn.__name__.strip("_").removesuffix("_kernel")
@@ -182,14 +191,37 @@ def compile_case(case: str, gpu: Gpu) -> dict[str, CompiledKernel | Exception]:
         except Exception as error:
             found[name] = error
 
+    with patch.object(JITFunction, "run", compile_launch), _launches_on(gpu):
+        CASES[case]()
+    return found
+
+
+@contextmanager
+def _launches_on(gpu: Gpu) -> Iterator[None]:
+    """Let launches find this GPU."""
+    target = gpu.target
+    major = target.arch // 10 if target.backend == "cuda" else 0
+    is_rdna = target.backend == "hip" and target.warp_size == 32
     triton.runtime.driver.set_active(_Driver(target))
     with (
-        patch.object(JITFunction, "run", compile_launch),
         patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)),
         patch.object(attention, "is_rdna", lambda _: is_rdna),
     ):
-        CASES[case]()
-    return found
+        yield
+
+
+def count_variants(rows: int, sampled: bool, gpu: Gpu) -> int:
+    """Count what Triton compiles for the steps of all widths."""
+    found = set()
+
+    def note(*, fn: Any, key: Any, **_: Any) -> bool:
+        found.add((fn.name, str(key)))
+        return True  # which leaves it uncompiled
+
+    with patch.object(triton.knobs.runtime, "jit_cache_hook", note), _launches_on(gpu):
+        for width in graphs.widths_for(rows):
+            _step(rows, width, sampled)
+    return len(found)
 
 
 class Resources(NamedTuple):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lookahead_hf.runner.cuda import graphs, runner, step, transfer
 from lookahead_hf.runner.cuda.capture import Captured
-from lookahead_hf.verification import device, node_processors, noise
+from lookahead_hf.verification import device, node_processors, noise, rejection
 
 READS = frozenset(
     {
@@ -172,7 +172,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(device, "serves", lambda _: True)
         patch.setattr(transfer, "_start_copy", brought)
-        for user in (runner, step, noise, node_processors):
+        for user in (runner, step, noise, node_processors, rejection):
             patch.setattr(user, "pinned", taken_along)
         yield
 

@@ -62,6 +62,17 @@ def test_steps_of_all_widths_are_compiled() -> None:
         assert {f"{rows} x {width}, greedy", f"{rows} x {width}, sampled"} <= {*CASES}
 
 
+def test_a_first_call_compiles_few_variants() -> None:
+    """All widths share most of them; the first call waits about a second for each."""
+    done = run(
+        "-c",
+        "from tests.helpers import ahead_of_time as aot\n"
+        "for rows in (1, 3, 8):\n"
+        "    print(*(aot.count_variants(rows, s, aot.GPUS['sm_90']) for s in (False, True)))\n",
+    )
+    assert done.stdout.split() == ["9", "4"] * 3, done.stderr
+
+
 def test_failures_are_counted() -> None:
     """A kernel that would not launch for want of shared memory is a failure."""
     done = run(

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 
 from lookahead_hf import kernels
-from lookahead_hf.kernels import _attention_sizes, dispatch
+from lookahead_hf.kernels import _attention_sizes, dispatch, reference, trial, verify
 
 CPU = torch.device("cpu")
 
@@ -21,6 +22,7 @@ def capabilities(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[in
     """Compute capability of GPUs that are not there, by index."""
     known = {0: (7, 5), 1: (8, 0), 2: (8, 6), 3: (9, 0), 4: (10, 0), 5: (12, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: known[d.index])
+    monkeypatch.setattr(trial, "launch", lambda device: None)
     caches = dispatch._has_triton, _attention_sizes.num_stages
     for cache in caches:
         cache.cache_clear()
@@ -38,6 +40,43 @@ def test_backend_by_device(
     assert chosen == ["torch"] + ["triton"] * 5
     monkeypatch.setenv("LOOKAHEAD_HF_BACKEND", "torch")
     assert kernels.backend(torch.device("cuda", 3)) == "torch"
+
+
+def test_a_first_launch_that_fails_leaves_the_device_to_torch(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[int, tuple[int, int]]
+) -> None:
+    """As without a C compiler; the warning comes once."""
+    tried = []
+
+    def launch(device: torch.device) -> None:
+        tried.append(device.index)
+        if device.index != 3:
+            raise RuntimeError("Failed to find C compiler\nand more")
+
+    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
+    monkeypatch.setattr(trial, "launch", launch)
+    said = "Triton cannot run on cuda:1.*: RuntimeError: Failed to find C compiler. Triton needs"
+    with pytest.warns(RuntimeWarning, match=said) as warned:
+        chosen = [kernels.backend(torch.device("cuda", index)) for index in (1, 3, 1, 3)]
+    assert chosen == ["torch", "triton"] * 2
+    assert (tried, len(warned)) == ([1, 3], 1)
+
+
+def test_the_trial_is_a_launch(device: torch.device) -> None:
+    trial.launch(device)
+
+
+def test_errors_of_later_launches_are_shown(
+    monkeypatch: pytest.MonkeyPatch, impl: ModuleType
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    for each in (reference, verify):
+        monkeypatch.setattr(each, "verify_tree", fails)
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="of ours"):
+        impl.verify_tree(torch.eye(5)[None, 2:3], one, one - 1, one[0])
 
 
 def test_stages_fit_the_shared_memory(capabilities: dict[int, tuple[int, int]]) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.tiny_chat import byte_tokenizer
 QUICK = ("llama", "mistral", "gpt2")
 KNOWN_WARPERS = {name: WARPERS[name] for name in ("temperature", "top-k", "top-p", "min-p")}
 KNOWN_WARPERS["suppressed"] = {"suppress_tokens": [5, 6, 7]}
+KNOWN_WARPERS["top-k, top-p"] = {"top_k": 20, "top_p": 0.6}
 KNOWN_WARPERS["penalty"] = {"repetition_penalty": 1.3}
 KNOWN_WARPERS["least length"] = {"min_new_tokens": 30, "repetition_penalty": 0.8}
 

@@ -35,6 +35,7 @@ from lookahead_hf.verification.rejection import Rejection
 from lookahead_hf.verification.stopping import RowStopping
 from lookahead_hf.verification.walk import Rules
 from tests.helpers.compared import speculated
+from tests.helpers.device import HostReads
 from tests.helpers.models import prompt, tiny
 
 VOCAB, TEXTS, LENGTH = 4, 1500, 3
@@ -248,13 +249,34 @@ def test_a_step_emits_the_path_and_stops_in_it() -> None:
 
 def test_probabilities_of_another_width_are_fitted() -> None:
     probs = torch.tensor([0.25, 0.75])
-    draft = DraftTree.from_rows([([1], [-1])])
-    node = np.zeros(1, np.int64)
+    ids = torch.ones(1, dtype=torch.int64)
     for chances in ([0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.1], [0.5]):
-        given = replace(draft, probs=torch.tensor([chances]))
-        fitted = rejection._drawn_from(given, node, probs)
+        fitted = rejection._drawn_from(torch.tensor([chances]), ids, probs)
         assert fitted.tolist() == [pytest.approx([*chances, 0.0][:2])]
-    assert rejection._drawn_from(draft, node, probs).tolist() == [[0.0, 1.0]]
+    assert rejection._drawn_from(None, ids, probs).tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_step_takes_one_copy_to_the_device_and_one_back(
+    hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first comes from pinned memory: from other memory each copy waits for the device."""
+    rows, drafter = Rows(np.zeros((3, 1), np.int64)), MarkovDrafter(2, 2, hides=hides)
+    verifier, from_numpy, uploads = engine(3), torch.from_numpy, []
+    drafter.begin(rows)
+    tree = drafter.propose(rows, 64)
+    logits = logits_of(rows, tree)
+    monkeypatch.setattr(kernels, "backend", lambda _: "triton")
+
+    def pinned(array: np.ndarray, _: torch.device) -> torch.Tensor:
+        uploads.append(len(array))
+        return from_numpy(array)
+
+    monkeypatch.setattr(rejection, "pinned", pinned)
+    monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("from memory that is paged"))
+    with HostReads() as read:
+        verifier.verify(rows, tree, logits)
+    assert len(uploads) == read.reads.count("cpu") == 1
 
 
 def test_what_rounding_leaves_empty_is_drawn_from_the_target() -> None:

@@ -142,10 +142,6 @@ class CudaRunner(Runner):
         self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
         return width, self._replay_or_run(recording, width, visible)
 
-    def repeat_without_draft(self, rows: Rows) -> StepOutputs:
-        self.forget()
-        return super().repeat_without_draft(rows)
-
     def _has_nan(self, step: StepOutputs) -> np.ndarray:
         assert isinstance(step, DeviceOutputs)
         return step.has_nan.take()
@@ -214,6 +210,7 @@ class CudaRunner(Runner):
             return recording.outputs
         self._replays, self.execution = False, execution.CHANGED
         self._state.lengths.copy_(self._state.draft(width).kept)
+        self._is_new = True  # the step is run twice
         return self._run(width, visible)
 
     def _recording(self, width: int, visible: int) -> Recording | None:
@@ -271,7 +268,7 @@ class CudaRunner(Runner):
                 return
             slots = visible + 1
 
-    def forget(self) -> None:
+    def roll_back(self) -> None:
         """Keep nothing of the latest step, on the device either."""
         lengths = pinned(self.cache.slots.lengths.copy(), self._state.lengths.device)
         self._state.lengths.copy_(lengths, non_blocking=True)
@@ -308,7 +305,7 @@ class ForwardRunner(CudaRunner):
 
     def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:  # type: ignore[override]
         """Launch a step up to its logits, as `Runner.launch` does."""
-        self.forget()
+        self.roll_back()
         _, (logits, states) = self._step(rows, draft)
         return StepOutputs(logits=logits, hidden_states=states)
 

@@ -287,7 +287,7 @@ class StepFunction:
         depth = None if noise is None else draft.depth
         done = kernels.verify_tree(scores, *tree, noise, depth, keep_scan=keep_scan)
         kept = done.num_accepted + 1
-        for group, part in self._groups:
+        for group, part in self._groups if width > 1 else ():
             kernels.compact_path(group.path_table, self._lengths(group, part), done.path, kept)
         state.lengths.add_(kept * draft.live)
         return done

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig, kernels
+from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.execution import FAILED, IN_USE, TOO_LARGE, WAITS
-from lookahead_hf.kernels import dispatch
 from lookahead_hf.model_state import state_of
-from lookahead_hf.patches import tree_attention
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import speculated
@@ -165,39 +161,6 @@ def test_one_capture_at_a_time(made: list[TapeRecorder], monkeypatch: pytest.Mon
 
     in_threads(*(partial(run, index) for index in range(3)))
     assert [speculated(model).execution for model in models] == ["replayed"] * 3
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_where_no_kernel_can_be_launched_torch_takes_their_place(
-    do_sample: bool, made: list[TapeRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As without a C compiler: a warning, once, and graphs of steps with torch's functions."""
-    monkeypatch.delenv("LOOKAHEAD_HF_BACKEND", raising=False)
-    monkeypatch.setattr(dispatch, "_left_to_torch", set())
-    failed: list[str] = []
-
-    def backend(device: torch.device) -> str:
-        return "torch" if device in dispatch._left_to_torch else "triton"
-
-    def missing(name: str) -> ModuleType:
-        def fails(*_: Any) -> Any:
-            failed.append(name)
-            raise RuntimeError("Failed to find C compiler")
-
-        module = ModuleType(name)
-        vars(module).update(dict.fromkeys(("verify_tree", "tree_attention", "topk_rows"), fails))
-        return module
-
-    for user in (dispatch, kernels):
-        monkeypatch.setattr(user, "backend", backend)
-    for name in ("attention", "verify", "topk", "compact"):
-        monkeypatch.setitem(sys.modules, f"lookahead_hf.kernels.{name}", missing(name))
-        monkeypatch.setattr(kernels, name, missing(name), raising=False)
-    monkeypatch.setattr(tree_attention, "is_faster", lambda *_: True)
-    with pytest.warns(RuntimeWarning, match="Triton needs a C compiler") as warned:
-        stats = compare(small(), padded("left"), do_sample=do_sample)
-    assert stats.execution == "replayed"
-    assert failed == ["attention"] and len(warned) == 1
 
 
 @pytest.mark.parametrize(
