@@ -143,7 +143,7 @@ NARROW = {
     "quantization": {"model_state", "warn"},
     "compat": {"model_state"},
     "call": {"compat"},
-    "ngram_pool": set(),
+    "ngram_pool": {"places"},
     "kernels": {"ngram_pool"},  # how numba compiles
     "": set(),
 }
