@@ -81,19 +81,20 @@ class ModelState:
         return is_first
 
     def free(self) -> None:
-        """Free what takes memory; a later call makes it anew."""
+        """Free what takes memory, back to the system; a later call makes it anew."""
         with self.lock:
             self.compiled = None
             self.heads.clear()
             graphs, self.graphs = self.graphs, None
         if graphs is not None:
             graphs.release()
+        return_memory()
 
 
 def return_memory() -> None:
     """Let the C library give freed memory back to the system, where it can.
 
-    glibc keeps what was freed below its upper end, such as the copies of a model's weights.
+    glibc keeps what was freed below its upper end.
     """
     with suppress(OSError, AttributeError, TypeError):  # another library, or Windows
         ctypes.CDLL(None).malloc_trim(0)
