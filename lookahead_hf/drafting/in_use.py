@@ -9,13 +9,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.user_drafter import Adapted
 
 _lock = threading.Lock()
 
 _users: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The session that uses a source, by the id of that, which the session keeps alive.
+"""The session that uses an object, by the id of that, which the session keeps alive.
 
-No source is asked whether it equals another: that is its author's code, and the lock is held.
+No object is asked whether it equals another: that is its author's code, and the lock is held.
 """
 
 
@@ -26,8 +27,8 @@ def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
     of another. But its state is that of one call.
     """
     with _lock:
-        free = [source for source in sources if id(source) not in _users]
-        _users.update((id(source), session) for source in free)
+        free = [source for source in sources if _key(source) not in _users]
+        _users.update((_key(source), session) for source in free)
     for source in sources:
         if all(source is not each for each in free):
             warnings.warn(
@@ -45,4 +46,9 @@ def release(sources: Sequence[Drafter]) -> None:
     """Let other sessions use the sources."""
     with _lock:
         for source in sources:
-            _users.pop(id(source), None)
+            _users.pop(_key(source), None)
+
+
+def _key(source: Drafter) -> int:
+    """Return the id of a source, or of the caller's object that it adapts to one call."""
+    return id(source.adapted if isinstance(source, Adapted) else source)
