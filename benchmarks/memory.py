@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import common
-import torch
 
 import lookahead_hf
 from lookahead_hf.model_state import return_memory
@@ -34,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = common.model_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--child", choices=SYSTEMS, help="internal")
     return parser.parse_args()
@@ -50,7 +50,9 @@ def resident() -> float:
 def measure(arguments: argparse.Namespace) -> list[float]:
     """MB before the model is loaded, with it, after the calls, and after `disable`."""
     found = [resident()]
-    model, tokenizer = common.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = common.load(
+        arguments.model, arguments.dtype, arguments.device, arguments.threads
+    )
     found.append(resident())
     lookahead_hf.enable(model)
     prompts = [text for each in common.read_prompts(None).values() for text in each[:1]]
