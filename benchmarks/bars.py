@@ -17,7 +17,7 @@ from lookahead_hf.cli.measuring import LOOKUP, OURS, PLAIN
 
 COLOURS = {PLAIN: "#8b949e", LOOKUP: "#d29922", OURS: "#2f81f7"}
 """They stand out on white and on black."""
-INK = "#768390"
+INK = "#24292f"
 NAMES, BARS, BAR = 130, 560, 10
 """Pixels: the names of families, the longest bar, the height of a bar."""
 

@@ -33,8 +33,8 @@ from lookahead_hf.rows import Rows
 
 # Milliseconds of a step by draft nodes: SmolLM2-135M on two CPU cores, and a flat curve as a GPU's.
 COSTS = {
-    "packed fp32": {0: 19.0, 4: 23.1, 8: 28.4, 16: 34.9, 32: 48.5, 64: 76.0},
-    "packed bf16": {0: 14.9, 4: 18.1, 8: 21.6, 16: 26.9, 32: 38.4, 64: 62.0},
+    "compiled fp32": {0: 19.0, 4: 23.1, 8: 28.4, 16: 34.9, 32: 48.5, 64: 76.0},
+    "compiled bf16": {0: 14.9, 4: 18.1, 8: 21.6, 16: 26.9, 32: 38.4, 64: 62.0},
     "plain bf16": {0: 30.5, 4: 31.1, 8: 35.4, 16: 41.4, 32: 58.3, 64: 92.0},
     "plain fp32": {0: 42.0, 4: 67.8, 8: 79.7, 16: 93.9, 32: 123.0, 64: 180.0},
     "flat": {0: 10.0, 64: 12.0},
@@ -121,10 +121,10 @@ NOISES: dict[str, Callable[[np.random.Generator], float]] = {
 
 SCENES = [
     *(Scene(cost, "unsteady") for cost in COSTS),
-    *(Scene(cost, "crowded") for cost in ("packed bf16", "plain fp32", "flat")),
+    *(Scene(cost, "crowded") for cost in ("compiled bf16", "plain fp32", "flat")),
     *(Scene(cost, "unsteady", cold=True, length=64) for cost in COSTS),
-    *(Scene(cost, "unsteady", chance=0.0) for cost in ("packed bf16", "flat")),
-    *(Scene(cost, "unsteady", chance=0.9) for cost in ("packed bf16", "flat")),
+    *(Scene(cost, "unsteady", chance=0.0) for cost in ("compiled bf16", "flat")),
+    *(Scene(cost, "unsteady", chance=0.9) for cost in ("compiled bf16", "flat")),
 ]
 
 

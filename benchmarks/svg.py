@@ -9,7 +9,15 @@ CHARACTER, BIG = 6.9, 8.4
 
 _FONTS = 'ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace'
 _STYLE = """text{font:11.5px %s;white-space:pre;fill:%s}
-text.big{font-size:14px;font-weight:600}text.dim{fill:#8b949e}"""
+text.big{font-size:14px;font-weight:600}text.dim{fill:%s}"""
+
+DIM_ON_WHITE, DIM_ON_BLACK, INK_ON_BLACK = "#57606a", "#8b949e", "#adbac7"
+
+_ON_BLACK = (
+    f"@media(prefers-color-scheme:dark){{text{{fill:{INK_ON_BLACK}}}"
+    f"text.dim{{fill:{DIM_ON_BLACK}}}}}"
+)
+"""What a picture without a colour behind it adds to its style."""
 
 
 def text(x: float, y: float, content: str, style: str = "") -> str:
@@ -72,13 +80,15 @@ def document(
         content: Its elements.
         colours: Colour of each class.
         ink: Colour of text that has no class.
-        paper: Colour behind everything.
+        paper: Colour behind everything; "none" suits viewers with a light and a dark background.
     """
-    style = _STYLE % (_FONTS, ink) + "".join(
+    dim = DIM_ON_WHITE if paper == "none" else DIM_ON_BLACK
+    style = _STYLE % (_FONTS, ink, dim) + "".join(
         f"text.{name},rect.{name}{{fill:{colour}}}"
         f"polyline.{name}{{fill:none;stroke:{colour};stroke-width:2}}"
         for name, colour in colours.items()
     )
+    style += _ON_BLACK if paper == "none" else ""
     size = f'width="{width:.0f}" height="{height:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width:.0f} {height:.0f}" '

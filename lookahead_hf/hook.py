@@ -18,7 +18,7 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.drafting.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.generation.strategy import run
-from lookahead_hf.model_state import return_memory, state_of
+from lookahead_hf.model_state import state_of
 from lookahead_hf.wrappers import unwrap
 
 _Model = TypeVar("_Model")
@@ -148,9 +148,10 @@ def _resolved(default: Any) -> Any:
 def disable(model: _Model) -> _Model:
     """Undo `enable`: `model.generate` is again exactly what it was.
 
-    This frees what the library keeps for later calls on the model: packed weights, and captured
-    graphs with their K and V. It does so for any model that has generated speculatively, enabled or
-    not; a later speculative call makes them anew. Freed memory goes back to the system.
+    This frees what the library keeps for later calls on the model: programs of compiled layers with
+    their buffers, and captured graphs with their K and V. It does so for any model that has
+    generated speculatively, enabled or not; a later speculative call makes them anew. Freed memory
+    goes back to the system.
 
     Args:
         model: A model, enabled or not.
@@ -163,7 +164,6 @@ def disable(model: _Model) -> _Model:
     if isinstance(hook, Hook):
         _put(target, hook._found)
     state_of(target).free()
-    return_memory()
     return model
 
 
@@ -246,8 +246,8 @@ def _class_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate speculatively without patching anything: `model.generate` with speculation on.
 
-    What is kept of the model for later calls (packed weights, captured graphs) is freed with the
-    model, or by `disable(model)`.
+    What is kept of the model for later calls (buffers of compiled layers, captured graphs) is freed
+    with the model, or by `disable(model)`.
 
     Args:
         model: As for `enable`.

@@ -40,8 +40,8 @@ class ModelState:
         warned: What was warned of: reasons for a fallback, and quantised activations.
         run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
         trials: What self tests of padded (False) and of flat blocks found, empty for no fault, by
-            the numerics that they were made in.
-        needs_copies: Whether the self test showed that the model needs contiguous K and V.
+            the numerics that they were made in; and the hooks that it may be due to, None for none.
+        needs_copies: The same keys, where the self test needed contiguous K and V.
         kernel_trials: Whether our kernel does all attention, by numerics.
         mask_sources: Sources of the forwards that handle masks.
         fixed_attention: Ids of configurations whose attention implementation must stay.
@@ -62,8 +62,10 @@ class ModelState:
     stats_listeners: dict[object, Callable[[SpeculativeStats], None]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)
-    trials: dict[tuple[Numerics, bool], str] = field(default_factory=dict)
-    needs_copies: bool = False
+    trials: dict[tuple[Numerics, bool], tuple[str, frozenset[int] | None]] = field(
+        default_factory=dict
+    )
+    needs_copies: set[tuple[Numerics, bool]] = field(default_factory=set)
     kernel_trials: dict[Numerics, bool] = field(default_factory=dict)
     mask_sources: list[str] | None = None
     fixed_attention: set[int] | None = None
@@ -79,19 +81,20 @@ class ModelState:
         return is_first
 
     def free(self) -> None:
-        """Free what takes memory; a later call makes it anew."""
+        """Free what takes memory, back to the system; a later call makes it anew."""
         with self.lock:
             self.compiled = None
             self.heads.clear()
             graphs, self.graphs = self.graphs, None
         if graphs is not None:
             graphs.release()
+        return_memory()
 
 
 def return_memory() -> None:
     """Let the C library give freed memory back to the system, where it can.
 
-    glibc keeps what was freed below its upper end, such as the copies of a model's weights.
+    glibc keeps what was freed below its upper end.
     """
     with suppress(OSError, AttributeError, TypeError):  # another library, or Windows
         ctypes.CDLL(None).malloc_trim(0)

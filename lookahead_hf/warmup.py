@@ -1,4 +1,4 @@
-"""Compile, pack and measure ahead of the first call, instead of during it."""
+"""Compile, prepare and measure ahead of the first call, instead of during it."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def warm_up(
     seconds: float | None = SECONDS,
     progress: bool = True,
 ) -> None:
-    """Compile, pack weights, capture steps, and measure what draft tokens cost this model.
+    """Compile, prepare layers, capture steps, and measure what draft tokens cost this model.
 
     It ends after `seconds` with what it has by then, and calls do the rest. For a model of 135
     million parameters on two cores all of it takes about 3 seconds, and 20 more right after an
     installation. What steps cost is kept on disk for the next process with the same model.
 
     Without it the first calls draft by prompt lookup until numba has compiled (seconds, once per
-    installation), the first steps of a model find out what they cost, weights on a CPU are packed
-    in the first long call or after some steps, and steps on a GPU are captured in a call.
+    installation), the first steps of a model find out what they cost, the first one on a CPU also
+    which layers the kernels compute, and steps on a GPU are captured in a call.
 
     Args:
         model: The model that will generate.
@@ -227,13 +227,12 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
         runner.start(prompt, cache, position_ids=compat.text_positions(model, prompt))
         for row in range(num_rows):
             rows.emit(row, int(ids[row, 0]))
-        limit.show("packing weights, or capturing steps")
+        limit.show("preparing layers, or capturing steps")
         if isinstance(runner, CudaRunner):
             runner.capture()
         else:
-            _time_step(
-                runner, rows, ids[0, 0] % vocab, 0
-            )  # finds out which layers the kernels compute
+            # The first step finds out which layers the kernels compute.
+            _time_step(runner, rows, ids[0, 0] % vocab, 0)
         setting = num_rows, context_length, placement(model), runner.mode, runner.sizes
         curve = memory_of(model).costs.curve(*setting, runner.is_flat)
         if runner.is_flat:  # nothing is kept of greater blocks

@@ -58,10 +58,10 @@ LAYERS = {
         """_heap _learning_numba cost_model drafter source_backoff sources.assistant.model
         sources.assistant.tokens sources.grammar.probe sources.grammar.vocabulary
         sources.grammar.whitespace sources.prediction_alignment sources.recycling_buckets topk""",
-        """_numba budget in_use kept_costs sources._recycling_numba sources.assistant.growth
+        """_numba budget kept_costs sources._recycling_numba sources.assistant.growth
         sources.grammar.growth sources.lookahead sources.ngram sources.prediction user_drafter""",
-        """sources.assistant.drafter sources.heads.drafter sources.grammar.refinement sources.pool
-        sources.recycling uncompiled""",
+        """in_use sources.assistant.drafter sources.heads.drafter sources.grammar.refinement
+        sources.pool sources.recycling uncompiled""",
         "sources.grammar.drafter sources.heads.medusa sources.heads.mtp",
         "calibration",
         "memory tree",
@@ -144,7 +144,7 @@ NARROW = {
     "quantization": {"model_state", "warn"},
     "compat": {"model_state"},
     "call": {"compat"},
-    "ngram_pool": set(),
+    "ngram_pool": {"places"},
     "kernels": {"ngram_pool"},  # how numba compiles
     "": set(),
 }

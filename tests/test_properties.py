@@ -68,6 +68,8 @@ def test_every_call_gets_what_plain_gives_it(
 
 ABOUT: dict[str, Callable[[RandomCall], bool]] = {
     "half": lambda call: call.is_half,
+    "autocast": lambda call: call.autocast == "bfloat16",
+    "autocast to float16": lambda call: call.autocast == "float16",
     "invariant": lambda call: call.draft_invariant,
     "static": lambda call: call.is_static,
     "named": lambda call: "cache_implementation" in call.settings,
@@ -84,11 +86,11 @@ def compare(call: RandomCall, tally: Tally) -> None:
     tally.num_calls += 1
     ids = torch.tensor(call.prompt)
     plain_cache, our_cache = call.new_cache(), call.new_cache()
-    with lookahead_hf.enabled(call.target) as model:
+    with lookahead_hf.enabled(call.target) as model, call.cast():
         for turn in range(max(1, call.turns)):
             seed = call.seed + turn
             undrafted = {"speculative": configuration(call, Scripted([[]] * 16, empty))}
-            extra = undrafted if call.is_half else {}
+            extra = undrafted if call.is_rounded else {}
             plain = run(model, call.arguments(ids), seed, plain_cache, **extra)
             truths = [[]] * 16
             if not plain.error:

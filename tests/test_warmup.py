@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import lookahead_hf
-from lookahead_hf import SpeculativeConfig, ngram_pool
+from lookahead_hf import SpeculativeConfig, ngram_pool, warmup
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.runner.cuda import graph_set, graphs
 from tests.helpers.compared import speculated
@@ -140,3 +143,48 @@ def test_positions_that_change_with_the_length_stay_as_they_are() -> None:
 def test_an_encoder_decoder_model_is_left_to_its_calls() -> None:
     lookahead_hf.warm_up(tiny_pair("bart"))
     assert ngram_pool.compiled()
+
+
+class Clock:
+    """Time in a test: every step of warming up takes a while by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.now, self.steps = 100.0, 0
+        own = warmup._time_step
+
+        def step(*given: Any) -> float:
+            self.now += seconds
+            self.steps += 1
+            return own(*given)
+
+        monkeypatch.setattr(warmup, "_time_step", step)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("tqdm.std.time", lambda: self.now)
+
+
+@pytest.mark.parametrize("limit", [3.0, None])
+def test_it_ends_in_time_with_what_it_has(
+    limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, model = Clock(monkeypatch, 1.0), tiny("llama")
+    lookahead_hf.warm_up(model, context_length=20, seconds=limit, compiled_layers=False)
+    curve = memory_of(model).costs.curve(1, 20, placement(model), "")
+    assert clock.steps == 3 if limit else clock.steps > 20
+    assert curve.num_samples(64) == (1 if limit else 5)
+    assert curve.num_samples(0) == (0 if limit else 5)
+
+
+@pytest.mark.parametrize(("seconds", "is_shown"), [(0.4, True), (0.0, False)])
+def test_a_bar_appears_after_a_second(
+    seconds: float, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, model = Clock(monkeypatch, seconds), tiny("llama")
+    shown: list[float] = []
+    monkeypatch.setattr(tqdm, "display", lambda *_, **__: shown.append(clock.now))
+    monkeypatch.setattr(warmup, "tqdm", tqdm)  # transformers' is off in tests
+    lookahead_hf.warm_up(model, context_length=20, compiled_layers=False, progress=False)
+    assert not shown
+    begin = clock.now
+    lookahead_hf.warm_up(model, context_length=20, compiled_layers=False)
+    assert bool(shown) is is_shown
+    assert all(begin + 1.0 <= now < begin + 3.0 for now in shown[:1])

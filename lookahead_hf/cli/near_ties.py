@@ -74,6 +74,7 @@ def find_partings(
     plain: Sequence[Text],
     others: Sequence[Sequence[Text]],
     seed: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> list[list[Parting | None]]:
     """Compare texts with plain's; where they part, run plain decoding once more and look closely.
 
@@ -87,6 +88,7 @@ def find_partings(
         plain: New tokens of each row by plain decoding, up to and with the end token.
         others: The same of other runs of that call.
         seed: Seed of all these runs.
+        dtype: What logits are rounded to; None is the type of the weights.
 
     Returns:
         For each of `others` and each of its rows how it parts from plain's; None: it is identical.
@@ -99,7 +101,7 @@ def find_partings(
         for rows in others
     ]
     wanted = {place for rows in places for place in rows if place is not None}
-    found = _examine(model, call, wanted, plain, seed) if wanted else {}
+    found = _examine(model, call, wanted, plain, seed, dtype or model.dtype) if wanted else {}
     return [[found[place] if place else None for place in rows] for rows in places]
 
 
@@ -121,7 +123,12 @@ def first_difference(left: Text, right: Text) -> int | None:
 
 
 def _examine(
-    model: Any, call: Mapping[str, Any], wanted: set[PartingPoint], plain: Sequence[Text], seed: int
+    model: Any,
+    call: Mapping[str, Any],
+    wanted: set[PartingPoint],
+    plain: Sequence[Text],
+    seed: int,
+    dtype: torch.dtype,
 ) -> dict[PartingPoint, Parting]:
     """Run plain decoding up to the last of these places, and look at each of them."""
     import torch
@@ -147,7 +154,7 @@ def _examine(
                     written = ids[place.row, columns:].tolist()
                     _check_repeated(written == list(plain[place.row][: place.num_same]))
                     choose = partial(_choices, logits_processor, generation_config.do_sample, ids)
-                    found[place] = _measure(place, choose, logits, model.dtype)
+                    found[place] = _measure(place, choose, logits, dtype)
             return logits_processor(ids, logits)
 
         given = input_ids, watch, stopping_criteria, generation_config

@@ -128,6 +128,12 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     return [module._forward_hooks, module._forward_pre_hooks]
 
 
+def hook_numbers(model: nn.Module) -> frozenset[int]:
+    """Return the numbers of the hooks that a forward runs; no two hooks of a process share one."""
+    held = (each for module in model.modules() for each in hooks_of(module))
+    return frozenset(number for each in (*held, *global_hooks()) for number in each)
+
+
 def is_autocast() -> bool:
     """Return whether autocast is on for any device."""
     return torch._C._is_any_autocast_enabled()

@@ -6,14 +6,18 @@ import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary
 
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.user_drafter import Adapted
 
 _lock = threading.Lock()
 
-_users: WeakKeyDictionary[Drafter, ref[Any]] = WeakKeyDictionary()
-"""The session that uses each source; a session that is gone uses nothing."""
+_users: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The session that uses an object, by the id of that, which the session keeps alive.
+
+No object is asked whether it equals another: that is its author's code, and the lock is held.
+"""
 
 
 def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
@@ -23,11 +27,10 @@ def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
     of another. But its state is that of one call.
     """
     with _lock:
-        users = [(source, _users.get(source)) for source in sources]
-        free = [source for source, user in users if user is None or user() is None]
-        _users.update((source, ref(session)) for source in free)
+        free = [source for source in sources if _key(source) not in _users]
+        _users.update((_key(source), session) for source in free)
     for source in sources:
-        if source not in free:
+        if all(source is not each for each in free):
             warnings.warn(
                 f"the drafter object {source.name!r} drafts for another call at this moment and is "
                 "left out of this one: an object serves one call at a time. Give every call an "
@@ -43,4 +46,9 @@ def release(sources: Sequence[Drafter]) -> None:
     """Let other sessions use the sources."""
     with _lock:
         for source in sources:
-            _users.pop(source, None)
+            _users.pop(_key(source), None)
+
+
+def _key(source: Drafter) -> int:
+    """Return the id of a source, or of the caller's object that it adapts to one call."""
+    return id(source.adapted if isinstance(source, Adapted) else source)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import transformers
 
 from lookahead_hf import compat
 from lookahead_hf.drafting.cost_model import KeptCurve
-from lookahead_hf.places import cache_root
+from lookahead_hf.places import cache_root, replacing
 
 MOST_FILES = 64
 """Most models whose costs are kept; beyond that the file that was written longest ago goes."""
@@ -68,10 +67,8 @@ def write(file: Path, curves: Sequence[KeptCurve]) -> None:
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with open(handle, "w") as opened:
-            json.dump([curve.to_json() for curve in curves], opened)
-        os.replace(part, file)
+        with replacing(file) as opened:
+            opened.write(json.dumps([curve.to_json() for curve in curves]).encode())
         kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
         for oldest in kept[:-MOST_FILES]:
             oldest.unlink(missing_ok=True)

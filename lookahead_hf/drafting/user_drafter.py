@@ -30,7 +30,11 @@ ROUNDING = 0.01
 
 
 class Adapted(BuiltInDrafter):
-    """A user's object that has `propose`, and perhaps other methods of a `Drafter`."""
+    """A user's object that has `propose`, and perhaps other methods of a `Drafter`.
+
+    Attributes:
+        adapted: The object.
+    """
 
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
         """Read the object's name, buckets and prior once.
@@ -45,7 +49,7 @@ class Adapted(BuiltInDrafter):
             ValueError: The number of buckets is wrong, or the prior does not fit it.
             Exception: Whatever the object raises.
         """
-        self._drafter = drafter
+        self.adapted = drafter
         self._vocab_size, self._draws = vocab_size, draws
         self.name = drafter_name(drafter)  # type: ignore[misc]
         self._num_buckets = _num_buckets(getattr(drafter, "num_buckets", 1))
@@ -59,7 +63,7 @@ class Adapted(BuiltInDrafter):
 
     @property
     def kept_as(self) -> str:
-        return class_path(self._drafter)
+        return class_path(self.adapted)
 
     def prior(self) -> np.ndarray:
         return self._prior
@@ -72,14 +76,14 @@ class Adapted(BuiltInDrafter):
     @rates.setter
     def rates(self, rates: np.ndarray) -> None:
         self._rates = rates
-        if isinstance(self._drafter, Drafter):
-            self._drafter.rates = rates
+        if isinstance(self.adapted, Drafter):
+            self.adapted.rates = rates
 
     def begin(self, rows: Rows) -> None:
         self._call("begin", rows)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        tree = self._drafter.propose(rows.copied(), max_nodes)
+        tree = self.adapted.propose(rows.copied(), max_nodes)
         tree = checked(tree, rows.num_rows, self._num_buckets)
         if tree.probs is None:
             return tree
@@ -92,7 +96,7 @@ class Adapted(BuiltInDrafter):
         self._call("observe", rows, _copied(draft), _copied(verdict), logits)
 
     def begin_row(self, rows: Rows, row: int) -> None:
-        if hasattr(self._drafter, "begin_row"):
+        if hasattr(self.adapted, "begin_row"):
             self._call("begin_row", rows, row)
         else:
             self.begin(rows)
@@ -105,7 +109,7 @@ class Adapted(BuiltInDrafter):
 
     def _call(self, name: str, rows: Rows, *arguments: Any) -> None:
         """Call an optional method of the object with a copy of the rows."""
-        if (method := getattr(self._drafter, name, None)) is not None:
+        if (method := getattr(self.adapted, name, None)) is not None:
             method(rows.copied(), *arguments)
 
 

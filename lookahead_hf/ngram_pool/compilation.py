@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,9 @@ MOMENT = 0.005
 
 IDLE_SECONDS = 30.0
 """Seconds for which that process runs where cores are idle; then it gets its share of them."""
+
+MOST_SECONDS = 120.0
+"""Seconds after which that process is ended, whatever runs beside it, and this one compiles."""
 
 _IN_CHILD = "LOOKAHEAD_HF_COMPILING"
 """Set in the environment of the process that compiles, which starts no other."""
@@ -186,7 +190,11 @@ class Compilation:
     def _is_busy(self) -> bool:
         """Whether the functions are being loaded or compiled, here or in the other process."""
         is_loading = self.thread is not None and self.thread.is_alive()
-        return is_loading or (self.child is not None and self.child.poll() is None)
+        return is_loading or self._is_compiling_elsewhere()
+
+    def _is_compiling_elsewhere(self) -> bool:
+        is_overdue = time.monotonic() > self.child_started + MOST_SECONDS
+        return self.child is not None and not is_overdue and self.child.poll() is None
 
     def _load_or_compile(self) -> None:
         """Load the functions; if one is not on disk, compile in another process, or else here."""
@@ -221,11 +229,15 @@ class Compilation:
         Raises:
             RuntimeError: A signal has ended it, which would end this process, too.
         """
-        if self.child is not None:  # another call has just started it, or it has ended in vain
+        if self.child is not None:  # started just now, or ended in vain, or too slow
+            if self._is_compiling_elsewhere():
+                return True
             status = self.child.poll()
-            if status is not None and status < 0:
+            if status is None:
+                self.child.kill()
+            elif status < 0 and status != -signal.SIGKILL:  # which may be our own
                 raise RuntimeError(f"signal {-status} ended the process that compiled")
-            return status is None
+            return False
         # The executable of a packaged program is the program.
         is_program = getattr(sys, "frozen", False) or not sys.executable
         if _IN_CHILD in os.environ or is_program:

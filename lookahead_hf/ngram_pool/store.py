@@ -11,17 +11,12 @@ every reader asks `OpenFile` first.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import math
 import mmap
 import os
-import secrets
-import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,11 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lookahead_hf.ngram_pool.matches import NUM_KEYS
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from lookahead_hf.places import replacing
 
 FORMAT = "lookahead_hf.ngram_pool"
 VERSION = 1
@@ -61,9 +52,6 @@ power of two, so the actual room may be as little as half of that."""
 MOST_VOCABULARY = 2**31 - 1
 
 _DTYPES = {"table": ("U32", np.uint32), "links": ("U32", np.uint32), "log": ("I32", np.int32)}
-YOUNG_SECONDS = 60
-"""Age below which a part of a file is left alone."""
-
 _MOST_HEADER = 1 << 16
 # The data begin at a multiple of it, so that no bucket spans two cache lines.
 _ALIGNMENT = 64
@@ -194,53 +182,10 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
     fields = {"__metadata__": {**metadata, **contents.numbers()}, **contents.layout()}
     header = json.dumps(fields).encode()
     header += b" " * (-(len(header) + 8) % _ALIGNMENT)
-    with _replacing(Path(path)) as file:
+    with replacing(Path(path)) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for array in contents.arrays().values():
             file.write(_bytes(array))
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file in the same folder, which replaces `path` once it is on the disk."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        _remove_if_left(left)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("xb") as file:
-            _lock(file)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        with suppress(OSError):
-            part.unlink()
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Lock a file as long as this process has it open; return False if another one has it."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _remove_if_left(part: Path) -> None:
-    """Remove a part of a file whose writer is gone, so that nobody has it locked.
-
-    A writer locks what it has just made. What is younger than a minute may not be locked yet, or
-    is on a file system without locks.
-    """
-    with suppress(OSError):
-        if time.time() - part.stat().st_mtime < YOUNG_SECONDS:
-            return
-        with part.open("rb") as file:
-            if _lock(file):
-                part.unlink()
 
 
 def read(path: str | os.PathLike[str], verifies: bool = False) -> Contents:

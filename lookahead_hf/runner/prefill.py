@@ -13,7 +13,7 @@ from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.model import compiled, position_limits, prefix_tuning
+from lookahead_hf.model import compiled, numerics, position_limits, prefix_tuning
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches.layers import CompiledSteps
@@ -185,7 +185,9 @@ class PromptRunner(ABC):
             num_columns=position_ids.shape[-1] if by_columns else None,
             is_fed=is_fed,
         )
-        self.cache.slots.extent.copies = state_of(self.model).needs_copies
+        copies = state_of(self.model).needs_copies
+        key = numerics.of_model(self.model), self.is_flat
+        self.cache.slots.extent.copies = bool(copies) and key in copies
         self._kinds = [kind.within(self.cache.seen[kind.name]) for kind in self._kinds]
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)

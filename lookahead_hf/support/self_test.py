@@ -42,7 +42,7 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
 
     The types in `TRIED` are trusted where transformers' own methods run them. Any other model is
     tested once in each of the numerics that it is called with, with ten forwards over a dozen
-    tokens.
+    tokens. What hooks may have caused is tested anew when the model's hooks are others.
 
     Args:
         model: The target.
@@ -53,15 +53,20 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
     """
     if compat.text_config(model).model_type in TRIED and compat.is_stock(model):
         return "", ""
-    trials, key = state_of(model).trials, (numerics.of_model(model), is_flat)
-    if key not in trials:
+    state, key = state_of(model), (numerics.of_model(model), is_flat)
+    found, due_to = state.trials.get(key, (None, None))
+    hooks = compat.hook_numbers(model)
+    if found is None or due_to not in (None, hooks):
         try:
-            trials[key] = _try(model, is_flat)
+            state.needs_copies.discard(key)
+            found = _try(model, is_flat)
+            is_lasting = not found and key not in state.needs_copies
+            state.trials[key] = found, None if is_lasting else hooks
         except OSError as error:  # not the model's fault, and it may be over soon
             return f"the self test failed: {error}", "call again"
         except (RuntimeError, MemoryError):
             return "there was no memory for the self test", "free some and call again"
-    return trials[key], ""
+    return found, ""
 
 
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
@@ -108,9 +113,9 @@ def _try(model: Any, is_flat: bool) -> str:
         # A CPU's allocator raises a plain RuntimeError, whose text alone tells.
         if isinstance(error, (RuntimeError, MemoryError)) and "memory" in f"{error!r}".lower():
             raise
-        state = state_of(model)
-        if "view size is not compatible" in str(error) and not state.needs_copies:
-            state.needs_copies = True
+        copies, key = state_of(model).needs_copies, (numerics.of_model(model), is_flat)
+        if "view size is not compatible" in str(error) and key not in copies:
+            copies.add(key)
             return _try(model, is_flat)
         logger.info("the self test of %s failed, so it is not served", name, exc_info=True)
         return f"a block of tokens fails in {name}: {type(error).__name__}: {error}"

@@ -142,3 +142,20 @@ def test_the_oldest_files_go(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         kept_costs.write(root / f"{number}.json", [])
         os.utime(root / f"{number}.json", (number, number))
     assert sorted(each.name for each in root.iterdir()) == ["2.json", "3.json"]
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int) -> None:
+        raise OSError("no space left on device")
+
+    file = root / "a.json"
+    kept_costs.write(file, [])
+    killed = root / ".a.json.0.part"
+    killed.write_bytes(b"x")
+    os.utime(killed, (1e9, 1e9))
+    monkeypatch.setattr(os, "fsync", fail)
+    kept_costs.write(file, [])
+    assert [*root.iterdir()] == [file]
+    assert kept_costs.read(file) == []

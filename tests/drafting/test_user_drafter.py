@@ -271,3 +271,22 @@ def test_an_object_that_is_no_drafter_may_have_buckets_too() -> None:
     assert (adapted.name, adapted.num_buckets) == ("custom", 2)
     assert adapted.prior().tolist() == pytest.approx([0.1, 0.9])
     assert checked(Bare().propose(None, 8), 1, 2).evidence.bucket.tolist() == [0, 1]  # type: ignore[union-attr, arg-type]
+
+
+def test_an_object_of_the_callers_serves_one_call_at_a_time() -> None:
+    model = lookahead_hf.enable(tiny("llama"))
+    drafted: list[Rows] = []
+
+    class Calling(Drafter):
+        def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+            drafted.append(rows)
+            if len(drafted) == 1:
+                with pytest.warns(RuntimeWarning, match="'custom' drafts for another call"):
+                    model.generate(prompt(), **call)
+                assert len(drafted) == 1
+            return DraftTree.from_chains([[[5]]])
+
+    call: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    call["speculative"] = SpeculativeConfig(Calling(), budget=2)
+    model.generate(prompt(), **call)
+    assert len(drafted) > 2

@@ -85,6 +85,8 @@ class RandomCall:
         is_static: Whether the caller's cache is a static one.
         is_half: Whether the model is in bfloat16, where a block rounds otherwise than single tokens
             do; then the text must be that of the same blocks without drafts.
+        autocast: The type that `torch.autocast` computes a float32 model in, None without it; with
+            it the same holds as for `is_half`.
         seed: Of the sampling.
         drafting: One of `DRAFTING`.
         drafts: Seed of the draft trees.
@@ -105,6 +107,7 @@ class RandomCall:
     turns: int = 0
     is_static: bool = False
     is_half: bool = False
+    autocast: str | None = None
     seed: int = 0
     drafting: str = "scripted"
     drafts: int = 0
@@ -113,7 +116,18 @@ class RandomCall:
 
     @property
     def target(self) -> Any:
-        return smallest(self.model, torch.bfloat16 if self.is_half else torch.float64)
+        wide = torch.float32 if self.autocast else torch.float64
+        return smallest(self.model, torch.bfloat16 if self.is_half else wide)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a block is rounded otherwise than single tokens."""
+        return self.is_half or self.autocast is not None
+
+    def cast(self) -> Any:
+        """What the call runs in."""
+        kind = getattr(torch, self.autocast or "bfloat16")
+        return torch.autocast("cpu", kind, enabled=self.autocast is not None)
 
     def columns(self, ids: torch.Tensor) -> int:
         """Columns of the output before the first generated one, of a prompt [rows, columns]."""
@@ -222,6 +236,8 @@ def calls(draw: st.DrawFn) -> RandomCall:
     if turns > 1 and not CHUNKS_BEHIND_A_TEXT:
         settings.pop("prefill_chunk_size", None)
     is_half = draw(st.integers(0, 7)) == 0
+    casts = st.sampled_from([None] * 6 + ["bfloat16", "float16"])
+    autocast = None if is_half else draw(casts)
     drafting = draw(st.sampled_from([*DRAFTING[:1] * 20, *DRAFTING[1:]]))
     # Drafters of ours find something in longer texts only.
     most = st.one_of(st.integers(1, 8), st.integers(1, 24))
@@ -241,11 +257,12 @@ def calls(draw: st.DrawFn) -> RandomCall:
         turns=turns,
         is_static=turns > 0 and draw(st.integers(0, 2)) == 0,
         is_half=is_half,
+        autocast=autocast,
         seed=draw(st.integers(0, 999)),
         drafting=drafting,
         drafts=draw(st.integers(0, 999)),
         budget=draw(st.sampled_from([8, 64])) if drafting == "scripted" else 8,
-        draft_invariant=is_half or draw(st.integers(0, 5)) == 0,
+        draft_invariant=is_half or autocast is not None or draw(st.integers(0, 5)) == 0,
     )
 
 

@@ -222,6 +222,9 @@ def test_another_process_compiles_what_is_not_saved(
                 toy(folder).double(3)
             return 0
 
+        def kill(self) -> None:
+            pass
+
     monkeypatch.setattr(compilation.subprocess, "Popen", Child)
     compilation.register(lambda: done.append("first"))
     compilation.register(lambda: done.append(module.double(3)))
@@ -330,3 +333,26 @@ def test_steps_give_way_to_a_process_that_gets_no_core(monkeypatch: pytest.Monke
         compilation.give_way()
         assert bool(moments) is gives_way
         moments.clear()
+
+
+@pytest.mark.parametrize(("later", "ended"), [(119.0, []), (121.0, ["killed", 8])])
+def test_after_two_minutes_the_process_is_ended_and_this_one_compiles(
+    work: list[Callable[[], None]],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    later: float,
+    ended: list[Any],
+) -> None:
+    done: list[Any] = []
+    child = SimpleNamespace(poll=lambda: None, kill=lambda: done.append("killed"))
+    monkeypatch.setattr(compilation.of_process, "child", child)
+    monkeypatch.setattr(compilation.of_process, "child_started", 1000.0)
+    monkeypatch.setattr(compilation.of_process, "thread", None)
+    monkeypatch.setattr(compilation.time, "monotonic", lambda: 1000.0 + later)
+    module = toy(folder)
+    compilation.register(lambda: done.append(module.double(3)))
+    compilation.ready()
+    if compilation.of_process.thread is not None:
+        compilation.of_process.thread.join(60)
+    assert done == ended
+    assert compilation.compiled() is bool(ended)

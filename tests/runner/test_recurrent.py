@@ -35,7 +35,7 @@ OTHERS = (
     *("qwen3_next", "zamba", "zamba2", "zaya"),
 )
 
-STEPWISE = ("falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba2")
+STEPWISE = ("falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba", "zamba2")
 """Types whose forward of several tokens ignores the state, or limits time steps."""
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}

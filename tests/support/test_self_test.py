@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import lookahead_hf
+from lookahead_hf.model_state import state_of
 from lookahead_hf.support import self_test
 from tests.helpers.compared import compared
 from tests.helpers.models import prompt, tiny
@@ -65,6 +66,40 @@ def test_a_model_that_forgets_positions_is_not_served(unknown: Any) -> None:
 
     unknown.model.rotary_emb.register_forward_pre_hook(shift, with_kwargs=True)
     assert "gives other logits for blocks" in self_test.refusal(unknown)[0]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_for_all", [False, True])
+def test_what_a_hook_caused_goes_with_it(unknown: Any, is_flat: bool, is_for_all: bool) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("not now")
+
+    def register() -> Any:
+        own = unknown.model.layers[1].register_forward_hook
+        return (torch.nn.modules.module.register_module_forward_hook if is_for_all else own)(fail)
+
+    with register():
+        assert "ValueError: not now" in self_test.refusal(unknown, is_flat)[0]
+    assert self_test.refusal(unknown, is_flat) == ("", "")
+
+
+def test_copies_that_a_hook_needed_go_with_it(unknown: Any) -> None:
+    def fail(*_: Any) -> None:
+        if not state_of(unknown).needs_copies:
+            raise RuntimeError("view size is not compatible")
+
+    with unknown.model.layers[1].register_forward_hook(fail):
+        assert self_test.refusal(unknown) == ("", "")
+        assert state_of(unknown).needs_copies
+    assert self_test.refusal(unknown) == ("", "")
+    assert not state_of(unknown).needs_copies
+
+
+def test_a_fault_is_found_once_with_the_same_hooks(unknown: Any) -> None:
+    calls: list[int] = []
+    unknown.model.layers[1].register_forward_hook(lambda *_: calls.append(1) or 1 / 0)
+    assert self_test.refusal(unknown) == self_test.refusal(unknown)
+    assert len(calls) == 1
 
 
 class Changing(LlamaForCausalLM, ABC):
