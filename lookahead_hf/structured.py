@@ -6,8 +6,8 @@
     model.generate(**inputs, logits_processor=[processor], speculative=True)
 
 They are xgrammar's, which the extra `[structured]` installs. A processor serves one call of
-`generate`; for the next call make another one, which costs little: what was compiled is kept for as
-long as the tokenizer lives.
+`generate`; for the next call make another one, which costs little: what was compiled last is kept
+for as long as the tokenizer lives.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ __all__ = ["Processor", "grammar", "json_schema", "regex"]
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What xgrammar's errors begin with: the time, and a line of its source."""
+
+_KEPT_BYTES = 1 << 28
+"""Size of the compiled grammars that are kept for a tokenizer."""
 
 _compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -88,7 +91,7 @@ def regex(pattern: str | Sequence[str], tokenizer: Any) -> Processor:
     Raises:
         ValueError: An expression cannot be compiled.
     """
-    compile_one = type(_compiler(tokenizer)).compile_regex
+    compile_one = xgrammar.GrammarCompiler.compile_regex
     return _processor("the regular expression", pattern, tokenizer, compile_one)
 
 
@@ -103,7 +106,7 @@ def grammar(ebnf: str | Sequence[str], tokenizer: Any) -> Processor:
     Raises:
         ValueError: A grammar cannot be compiled.
     """
-    compile_one = type(_compiler(tokenizer)).compile_grammar
+    compile_one = xgrammar.GrammarCompiler.compile_grammar
     return _processor("the grammar", ebnf, tokenizer, compile_one)
 
 
@@ -133,5 +136,5 @@ def _compiler(tokenizer: Any) -> Any:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokenizer not in _compilers:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
-        _compilers[tokenizer] = xgrammar.GrammarCompiler(info)
+        _compilers[tokenizer] = xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
     return _compilers[tokenizer]

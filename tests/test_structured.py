@@ -20,59 +20,14 @@ from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.drafting import NgramDrafter
 from lookahead_hf.logits import constraints
 from tests.helpers import grammars, requests
-from tests.helpers.grammars import END, LIBRARIES, PAD, SCHEMAS, processor, schema
-
-BUDGET = SpeculativeConfig(budget=8, on_fallback="error")
+from tests.helpers.constrained import BUDGET, check, generate, held, prompts
+from tests.helpers.grammars import END, LIBRARIES, SCHEMAS, processor, schema
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     ngram_pool.compile_now()
     return lookahead_hf.enable(grammars.model())
-
-
-def prompts(rows: int) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of different lengths."""
-    ids = torch.randint(3, 300, (rows, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        mask[row, : 2 * row] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
-
-
-def generate(model: Any, processors: list[Any], rows: int = 1, **more: Any) -> Any:
-    torch.manual_seed(5)
-    given = {
-        **prompts(rows),
-        "max_new_tokens": 90,
-        "pad_token_id": PAD,
-        "logits_processor": processors,
-        "do_sample": False,
-        "speculative": BUDGET,
-        **more,
-    }
-    return model.generate(**given)
-
-
-def check(
-    model: Any, library: str, schemas: Any, **more: Any
-) -> tuple[lookahead_hf.SpeculativeStats, Any, Any]:
-    """Assert that the texts are plain's; return the statistics and both processors."""
-    rows = len(schemas)
-    if not library.endswith("strict"):
-        more = {"suppress_tokens": grammars.blank_tokens(), **more}
-    first, second = processor(library, schemas), processor(library, schemas)
-    plain = generate(model, [first], rows, **{**more, "speculative": False})
-    ours = generate(model, [second], rows, **{"speculative": BUDGET, **more})
-    assert ours.tolist() == plain.tolist()
-    stats = lookahead_hf.last_stats(model)
-    assert stats is not None and stats.fallback_reason is None
-    assert stats.per_source["grammar"].accepted > 0
-    for row in ours[:, 12:].tolist():
-        if END in row:
-            written = grammars.tokenizer().decode(row[: row.index(END)])
-            assert isinstance(json.loads(written, strict=False), dict)
-    return stats, first, second
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -92,31 +47,6 @@ def test_a_ragged_batch(model: Any, library: str, do_sample: bool) -> None:
     assert len({row.num_accepted for row in stats.row_stats}) > 1
     assert held(ours) == held(plain)
     assert stats.engine == ("lockstep" if library.startswith("llguidance") else "walk")
-
-
-def held(processor: Any) -> Any:
-    """What a processor keeps of its texts, in a form that compares."""
-    if hasattr(processor, "_guides"):
-        return processor.is_first_token, [guide.get_state() for guide in processor._guides]
-    for name in ("ll_matchers", "_matchers", "matchers"):
-        if hasattr(processor, name):
-            found = [*map(_mask, getattr(processor, name))]
-            first = getattr(processor, "is_first_token", getattr(processor, "prefilled", None))
-            return first, getattr(processor, "shown", None), found
-    raise AssertionError("nothing is known of it")
-
-
-def _mask(matcher: Any) -> Any:
-    mask = torch.zeros(1, grammars.WIDTH // 32, dtype=torch.int32)
-    if hasattr(matcher, "is_terminated"):
-        if matcher.is_terminated():
-            return "ended"
-        matcher.fill_next_token_bitmask(mask, 0)
-    else:
-        import llguidance.torch
-
-        llguidance.torch.fill_next_token_bitmask(matcher, mask, 0)
-    return mask.tolist()
 
 
 @pytest.mark.parametrize("library", ["xgrammar strict", "llguidance default"])
@@ -245,7 +175,15 @@ class Lying(grammars.LLGuidanceProcessor):
     """Drafts by another schema than it obeys."""
 
     def row_grammars(self, num_rows: int) -> Any:
-        return grammars.processor("llguidance strict", [SCHEMAS[1]]).row_grammars(1)
+        wrong = processor("llguidance strict", [SCHEMAS[1]]).row_grammars(1)
+        return wrong + super().row_grammars(num_rows)[1:]
+
+
+class Refusing(grammars.LLGuidanceProcessor):
+    """Has no grammar for the first row."""
+
+    def row_grammars(self, num_rows: int) -> Any:
+        return [object(), *super().row_grammars(num_rows)[1:]]
 
 
 def test_a_wrong_shadow_costs_its_source_alone(model: Any) -> None:
@@ -298,3 +236,35 @@ def test_requests_of_a_queue_have_schemas_of_their_own() -> None:
     for row, prompt in enumerate(ids):
         assert found[str(row)].generated_tokens == requests.alone(model, prompt, config, **own(row))
         assert found[str(row)].speculative_stats.per_source["grammar"].accepted > 0
+
+
+@pytest.mark.parametrize("kind", [Lying, Refusing])
+def test_a_wrong_shadow_in_a_batch_costs_its_row_alone(model: Any, kind: Any) -> None:
+    given = processor("llguidance strict", [SCHEMAS[0]] * 3).grammars
+    plain = generate(model, [kind(given)], 3, speculative=False)
+    with pytest.warns(RuntimeWarning, match="'grammar' failed and is left out of a text") as warned:
+        assert generate(model, [kind(given)], 3).tolist() == plain.tolist()
+    assert len(warned) == 1
+    assert lookahead_hf.last_stats(model).per_source["grammar"].accepted > 0
+
+
+def test_a_wrong_shadow_in_a_queue_costs_its_request_alone() -> None:
+    model = lookahead_hf.enable(grammars.model(), default=BUDGET)
+    ids = [row.tolist() for row in prompts(3)["input_ids"][:, 6:]]
+    config = requests.settings(model, max_new_tokens=60)
+
+    def own(row: int) -> dict[str, Any]:
+        made = processor("llguidance strict", SCHEMAS[:1])
+        return {"logits_processor": LogitsProcessorList([made if row else Lying(made.grammars)])}
+
+    with (
+        pytest.warns(RuntimeWarning, match="'grammar' failed and is left out of a text"),
+        requests.running(model, config, max_slots=3) as manager,
+    ):
+        for row, prompt in enumerate(ids):
+            manager.add_request(prompt, request_id=str(row), **own(row))
+        found = requests.results(manager, 3)
+    for row, prompt in enumerate(ids):
+        assert found[str(row)].generated_tokens == requests.alone(model, prompt, config, **own(row))
+        accepted = found[str(row)].speculative_stats.per_source["grammar"].accepted
+        assert (accepted > 0) == (row > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pydantic
@@ -72,6 +73,7 @@ def test_regular_expressions_and_grammars(model: Any) -> None:
         (structured.json_schema, {"type": "x"}, 'the JSON schema .*: Unsupported type "x"'),
         (structured.json_schema, {"$ref": "#/x"}, "Cannot find field x in #/x"),
         (structured.json_schema, "{", "Failed to parse JSON"),
+        (structured.regex, ["a", "(a"], "the regular expression .*The parenthesis is not closed"),
         (structured.json_schema, 7, "7 is no dict, no text and no pydantic model"),
         (structured.regex, "(a", "the regular expression .*The parenthesis is not closed"),
         (structured.grammar, 'x ::= "a"', 'the grammar .*name "root" is not found'),
@@ -81,6 +83,13 @@ def test_what_cannot_be_compiled_is_one_sentence(make: Any, given: Any, said: st
     with pytest.raises(ValueError, match=said) as raised:
         make(given, grammars.tokenizer())
     assert "\n" not in str(raised.value) and "/project" not in str(raised.value)
+
+
+@pytest.mark.parametrize("make", [structured.json_schema, structured.regex, structured.grammar])
+def test_what_is_no_tokenizer_is_one_sentence(make: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be compiled: ") as raised:
+        make("{}", SimpleNamespace())
+    assert "\n" not in str(raised.value)
 
 
 def test_a_processor_serves_one_call(model: Any) -> None:

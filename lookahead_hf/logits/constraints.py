@@ -26,6 +26,7 @@ class Constraint:
             batch. None: the class is not known, so that only the caller's may be called.
         matchers: The attribute that holds what the processor keeps of each row.
         advance: Moves one of these over a token, as the processor does.
+        columns: The attribute with the number of columns that the processor saw last, if any.
     """
 
     processor: Any
@@ -33,6 +34,7 @@ class Constraint:
     alone: Callable[[int], Any] | None = None
     matchers: str = ""
     advance: Callable[[Any, int], Any] | None = None
+    columns: str = ""
 
     def settle(self, ids: torch.Tensor, scores: torch.Tensor, texts: Sequence[list[int]]) -> None:
         """Leave the caller's processor as plain's calls leave it.
@@ -47,6 +49,8 @@ class Constraint:
         for matcher, text in zip(getattr(self.processor, self.matchers), texts, strict=True):
             for token in text:
                 self.advance(matcher, token)
+        if self.columns:
+            setattr(self.processor, self.columns, ids.shape[1] + max(map(len, texts)))
 
 
 def recognise(processor: Any, num_rows: int) -> Constraint | None:
@@ -61,7 +65,14 @@ def recognise(processor: Any, num_rows: int) -> Constraint | None:
         return known(processor, num_rows)
     if not hasattr(kind, "row_grammars"):
         return None
-    return Constraint(processor, lambda row: processor.row_grammars(num_rows)[row])
+    made: dict[int, Grammar] = {}
+
+    def shadow(row: int) -> Grammar:
+        if row not in made:
+            made.update(enumerate(processor.row_grammars(num_rows)))
+        return made.pop(row)
+
+    return Constraint(processor, shadow)
 
 
 def of_call(processors: Any, num_rows: int) -> Constraint | None:
@@ -83,6 +94,7 @@ def _xgrammar(processor: Any, num_rows: int) -> Constraint | None:
         lambda row: type(processor)(grammars[row]),
         "matchers",
         _accept,
+        "_columns" if "_columns" in vars(type(processor)) else "",
     )
 
 

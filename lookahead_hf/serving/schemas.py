@@ -31,7 +31,8 @@ def take_schema(body: dict[str, Any]) -> str | None:
         return None
     if kind == "json_object":
         return '{"type": "object"}'
-    schema = asked.get("json_schema", asked).get("schema") if kind == "json_schema" else None
+    named = asked.get("json_schema", asked) if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError(
             f"response_format={asked!r} is not understood: give "
