@@ -75,10 +75,10 @@ def json_schema(schema: Any, tokenizer: Any, *, any_whitespace: bool = False) ->
         ValueError: A schema cannot be compiled.
     """
 
-    def compiled(compiler: Any, each: Any) -> Any:
+    def compile_one(compiler: Any, each: Any) -> Any:
         return compiler.compile_json_schema(_text_of(each), any_whitespace=any_whitespace)
 
-    return _processor("the JSON schema", schema, tokenizer, compiled)
+    return compiled("the JSON schema", schema, tokenizer, compile_one)
 
 
 def regex(pattern: str | Sequence[str], tokenizer: Any) -> Processor:
@@ -92,7 +92,7 @@ def regex(pattern: str | Sequence[str], tokenizer: Any) -> Processor:
         ValueError: An expression cannot be compiled.
     """
     compile_one = xgrammar.GrammarCompiler.compile_regex
-    return _processor("the regular expression", pattern, tokenizer, compile_one)
+    return compiled("the regular expression", pattern, tokenizer, compile_one)
 
 
 def grammar(ebnf: str | Sequence[str], tokenizer: Any) -> Processor:
@@ -107,12 +107,23 @@ def grammar(ebnf: str | Sequence[str], tokenizer: Any) -> Processor:
         ValueError: A grammar cannot be compiled.
     """
     compile_one = xgrammar.GrammarCompiler.compile_grammar
-    return _processor("the grammar", ebnf, tokenizer, compile_one)
+    return compiled("the grammar", ebnf, tokenizer, compile_one)
 
 
-def _processor(
+def compiled(
     what: str, given: Any, tokenizer: Any, compile_one: Callable[[Any, Any], Any]
 ) -> Processor:
+    """Make a processor of what is given, or of each where it is a list.
+
+    Args:
+        what: What errors call it.
+        given: What is compiled.
+        tokenizer: The model's tokenizer.
+        compile_one: From xgrammar's compiler and what is given to a compiled grammar.
+
+    Raises:
+        ValueError: It cannot be compiled.
+    """
     each = given if isinstance(given, (list, tuple)) else [given]
     try:
         return Processor([compile_one(_compiler(tokenizer), one) for one in each])
