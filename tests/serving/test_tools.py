@@ -79,6 +79,7 @@ def test_an_answer_calls_a_tool(served: Served, choice: Any, stream: bool) -> No
     else:
         assert function.name == "weather" and arguments["level"] in LEVEL["enum"]
     assert why == "tool_calls"
+    served.wait_until_idle()  # a stream ends before its statistics are counted
     assert totals(served.model).stats.num_accepted > before + 20
     assert not totals(served.model).fallbacks
 
