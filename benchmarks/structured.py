@@ -2,10 +2,11 @@
 
 Twenty prompts of benchmarks/data/schemas.jsonl are answered greedily, one by one, with xgrammar's
 processor and with one of llguidance, each with strict and with the library's default whitespace.
-All three answers to a prompt are written one after another, so that they meet the same machine.
+All three answers to a prompt are written one after another, so that they meet the same machine. It
+prints a table in Markdown; ratios are of tokens/s, since texts may differ in half precision.
 
-    python benchmarks/structured.py
-    python benchmarks/structured.py --dtype float32 --budget 16 --libraries xgrammar --cases 5
+    python benchmarks/structured.py --dtype bfloat16 --model FOLDER
+    python benchmarks/structured.py --budget 16 --libraries xgrammar --cases 5
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import lookahead_hf
 from lookahead_hf.logits.grammars.llguidance import LLGuidance
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
-KINDS = ("plain", "speculative, grammar unknown", "speculative")
+PLAIN, UNKNOWN, OURS = KINDS = ("plain", "grammar unknown", "ours")
+COLUMNS = (
+    "grammar",
+    "whitespace",
+    *(f"tokens per step, {kind}" for kind in KINDS),
+    "ours : plain",
+    "ours : grammar unknown",
+    "slowest schema, ours : plain",
+    "texts of plain",
+)
 
 Make = Callable[[str], Any]
 """Makes a fresh processor from a schema."""
@@ -90,6 +100,16 @@ class Total:
         self.tokens, self.steps = self.tokens + len(ids) - 1, self.steps + steps
         self.seconds, self.same = self.seconds + seconds, self.same + is_same
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def per_step(self) -> float:
+        """Tokens per step."""
+        return self.tokens / self.steps
+
 
 def write(
     model: Any, tokenizer: Any, make: Make, case: dict[str, Any], arguments: argparse.Namespace
@@ -102,7 +122,7 @@ def write(
     answers = {}
     for kind in KINDS:
         processor = make(json.dumps(case["schema"]))
-        if kind == "speculative, grammar unknown":
+        if kind == UNKNOWN:
             processor = lambda ids, scores, inner=processor: inner(ids, scores)  # noqa: E731
         start = time.perf_counter()
         ids = model.generate(
@@ -111,10 +131,10 @@ def write(
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id,
             logits_processor=[processor],
-            speculative=False if kind == "plain" else config,
+            speculative=False if kind == PLAIN else config,
         )[0, inputs["input_ids"].shape[1] :].tolist()
         seconds = time.perf_counter() - start
-        stats = None if kind == "plain" else lookahead_hf.last_stats(model)
+        stats = None if kind == PLAIN else lookahead_hf.last_stats(model)
         answers[kind] = ids, len(ids) - 1 if stats is None else stats.num_steps, seconds
     return answers
 
@@ -137,27 +157,36 @@ def main(argv: list[str] | None = None) -> None:
     lookahead_hf.warm_up(model, seconds=None, max_draft_nodes=16)
     lines = SCHEMAS.read_text(encoding="utf-8").splitlines()
     cases = [json.loads(line) for line in lines][: arguments.cases]
+    print("|", " | ".join(COLUMNS), "|\n" + "|---" * len(COLUMNS) + "|")
     for library in arguments.libraries:
         for is_strict in (True, False):
             make = makers(library, is_strict, tokenizer, model)
-            totals = {kind: Total() for kind in KINDS}
-            slowest = float("inf")
-            write(model, tokenizer, make, cases[0], arguments)  # reads the vocabulary, untimed
-            for case in cases:
-                answers = write(model, tokenizer, make, case, arguments)
-                plain, _, seconds = answers["plain"]
-                slowest = min(slowest, seconds / answers["speculative"][2])
-                for kind, (ids, steps, taken) in answers.items():
-                    totals[kind].add(ids, steps, taken, ids == plain)
-            print(f"\n{library}, {'strict' if is_strict else 'default'} whitespace")
-            for kind, total in totals.items():
-                print(
-                    f"  {kind:30} {total.tokens:5} tokens {total.steps:5} steps "
-                    f"{total.tokens / total.steps:5.2f} per step {total.seconds:7.1f} s "
-                    f"{totals['plain'].seconds / total.seconds:5.2f} x  "
-                    f"same text {total.same}/{len(cases)}"
-                )
-            print(f"  slowest schema {slowest:.2f} x", flush=True)
+            cells = compared(model, tokenizer, make, cases, arguments)
+            whitespace = "strict" if is_strict else "default"
+            print("|", " | ".join([library, whitespace, *cells]), "|", flush=True)
+
+
+def compared(
+    model: Any,
+    tokenizer: Any,
+    make: Make,
+    cases: list[dict[str, Any]],
+    arguments: argparse.Namespace,
+) -> list[str]:
+    """Answer all prompts in all ways, and return the cells of the table."""
+    totals = {kind: Total() for kind in KINDS}
+    slowest = float("inf")
+    write(model, tokenizer, make, cases[0], arguments)  # reads the vocabulary, untimed
+    for case in cases:
+        answers = write(model, tokenizer, make, case, arguments)
+        speeds = {kind: (len(ids) - 1) / seconds for kind, (ids, _, seconds) in answers.items()}
+        slowest = min(slowest, speeds[OURS] / speeds[PLAIN])
+        for kind, (ids, steps, taken) in answers.items():
+            totals[kind].add(ids, steps, taken, ids == answers[PLAIN][0])
+    plain, unknown, ours = totals.values()
+    ratios = ours.speed / plain.speed, ours.speed / unknown.speed, slowest
+    numbers = [*(total.per_step for total in totals.values()), *ratios]
+    return [*(f"{number:.2f}" for number in numbers), f"{ours.same} of {len(cases)}"]
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
     model.generate(**inputs, logits_processor=[processor], speculative=True)
 
 They are xgrammar's, which the extra `[structured]` installs. A processor serves one call of
-`generate`; for the next call make another one, which costs little: what was compiled is kept for as
-long as the tokenizer lives.
+`generate`; for the next call make another one, which costs little: what was compiled last is kept
+for as long as the tokenizer lives.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ __all__ = ["Processor", "grammar", "json_schema", "regex"]
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What xgrammar's errors begin with: the time, and a line of its source."""
+
+_KEPT_BYTES = 1 << 28
+"""Size of the compiled grammars that are kept for a tokenizer."""
 
 _compilers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -72,10 +75,10 @@ def json_schema(schema: Any, tokenizer: Any, *, any_whitespace: bool = False) ->
         ValueError: A schema cannot be compiled.
     """
 
-    def compiled(compiler: Any, each: Any) -> Any:
+    def compile_one(compiler: Any, each: Any) -> Any:
         return compiler.compile_json_schema(_text_of(each), any_whitespace=any_whitespace)
 
-    return _processor("the JSON schema", schema, tokenizer, compiled)
+    return compiled("the JSON schema", schema, tokenizer, compile_one)
 
 
 def regex(pattern: str | Sequence[str], tokenizer: Any) -> Processor:
@@ -88,8 +91,8 @@ def regex(pattern: str | Sequence[str], tokenizer: Any) -> Processor:
     Raises:
         ValueError: An expression cannot be compiled.
     """
-    compile_one = type(_compiler(tokenizer)).compile_regex
-    return _processor("the regular expression", pattern, tokenizer, compile_one)
+    compile_one = xgrammar.GrammarCompiler.compile_regex
+    return compiled("the regular expression", pattern, tokenizer, compile_one)
 
 
 def grammar(ebnf: str | Sequence[str], tokenizer: Any) -> Processor:
@@ -103,13 +106,24 @@ def grammar(ebnf: str | Sequence[str], tokenizer: Any) -> Processor:
     Raises:
         ValueError: A grammar cannot be compiled.
     """
-    compile_one = type(_compiler(tokenizer)).compile_grammar
-    return _processor("the grammar", ebnf, tokenizer, compile_one)
+    compile_one = xgrammar.GrammarCompiler.compile_grammar
+    return compiled("the grammar", ebnf, tokenizer, compile_one)
 
 
-def _processor(
+def compiled(
     what: str, given: Any, tokenizer: Any, compile_one: Callable[[Any, Any], Any]
 ) -> Processor:
+    """Make a processor of what is given, or of each where it is a list.
+
+    Args:
+        what: What errors call it.
+        given: What is compiled.
+        tokenizer: The model's tokenizer.
+        compile_one: From xgrammar's compiler and what is given to a compiled grammar.
+
+    Raises:
+        ValueError: It cannot be compiled.
+    """
     each = given if isinstance(given, (list, tuple)) else [given]
     try:
         return Processor([compile_one(_compiler(tokenizer), one) for one in each])
@@ -133,5 +147,5 @@ def _compiler(tokenizer: Any) -> Any:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokenizer not in _compilers:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
-        _compilers[tokenizer] = xgrammar.GrammarCompiler(info)
+        _compilers[tokenizer] = xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
     return _compilers[tokenizer]

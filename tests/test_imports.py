@@ -125,7 +125,7 @@ LAYERS = {
         "cuda.graphs",
         "cuda.runner",
     ),
-    "serving": ("metrics openai_fields", "fields", "schemas", "middleware", "server"),
+    "serving": ("metrics openai_fields tools", "fields", "schemas", "middleware", "server"),
     "support": ("plain_steps", "recurrent_self_test", "self_test", "checks"),
     "verification": (
         "node_processors rng stopping verifier",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pydantic
@@ -11,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import SuppressTokensLogitsProcessor
 
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, ngram_pool, structured
@@ -72,6 +76,7 @@ def test_regular_expressions_and_grammars(model: Any) -> None:
         (structured.json_schema, {"type": "x"}, 'the JSON schema .*: Unsupported type "x"'),
         (structured.json_schema, {"$ref": "#/x"}, "Cannot find field x in #/x"),
         (structured.json_schema, "{", "Failed to parse JSON"),
+        (structured.regex, ["a", "(a"], "the regular expression .*The parenthesis is not closed"),
         (structured.json_schema, 7, "7 is no dict, no text and no pydantic model"),
         (structured.regex, "(a", "the regular expression .*The parenthesis is not closed"),
         (structured.grammar, 'x ::= "a"', 'the grammar .*name "root" is not found'),
@@ -83,12 +88,38 @@ def test_what_cannot_be_compiled_is_one_sentence(make: Any, given: Any, said: st
     assert "\n" not in str(raised.value) and "/project" not in str(raised.value)
 
 
+@pytest.mark.parametrize("make", [structured.json_schema, structured.regex, structured.grammar])
+def test_what_is_no_tokenizer_is_one_sentence(make: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be compiled: ") as raised:
+        make("{}", SimpleNamespace())
+    assert "\n" not in str(raised.value)
+
+
 def test_a_processor_serves_one_call(model: Any) -> None:
     own = [structured.json_schema(SCHEMAS[0], grammars.tokenizer())]
     ids = torch.arange(20, 32)[None]
     model.generate(ids, max_new_tokens=4, logits_processor=own)
     with pytest.raises(ValueError, match="has served another call of generate: make one for each"):
         model.generate(ids, max_new_tokens=4, logits_processor=own)
+
+
+_CALL = """
+import sys
+import torch
+import lookahead_hf
+from tests.helpers.models import tiny
+
+model = lookahead_hf.enable(tiny("llama"))
+ids = torch.arange(20, 32)[None]
+model.generate(ids, max_new_tokens=8, speculative=True)
+assert lookahead_hf.last_stats(model).fallback_reason is None
+print([name for name in ("xgrammar", "llguidance", "outlines") if name in sys.modules])
+"""
+
+
+def test_calls_without_a_grammar_import_no_library_of_grammars() -> None:
+    found = subprocess.run([sys.executable, "-c", _CALL], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
 
 
 THINKING = 'root ::= [a-z ]+ "!" "{\\"level\\": \\"" ("debug" | "default") "\\"}"'
@@ -121,6 +152,55 @@ def test_a_grammar_that_begins_late_and_a_budget_for_what_comes_before(model: An
     assert thoughts and mark_and_behind and json.loads(record)["level"] in ("debug", "default")
 
 
+TRIGGERED = {
+    "type": "triggered_tags",
+    "triggers": ["<tool"],
+    "tags": [
+        {
+            "begin": "<tool>",
+            "content": {"type": "json_schema", "json_schema": schema(level=LEVEL)},
+            "end": "</tool>",
+        }
+    ],
+    "at_least_one": True,
+    "stop_after_first": True,
+}
+
+
+class Starts:
+    """Forces the first tokens of a text."""
+
+    def __init__(self, columns: int, tokens: list[int]) -> None:
+        self.columns, self.tokens = columns, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if (place := input_ids.shape[1] - self.columns) < len(self.tokens):
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, self.tokens[place]] = 0.0
+            return forced
+        return scores
+
+
+@pytest.mark.parametrize("begin", ["<tool", "well-"])
+def test_a_structural_tag_drafts_behind_its_trigger(model: Any, begin: str) -> None:
+    tokenizer = grammars.tokenizer()
+    form = {**TRIGGERED, "at_least_one": begin == "<tool"}
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    first = tokenizer.encode(begin if begin == "<tool" else begin + "<tool")
+
+    def make() -> list[Any]:
+        def compile_one(compiler: Any, each: Any) -> Any:
+            return compiler.compile_structural_tag(each)
+
+        own = structured.compiled("the tag", tag, tokenizer, compile_one)
+        return [own, Starts(12, first), SuppressTokensLogitsProcessor(grammars.blank_tokens())]
+
+    found = written(model, make)
+    before, record = found.split("<tool>")
+    assert before == ("" if begin == "<tool" else begin)
+    assert json.loads(record.partition("</tool>")[0])["level"] in LEVEL["enum"]
+
+
 FIELDS = st.sampled_from(
     [
         {"type": "boolean"},
@@ -129,6 +209,10 @@ FIELDS = st.sampled_from(
         text(5),
         {"type": "null"},
         {"type": "string", "format": "date"},
+        {"type": "string", "format": "date-time"},
+        {"type": "string", "format": "email"},
+        {"type": "number"},
+        {"type": "array", "items": schema(level=LEVEL, size=NUMBER), "minItems": 1, "maxItems": 2},
         {"type": "array", "items": LEVEL, "minItems": 1, "maxItems": 2},
         {"anyOf": [{"type": "boolean"}, LEVEL]},
         {"const": "Great Britain"},

@@ -5,6 +5,7 @@ Classes are known by their paths, so that nothing is imported that the caller ha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,10 @@ class Constraint:
         processor: The caller's processor, which nobody has called yet.
         shadow: Makes a row's grammar for drafting, apart from what the processor holds.
         alone: Makes a processor that does to a single row what the caller's does to this row of a
-            batch. None: the class is not known, so that only the caller's may be called.
+            batch. None: nobody knows how, so that only the caller's may be called.
         matchers: The attribute that holds what the processor keeps of each row.
         advance: Moves one of these over a token, as the processor does.
+        columns: The attribute with the number of columns that the processor saw last, if any.
     """
 
     processor: Any
@@ -33,27 +35,33 @@ class Constraint:
     alone: Callable[[int], Any] | None = None
     matchers: str = ""
     advance: Callable[[Any, int], Any] | None = None
+    columns: str = ""
 
     def settle(self, ids: torch.Tensor, scores: torch.Tensor, texts: Sequence[list[int]]) -> None:
-        """Leave the caller's processor as plain's calls leave it.
+        """Leave the caller's processor as plain's calls leave it, if its class is known.
 
         Args:
             ids: The prompts as plain holds them, [rows, columns].
             scores: Any scores, [rows, vocab] float32, which are overwritten.
             texts: The tokens of each row that plain's processor was shown.
         """
-        assert self.advance is not None
+        if self.advance is None:
+            return
         self.processor(ids, scores)
         for matcher, text in zip(getattr(self.processor, self.matchers), texts, strict=True):
             for token in text:
                 self.advance(matcher, token)
+        if self.columns:
+            setattr(self.processor, self.columns, ids.shape[1] + max(map(len, texts)))
 
 
 def recognise(processor: Any, num_rows: int) -> Constraint | None:
     """Return the constraint that a processor stands for in a batch, None if it is not known.
 
     A class of the caller's own may have a method `row_grammars(num_rows)`, which returns a
-    `Grammar` for each row; they draft, and the processor is called as any other.
+    `Grammar` for each row; they draft, and the processor is called as any other. If it also has a
+    method `row_processors(num_rows)`, the processors for single rows that this returns are called
+    in its place in batches.
     """
     kind = type(processor)
     known = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -61,7 +69,17 @@ def recognise(processor: Any, num_rows: int) -> Constraint | None:
         return known(processor, num_rows)
     if not hasattr(kind, "row_grammars"):
         return None
-    return Constraint(processor, lambda row: processor.row_grammars(num_rows)[row])
+    made: dict[int, Grammar] = {}
+
+    def shadow(row: int) -> Grammar:
+        if row not in made:
+            made.update(enumerate(processor.row_grammars(num_rows)))
+        return made.pop(row)
+
+    if num_rows == 1 or not hasattr(kind, "row_processors"):
+        return Constraint(processor, shadow)
+    each = functools.cache(lambda: processor.row_processors(num_rows))
+    return Constraint(processor, shadow, lambda row: each()[row])
 
 
 def of_call(processors: Any, num_rows: int) -> Constraint | None:
@@ -83,6 +101,7 @@ def _xgrammar(processor: Any, num_rows: int) -> Constraint | None:
         lambda row: type(processor)(grammars[row]),
         "matchers",
         _accept,
+        "_columns" if "_columns" in vars(type(processor)) else "",
     )
 
 

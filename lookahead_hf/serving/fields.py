@@ -33,6 +33,8 @@ class ServedRequest:
         prediction: The text that the client expects, None without one.
         samples: Whether it asks for a sample.
         schema: The JSON schema that the answer obeys, None without one.
+        tools: The tools one of which it calls, by name, with the JSON schemas of their parameters;
+            None if any answer is right.
         is_cancelled: Whether the client went away.
         has_begun: Whether the first token was generated.
         refusal: Why `generate` refused its arguments, None if it did not.
@@ -43,6 +45,7 @@ class ServedRequest:
     prediction: str | None = None
     samples: bool = False
     schema: str | None = None
+    tools: Mapping[str, Any] | None = None
     is_cancelled: bool = False
     has_begun: bool = False
     refusal: str | None = None

@@ -21,6 +21,7 @@ from lookahead_hf.serving.fields import (
 )
 from lookahead_hf.serving.openai_fields import UnknownModelError, as_error, check_fields, error
 from lookahead_hf.serving.schemas import take_schema
+from lookahead_hf.serving.tools import take_tools
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Where a request in JSON is answered with generated text."""
@@ -67,7 +68,7 @@ class SpeculativeFields:
             return body, ServedRequest()
         check_fields(path, fields, self._models.force_model)
         request = take_request(fields, self._config)
-        request.schema = take_schema(fields)
+        request.schema, request.tools = take_schema(fields), take_tools(fields)
         return json.dumps(fields).encode(), request
 
     async def _answer(

@@ -18,7 +18,6 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "logprobs": ((False,), _LOGPROBS),
         "functions": (([],), "use tools"),
         "function_call": (("auto", "none"), "use tools"),
-        "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
         "audio": ((), "this server writes text alone: leave it out"),
         "modalities": ((["text"],), 'this server writes text alone: use ["text"]'),
         "web_search_options": ((), "this server searches nothing: leave it out"),
@@ -36,7 +35,6 @@ REFUSED: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "prompt": ((), "this server keeps no prompts: send the text as input"),
         "include": (([],), "leave it out"),
         "max_tool_calls": ((), "leave it out"),
-        "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
     },
 }
 """Fields by path: the values that ask for nothing, and what to do instead of any other."""

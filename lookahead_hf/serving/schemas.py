@@ -1,4 +1,4 @@
-"""Requests whose answers obey a JSON schema."""
+"""Requests whose answers obey a JSON schema, or call a tool."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lookahead_hf.serving.fields import ServedRequest, current
+from lookahead_hf.serving.tools import calling
 
 
 def take_schema(body: dict[str, Any]) -> str | None:
@@ -31,7 +32,8 @@ def take_schema(body: dict[str, Any]) -> str | None:
         return None
     if kind == "json_object":
         return '{"type": "object"}'
-    schema = asked.get("json_schema", asked).get("schema") if kind == "json_schema" else None
+    named = asked.get("json_schema", asked) if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError(
             f"response_format={asked!r} is not understood: give "
@@ -41,20 +43,30 @@ def take_schema(body: dict[str, Any]) -> str | None:
     return json.dumps(schema)
 
 
-def obey(request: ServedRequest, arguments: dict[str, Any], tokenizer: Any) -> None:
-    """Add to the arguments of a generation what makes its text obey the request's schema.
+def obey(request: ServedRequest, given: dict[str, Any], model: Any, tokenizer: Any) -> None:
+    """Add to the arguments of a generation what makes its text the answer that is asked for.
+
+    Args:
+        request: The request.
+        given: The arguments by name, `input_ids` among them.
+        model: The model.
+        tokenizer: Its tokenizer, or the processor that has it.
 
     Raises:
-        ValueError: The schema cannot be compiled, or xgrammar is not installed.
+        ValueError: A schema cannot be compiled, xgrammar is not installed, or it is not known how
+            the model calls a tool.
     """
-    if request.schema is None:
+    if request.schema is None and request.tools is None:
         return
     try:
         from lookahead_hf import structured
     except ImportError as error:
-        raise ValueError(f"response_format: {error}") from error
-    own = structured.json_schema(request.schema, tokenizer)
-    arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), own]
+        raise ValueError(f"response_format and tool_choice: {error}") from error
+    if request.tools is not None:
+        own = calling(request.tools, model, tokenizer, given["input_ids"])
+    else:
+        own = structured.json_schema(request.schema, tokenizer)
+    given["logits_processor"] = [*(given.get("logits_processor") or ()), own]
 
 
 def obeying_manager(model: Any, tokenizer: Any) -> Callable[..., Any]:
@@ -65,14 +77,15 @@ def obeying_manager(model: Any, tokenizer: Any) -> Callable[..., Any]:
         manager = make(*args, **kwargs)
         add = manager.add_request
 
-        def add_request(*args: Any, **kwargs: Any) -> Any:
+        def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             request = current.get() or ServedRequest()
+            kwargs["input_ids"] = input_ids
             try:
-                obey(request, kwargs, tokenizer)
+                obey(request, kwargs, model, tokenizer)
             except ValueError as error:
                 request.refusal = str(error)
                 raise
-            return add(*args, **kwargs)
+            return add(kwargs.pop("input_ids"), *args, **kwargs)
 
         manager.add_request = add_request
         return manager

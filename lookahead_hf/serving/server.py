@@ -194,7 +194,7 @@ class ServedGenerate:
         if kwargs.get("streamer") is not None or _takes_streamer(self._model, config):
             kwargs["streamer"] = _Watched(request, kwargs.get("streamer"), self._model)
         try:
-            obey(request, kwargs, self._tokenizer)
+            obey(request, kwargs, self._model, self._tokenizer)
             kwargs["speculative"] = self._speculative(request, config)
             output = self._generate(*args, **kwargs)
         except ValueError as error:

@@ -20,6 +20,7 @@ from lookahead_hf.runner.cuda.capture import Recording
 from lookahead_hf.runner.cuda.graph_set import GraphSet
 from tests.helpers.benchmark_runs import ROOT, lines_of, run_program
 from tests.helpers.device import taped
+from tests.helpers.tiny_chat import save_tiny_chat
 
 RUNS = ("one", "two", "three")
 
@@ -65,6 +66,23 @@ def test_steps_without_nodes_know_what_layers_read(monkeypatch: pytest.MonkeyPat
     with torch.no_grad(), taped(monkeypatch), bench.stepping(0, True, on_device=True) as run:
         run()
     assert tried
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_structured(tmp_path: Path, dtype: str) -> None:
+    folder = save_tiny_chat(tmp_path / "model")
+    options = f"--model {folder} --device cpu --dtype {dtype} --cases 2 --new-tokens 12"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/structured.py", *options.split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    head, rule, *lines = [line.split("|")[1:-1] for line in done.stdout.strip().splitlines()]
+    assert len(lines) == 4 and all(len(line) == len(head) == len(rule) for line in lines)
+    assert all(float(line[2]) == 1.0 and float(line[4]) > 1.0 for line in lines)
 
 
 def test_calls(tmp_path: Path) -> None:

@@ -80,6 +80,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=trained, pad_token="<pad>", eos_token="<end>")
 
 
+@functools.cache
+def swapped_tokenizer() -> PreTrainedTokenizerFast:
+    """The same tokens under other ids."""
+    written = json.loads(tokenizer().backend_tokenizer.to_str())
+    vocabulary: dict[str, int] = written["model"]["vocab"]
+    last = len(vocabulary) - 1
+    for token, place in vocabulary.items():
+        vocabulary[token] = place if place <= END else last + END + 1 - place
+    swapped = Tokenizer.from_str(json.dumps(written))
+    return PreTrainedTokenizerFast(tokenizer_object=swapped, pad_token="<pad>", eos_token="<end>")
+
+
 def model(**own: Any) -> Any:
     """A tiny model for the tokenizer, whose texts end."""
     made = tiny("llama", vocab_size=WIDTH, **own)

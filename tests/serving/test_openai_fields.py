@@ -95,7 +95,7 @@ def test_the_first_calls_of_open_webui(served: Served) -> None:
         (CHAT, {"n": 2}, "n=2 is not served: this server writes one answer to a request"),
         (CHAT, {"logprobs": True, "top_logprobs": 3}, "this server returns no log probabilities"),
         (CHAT, {"presence_penalty": 0.5}, "use frequency_penalty"),
-        (CHAT, {"tool_choice": "required"}, 'use "auto" or "none"'),
+        (CHAT, {"tool_choice": "required"}, 'give "required" with tools'),
         (CHAT, {"stream": True, "n": 3}, "n=3 is not served"),
         (CHAT, {"top_k": 5}, "Unexpected fields in the request: {'top_k'}"),
         ("/v1/completions", {"prompt": "a", "logprobs": 0}, "returns no log probabilities"),

@@ -32,7 +32,9 @@ class LLGuidance:
         self._stop_tokens = list(tokenizer.eos_tokens)
         self._has_stopped = False
         self._mask = llguidance.torch.allocate_token_bitmask(1, tokenizer.vocab_size)
-        self.vocabulary = f"llguidance {tokenizer.vocab_size} {self._stop_tokens}"
+        some = range(0, len(self), 1 + len(self) // 64)
+        texts = [tokenizer.decode_bytes([token]) for token in some]
+        self.vocabulary = f"llguidance {len(self)} {self._stop_tokens} {texts}"
 
     def texts(self) -> list[bytes]:
         return [self._tokenizer.decode_bytes([token]) for token in range(len(self))]

@@ -16,17 +16,18 @@ class XGrammar:
         """`compiled`: a `CompiledGrammar`, which matchers may share."""
         self._info = compiled.tokenizer_info
         self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._mask = xgrammar.allocate_token_bitmask(1, self._info.vocab_size)
+        self._num_tokens = self._info.vocab_size  # a model may have more logits
+        self._mask = xgrammar.allocate_token_bitmask(1, self._num_tokens)
         # The matcher prints a warning about tokens without a text, and about any once it has ended.
-        silent = set(self._info.special_token_ids) - set(self._matcher.stop_token_ids)
-        self._refused = frozenset(silent)
-        self.vocabulary: str = self._info.dump_metadata()
+        special = self._info.special_token_ids
+        self._refused = frozenset(special) - frozenset(self._matcher.stop_token_ids)
+        self.vocabulary = f"{self._info.dump_metadata()} {special}"
 
     def texts(self) -> list[bytes]:
         return self._info.decoded_vocab
 
     def advance(self, token: int) -> bool:
-        if token in self._refused or self.ended():
+        if token >= self._num_tokens or token in self._refused or self.ended():
             return False
         return self._matcher.accept_token(token)
 
@@ -51,8 +52,8 @@ class XGrammar:
     def allowed(self, limit: int) -> list[int] | None:
         if self.ended():
             return []
-        self._matcher.fill_next_token_bitmask(self._mask, 0)
-        return few_bits(self._mask[0].numpy(), limit)
+        forbids = self._matcher.fill_next_token_bitmask(self._mask, 0)
+        return few_bits(self._mask[0].numpy(), limit) if forbids else None
 
     def ended(self) -> bool:
         return self._matcher.is_terminated()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Evidence
-from lookahead_hf.drafting.drafter import BuiltInDrafter
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Guard
 from lookahead_hf.drafting.sources.grammar.growth import PRIOR
 from lookahead_hf.drafting.sources.grammar.probe import Probe
 from lookahead_hf.drafting.sources.grammar.refinement import Refinement
@@ -70,6 +71,7 @@ class GrammarDrafter(BuiltInDrafter):
         """
         self._grammar_of, self._vocabularies = grammar_of, vocabularies
         self._rows: dict[int, _Row] = {}
+        self._guard = Guard(_warn)  # which warns once for all rows
         self.is_listed = False
 
     @property
@@ -89,6 +91,9 @@ class GrammarDrafter(BuiltInDrafter):
 
     def begin_row(self, rows: Rows, row: int) -> None:
         self.end_row(rows, row)
+        self._guard.run(self._begin, row, always=True)
+
+    def _begin(self, row: int) -> None:
         grammar = self._grammar_of(row)
         if grammar is not None:
             self.is_listed = True
@@ -115,13 +120,29 @@ class GrammarDrafter(BuiltInDrafter):
         drafts = []
         for row in range(rows.num_rows):
             draft = Refinement(tree, row, source, self.rates)
-            state = self._rows.get(row)
-            if state is not None and rows.live[row] and max_depth[row] > 0:
-                state.read(rows.emitted(row))
-                probe = Probe(state.grammar)
-                draft.run(probe, state.whitespace, state.vocabulary, max_nodes)
+            if row in self._rows and rows.live[row] and max_depth[row] > 0:
+                emitted = rows.emitted(row)
+                if not self._guard.run(self._refine, row, draft, emitted, max_nodes, always=True):
+                    self._rows.pop(row)  # a grammar that fails costs its own text alone
+                    draft = Refinement(tree, row, source, self.rates)
             drafts.append((draft, *draft.best(max_nodes, int(max_depth[row]))))
         return _tree(drafts)
+
+    def _refine(self, row: int, draft: Refinement, emitted: np.ndarray, max_nodes: int) -> bool:
+        """Prune and grow a row's draft behind its text, [emitted]."""
+        state = self._rows[row]
+        state.read(emitted)
+        draft.run(Probe(state.grammar), state.whitespace, state.vocabulary, max_nodes)
+        return True
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(
+        "the drafter 'grammar' failed and is left out of a text whose grammar it cannot follow: "
+        f"{type(error).__name__}: {error}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _tree(drafts: list[tuple[Refinement, list[int], list[int], list[float]]]) -> DraftTree:

@@ -9,6 +9,10 @@ _SPLIT = re.compile(rb"(?<=\s)(?= \S)")
 """Tokenizers leave the last space of several to the word behind it."""
 
 
+_MOST_KEPT = 4096
+"""Texts whose tokens are remembered."""
+
+
 class Vocabulary:
     """Texts of tokens as far as drafting needs them."""
 
@@ -29,6 +33,8 @@ class Vocabulary:
             merged = [piece for part in _SPLIT.split(text) for piece in self._merged(part)]
             tokens = [self._token_of.get(piece) for piece in merged]
             end = tokens.index(None) if None in tokens else len(tokens)
+            if len(self._encoded) >= _MOST_KEPT:
+                self._encoded.clear()
             self._encoded[text] = [token for token in tokens[:end] if token is not None]
         return self._encoded[text]
 

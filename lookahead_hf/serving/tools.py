@@ -1,0 +1,134 @@
+"""Requests whose answers have to call a tool."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lookahead_hf.structured import Processor
+
+
+def take_tools(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the tools one of which an answer has to call.
+
+    Args:
+        body: The request, whose `tool_choice` transformers' server ignores.
+
+    Returns:
+        The JSON schema of each tool's parameters, by name; None if any answer is right.
+
+    Raises:
+        ValueError: `tool_choice` is not understood, or names a tool that the request lacks.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    tools = _functions(body.get("tools"))
+    if choice == "required" and tools:
+        return tools
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(name, str) and name in tools:
+        return {name: tools[name]}
+    raise ValueError(
+        f'tool_choice={choice!r} is not served with the tools {list(tools)}: give "required" '
+        'with tools, {"type": "function", "function": {"name": NAME}} with one of them, "auto" or '
+        '"none"'
+    )
+
+
+def _functions(tools: Any) -> dict[str, Any]:
+    """The parameters of functions by name, in the form of either API."""
+    given = tools if isinstance(tools, list) else []
+    each = (tool.get("function", tool) for tool in given if isinstance(tool, Mapping))
+    named = [function for function in each if isinstance(function, Mapping)]
+    any_object = {"type": "object"}
+    return {
+        function["name"]: function.get("parameters") or any_object
+        for function in named
+        if isinstance(function.get("name"), str)
+    }
+
+
+def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -> Processor:
+    """Make a processor for answers that call one of the tools, after any reasoning.
+
+    Args:
+        tools: The JSON schema of each tool's parameters, by name.
+        model: The model, whose markers transformers' server knows.
+        tokenizer: Its tokenizer, or the processor that has it.
+        prompt: The tokens of the prompt, [length] or [1, length].
+
+    Raises:
+        ValueError: The markers are not known, or a tool's parameters cannot be compiled.
+    """
+    from lookahead_hf import structured
+
+    fields = _fields(model, tokenizer)
+    markers = _markers(fields.get("tool_calls", {}))
+    if markers is None:
+        raise ValueError('tool_choice: how this model writes a call is not known: use "auto"')
+    thinking = fields.get("reasoning_content", {})
+    text = getattr(tokenizer, "tokenizer", tokenizer).decode(_last(prompt))
+
+    def compiled(compiler: Any, each: Any) -> Any:
+        return compiler.compile_grammar(_grammar(each, markers, thinking, text))
+
+    return structured.compiled("the parameters of a tool", dict(tools), tokenizer, compiled)
+
+
+def _last(prompt: Any) -> list[int]:
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    ids = ids[0] if ids and isinstance(ids[0], list) else ids
+    return list(ids[-16:])
+
+
+def _fields(model: Any, tokenizer: Any) -> Mapping[str, Any]:
+    """How transformers' server takes a model's answer apart."""
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:
+        return {}
+    template = get_response_template(tokenizer, model)
+    return template.get("fields", {}) if isinstance(template, Mapping) else {}
+
+
+def _markers(field: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What stands around the JSON of a call, None if a call is no such JSON."""
+    pattern = field.get("open_pattern", "")
+    begin, end = field.get("open", pattern.removeprefix(r"\s*")), field.get("close")
+    is_whole = field.get("transform") == {"type": "function", "function": "{content}"}
+    is_json = field.get("content") == "json" and "content_args" not in field
+    if not (is_json and is_whole and isinstance(begin, str) and isinstance(end, str)):
+        return None
+    return (begin, end) if not pattern or re.fullmatch(pattern, begin) else None
+
+
+def _grammar(
+    tools: Mapping[str, Any], markers: tuple[str, str], thinking: Mapping[str, Any], prompt: str
+) -> Any:
+    """xgrammar's grammar of one call, with the usual whitespace."""
+    from xgrammar import Grammar
+
+    def exactly(text: str) -> Any:
+        return Grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
+
+    def call(name: str, schema: Any) -> Any:
+        head = f'{markers[0]}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        parameters = Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
+        return Grammar.concat(exactly(head), parameters, exactly(f"}}\n{markers[1]}"))
+
+    each = [call(name, schema) for name, schema in tools.items()]
+    calls = each[0] if len(each) == 1 else Grammar.union(*each)
+    begin, end = thinking.get("open"), thinking.get("close")
+    if not (isinstance(begin, str) and isinstance(end, str)):
+        return calls
+    thinks = prompt.rstrip().endswith(begin.rstrip())  # the prompt has begun the reasoning
+    tag = {"type": "tag", "content": {"type": "any_text"}, "end": end}
+    tag["begin"] = "" if thinks else begin
+    thoughts = Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": tag}))
+    after = Grammar.concat(thoughts, Grammar.from_ebnf(r"root ::= [\n]*"), calls)
+    return after if thinks else Grammar.union(calls, after)
