@@ -36,12 +36,13 @@ class Numerics(NamedTuple):
 
 def of_model(model: Any) -> Numerics:
     """Return what a forward of a model would compute with now."""
-    kind = model.device.type
+    kind = model.device.type  # "meta" where weights are elsewhere between forwards
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     names = (compat.attention_name(config) for config in facts_of(model).attention_configs)
     return Numerics(
         model.dtype,
         model.device,
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.get_autocast_dtype(kind) if casts else None,
         torch.get_float32_matmul_precision(),
         tuple((name or "").removeprefix("lookahead:") for name in names),
     )
