@@ -24,11 +24,11 @@ NOT_ON_OLDEST := --ignore tests/kernels --ignore tests/ngram_pool --ignore tests
 	--ignore tests/test_models_table.py \
 	--deselect tests/patches/test_layers.py::test_a_family_writes_plains_text \
 	--deselect tests/serving/test_openai_fields.py::test_the_first_calls_of_open_webui \
-	--deselect "tests/serving/test_schemas.py::test_answers_obey_the_schemas_of_their_requests[together" \
-	--deselect "tests/serving/test_schemas.py::test_an_answer_is_plains[together]" \
-	--deselect "tests/serving/test_schemas.py::test_any_json_object[together]" \
 	--deselect tests/test_autocast.py::test_requests_are_decoded_together_under_autocast \
 	--deselect tests/test_structured.py::test_requests_of_a_queue_have_schemas_of_their_own \
+	--deselect tests/test_structured.py::test_a_wrong_shadow_in_a_queue_costs_its_request_alone \
+	--deselect tests/test_locks.py::test_requests \
+	--ignore tests/serving/test_schemas.py --ignore tests/serving/test_tools.py \
 	--deselect tests/runner/test_architectures.py::test_logits_are_plains \
 	--deselect "tests/ecosystem/test_callers.py::test_caller[transformers serve --continuous-batching, the OpenAI client]"
 
