@@ -206,11 +206,6 @@ def _attention_functions() -> tuple[Any, ...]:
     return (*registered, nn.functional.scaled_dot_product_attention)
 
 
-def functions_are_watched() -> bool:
-    """Whether a mode sees calls of functions, other than that of `torch.set_default_device`."""
-    return compat.watches_functions()
-
-
 def _is_replaced(module: nn.Module) -> bool:
     """Whether a module object has a forward of its own that a graph may not stand for.
 
