@@ -36,8 +36,9 @@ from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.cli.analysis.replay import MemoryHolder, Text, accepted_path
 from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.drafting.control.budget import SteadySteps
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.topk import BestTokens
 from lookahead_hf.rows import Rows
 
@@ -144,14 +145,9 @@ class Arrived(BestTokens):
 def measure(texts: Sequence[Text], system: str, vocab_size: int, nodes: int) -> Line:
     """Draft the texts as one call."""
     batch = Batch(texts, vocab_size)
-    runner: Any = SimpleNamespace(
-        mode="", sizes=None, most_nodes=None, is_flat=False, has_one_shape=False
-    )
-    config = SpeculativeConfig()
-    drafts = DraftSession(
-        MemoryHolder(), config, batch.rows, build(Request(config)), do_sample=False,
-        vocab_size=vocab_size, max_new_tokens=2**31, runner=runner,
-    )  # fmt: skip
+    config, limits = SpeculativeConfig(), Limits(False, vocab_size, 2**31)
+    sources = build(Request(config))
+    drafts = DraftSession(MemoryHolder(), config, batch.rows, sources, limits, SteadySteps())
     drafts._budget.choose = lambda tree: np.minimum(np.diff(tree.row_offsets), nodes)  # type: ignore[method-assign]
     drafts.begin(batch.rows)
     proposed, observed, num_drafted, num_tokens, count = [], [], 0, 0, len(texts)

@@ -11,7 +11,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.cli.analysis.replay import UNUSED, RecordedRecycling
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.calibration import KeptRates
+from lookahead_hf.drafting.control.calibration import KeptRates
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build

@@ -18,7 +18,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import _numba as merging
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.sources import _recycling_numba as recycling
 from lookahead_hf.drafting.sources.ngram import NgramDrafter

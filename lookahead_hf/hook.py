@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 from lookahead_hf import compat, ngram_pool
 from lookahead_hf.batching import methods
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.drafting.calibration import LearnedRate
+from lookahead_hf.drafting.control.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model_state import state_of

@@ -16,7 +16,7 @@ from lookahead_hf import compat, ngram_pool
 from lookahead_hf.call import execution
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.cost_model import SIZES
+from lookahead_hf.drafting.control.cost_model import SIZES
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.session import compile_or_warn
 from lookahead_hf.fallback import Unserved

@@ -10,7 +10,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.compat.batching import IS_KNOWN
-from lookahead_hf.drafting.cost_model import SLOPE, CostCurve
+from lookahead_hf.drafting.control.cost_model import SLOPE, CostCurve
 from tests.helpers.tiny_chat import save_looping_chat
 
 EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))

@@ -55,15 +55,16 @@ LAYERS = {
         "column_map refilled",
     ),
     "drafting": (
-        """_heap _learning_numba cost_model drafter source_backoff sources.assistant.model
-        sources.assistant.tokens sources.grammar.probe sources.grammar.vocabulary
-        sources.grammar.whitespace sources.prediction_alignment sources.recycling_buckets topk""",
-        """_numba budget kept_costs sources._recycling_numba sources.assistant.growth
+        """_heap control._learning_numba control.cost_model control.source_backoff drafter
+        sources.assistant.model sources.assistant.tokens sources.grammar.probe
+        sources.grammar.vocabulary sources.grammar.whitespace sources.prediction_alignment
+        sources.recycling_buckets topk""",
+        """_numba control.budget kept_costs sources._recycling_numba sources.assistant.growth
         sources.grammar.growth sources.lookahead sources.ngram sources.prediction user_drafter""",
         """in_use sources.assistant.drafter sources.heads.drafter sources.grammar.refinement
         sources.pool sources.recycling uncompiled""",
         "sources.grammar.drafter sources.heads.medusa sources.heads.mtp",
-        "calibration",
+        "control.calibration",
         "memory tree",
         "ensemble",
         "registry",
@@ -273,8 +274,11 @@ def test_a_module_imports_only_what_is_below_it(module: str) -> None:
         ("rows", "from lookahead_hf import hook"),
         ("rows", "def f():\n    import lookahead_hf.generation.decode"),
         ("drafting.registry", "from lookahead_hf.verification import walk"),
-        ("drafting.source_backoff", "from lookahead_hf.drafting import session"),
-        ("drafting.source_backoff", "from lookahead_hf.drafting.budget import Budget"),
+        ("drafting.control.source_backoff", "from lookahead_hf.drafting import session"),
+        (
+            "drafting.control.source_backoff",
+            "from lookahead_hf.drafting.control.budget import Budget",
+        ),
         ("kernels.dispatch", "import lookahead_hf.draft"),
         ("ngram_pool.store", "import torch"),
         ("runner.masks", "def f():\n    from lookahead_hf.runner.host import Runner"),

@@ -21,7 +21,7 @@ from lookahead_hf.call import execution
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.compat.batching import RequestStatus
 from lookahead_hf.distributed.coordinator import Processes
-from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.session import Session
@@ -277,10 +277,8 @@ def new_session(manager: SpeculativeBatchingManager) -> RefillSession:
         request.config,
         rows,
         build_drafters(model, request, num_rows, do_sample, grammar_of=grammar_of),
-        do_sample=do_sample,
-        vocab_size=int(compat.text_config(model).vocab_size),
-        max_new_tokens=rows.most_new,
-        runner=runner,
+        Limits(do_sample, int(compat.text_config(model).vocab_size), rows.most_new),
+        runner,
     )
     return RefillSession(
         rows=rows,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.calibration import Calibration, unique_names
+from lookahead_hf.drafting.control.calibration import Calibration, unique_names
 from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, Guard, warn_of_failure
 from lookahead_hf.drafting.tree import ANY_TOKEN, head, merge
 from lookahead_hf.stats import SourceStats
@@ -50,10 +50,10 @@ class Ensemble(Drafter):
         vocab_size: int = ANY_TOKEN,
         max_new_tokens: int | np.ndarray = 2**31,
     ) -> None:
-        """Draft with `sources`, in the order of `calibration`.
+        """Give each source its learned rates.
 
         Args:
-            sources: The drafters; their `rates` are views of the calibration.
+            sources: The drafters, in the order of the calibration.
             calibration: Learned rates of these sources.
             num_rows: Rows of the drafts.
             vocab_size: Tokens with this id or a higher one are never drafted.
@@ -61,6 +61,8 @@ class Ensemble(Drafter):
                 nodes beyond it are not drafted.
         """
         self._sources = list(sources)
+        for index, source in enumerate(sources):
+            source.rates, _, _ = calibration.of_source(index)
         self._names = unique_names(sources)
         self._calibration = calibration
         self._vocab_size = vocab_size
@@ -147,7 +149,7 @@ class Ensemble(Drafter):
             copy.send()
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        from lookahead_hf.drafting._learning_numba import count_sources
+        from lookahead_hf.drafting.control._learning_numba import count_sources
 
         of_text = verdict.of_text
         if self._merged is not None:

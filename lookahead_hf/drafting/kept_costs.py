@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from lookahead_hf import compat
-from lookahead_hf.drafting.cost_model import KeptCurve
+from lookahead_hf.drafting.control.cost_model import KeptCurve
 from lookahead_hf.places import cache_root, replacing
 
 MOST_FILES = 64

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from lookahead_hf import ngram_pool
-from lookahead_hf.drafting.calibration import KeptRates
-from lookahead_hf.drafting.cost_model import CostModel
+from lookahead_hf.drafting.control.calibration import KeptRates
+from lookahead_hf.drafting.control.cost_model import CostModel
 from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.model_state import state_of
 

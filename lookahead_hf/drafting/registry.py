@@ -11,7 +11,7 @@ import numpy as np
 
 from lookahead_hf.config import DEFAULT_DRAFTERS, drafter_name
 from lookahead_hf.draft import Verdict
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter, warn_of_failure
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of
@@ -83,7 +83,7 @@ def build(
         "vocab_size": vocab_size,
         "encoder_inputs": encoder_inputs,
         "processors": processors,
-        "probs": draws,
+        "draws": draws,
     }
     built: list[Drafter] = []
     for drafter in wanted:
@@ -148,6 +148,8 @@ def _given(
         return [model], {"vocab_size": vocab_size}
     if name != "assistant":
         return [], {}
+    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall
+
     if request.assistant_model is None:
         raise ValueError(
             'the drafter "assistant" needs a model to draft with: pass assistant_model= in the call'
@@ -155,8 +157,7 @@ def _given(
     return [request.assistant_model], {
         "target_tokenizer": request.tokenizer,
         "assistant_tokenizer": request.assistant_tokenizer,
-        "settings": request.assistant_settings,
-        **of_call,
+        "call": TargetCall(**of_call, settings=request.assistant_settings),
     }
 
 

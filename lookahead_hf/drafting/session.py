@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf import ngram_pool
@@ -12,11 +13,11 @@ from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import in_use
-from lookahead_hf.drafting.budget import Budget
+from lookahead_hf.drafting.control.budget import Budget, SteadySteps
+from lookahead_hf.drafting.control.source_backoff import SourceBackoff
 from lookahead_hf.drafting.drafter import Drafter, Guard
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
-from lookahead_hf.drafting.source_backoff import SourceBackoff
 from lookahead_hf.drafting.tree import head, likeliest_chain
 from lookahead_hf.drafting.uncompiled import UncompiledDrafts
 from lookahead_hf.rows import Rows
@@ -66,6 +67,24 @@ def warn_of_numba(error: ngram_pool.NumbaMissingError) -> None:
         warnings.warn(f"calls decode plainly: {error}", RuntimeWarning, stacklevel=4)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The drafts that a call can use.
+
+    Attributes:
+        do_sample: Whether tokens are drawn.
+        vocab_size: Token ids of the target.
+        max_new_tokens: Length of the texts; nothing beyond it is drafted. One number for all rows,
+            or [rows] if other texts take the rows of those that end.
+        chains: Whether a row's draft must be a chain.
+    """
+
+    do_sample: bool
+    vocab_size: int
+    max_new_tokens: int | np.ndarray
+    chains: bool = False
+
+
 class DraftSession:
     """Proposes drafts of the size that pays, and never costs the call its text.
 
@@ -84,12 +103,8 @@ class DraftSession:
         config: SpeculativeConfig,
         rows: Rows,
         sources: list[Drafter],
-        *,
-        do_sample: bool,
-        vocab_size: int,
-        max_new_tokens: int | np.ndarray,
-        runner: Runner,
-        chains: bool = False,
+        limits: Limits,
+        runner: Runner | SteadySteps,
         processes: Processes | None = None,
         complete: Callable[[Rows, DraftTree], DraftTree] | None = None,
     ) -> None:
@@ -100,52 +115,41 @@ class DraftSession:
             config: The call's configuration.
             rows: The texts.
             sources: What `build_drafters` returned.
-            do_sample: Whether tokens are drawn.
-            vocab_size: Token ids of the target.
-            max_new_tokens: Length of the texts; nothing beyond it is drafted. One number for all
-                rows, or [rows] if other texts take the rows of those that end.
+            limits: The drafts that the call can use.
             runner: The runner of the target.
-            chains: Whether a row's draft must be a chain.
             processes: Who decides where several processes run the model; None: this process alone.
             complete: Adds to a draft what its verification needs.
         """
         self.reads_hidden_states = any(
             getattr(source, "reads_hidden_states", False) for source in sources
         )
-        self._memory = memory_of(model)
-        self._do_sample = do_sample
+        self._memory, self._limits = memory_of(model), limits
         self._sources = sources = in_use.take(self, sources)
-        self._calibration = self._memory.rates.lease(sources, do_sample)
+        self._calibration = self._memory.rates.lease(sources, limits.do_sample)
+        tokens, length = limits.vocab_size, limits.max_new_tokens
         self._ensemble = Ensemble(
-            sources,
-            self._calibration,
-            rows.num_rows,
-            vocab_size=vocab_size,
-            max_new_tokens=max_new_tokens,
+            sources, self._calibration, rows.num_rows, vocab_size=tokens, max_new_tokens=length
         )
-        most_nodes = config.max_draft_nodes
-        if runner.has_one_shape:
-            most_nodes = min(most_nodes, INVARIANT_WIDTH - 1)
-        if runner.most_nodes is not None:
-            most_nodes = min(most_nodes, runner.most_nodes)
         self._budget = Budget(
             config.budget,
-            most_nodes,
+            most_nodes(config, runner),
             self._memory.costs,
             rows,
+            runner,
             placement(model) + (" one shape" if runner.has_one_shape else ""),
-            lambda: runner.mode,
-            lambda: runner.sizes,
-            runner.is_flat,
-            max_new_tokens if isinstance(max_new_tokens, int) else None,
+            length if isinstance(length, int) else None,
         )
-        self._uncompiled = UncompiledDrafts(sources, vocab_size, max_new_tokens)
+        self._uncompiled = UncompiledDrafts(sources, tokens, length)
         self._backoff = SourceBackoff(len(sources), may_rest=config.budget == "auto")
-        self._chain = chains
         self._processes, self._complete = processes or Processes(), complete
         self._guard = Guard(_warn_of_end)
         self._begun = False
         self._rest = self._resting = 0
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the sources have begun and drafting has not failed."""
+        return self._begun and self._guard.works
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
         """Return what each source contributed so far, to one row or to all, by name."""
@@ -158,7 +162,7 @@ class DraftSession:
         prompt, self.prompt = self.prompt, None
         if ngram_pool.ready():
             self._begun = True
-            self._guard.run(self._ensemble.begin, rows, prompt)
+            self._ensemble.begin(rows, prompt)
         else:
             ngram_pool.give_way()
             _check_numba()
@@ -166,13 +170,13 @@ class DraftSession:
     def begin_row(self, rows: Rows, row: int) -> None:
         """Show the sources another text that has taken a row."""
         self._ensemble.counts[row] = 0
-        if self._begun:
-            self._guard.run(self._ensemble.begin_row, rows, row)
+        if self._goes_on:
+            self._ensemble.begin_row(rows, row)
 
     def end_row(self, rows: Rows, row: int) -> None:
         """Tell the sources that the text of a row has ended."""
-        if self._begun:
-            self._guard.run(self._ensemble.end_row, rows, row)
+        if self._goes_on:
+            self._ensemble.end_row(rows, row)
 
     def propose(self, rows: Rows) -> DraftTree:
         """The draft that is worth its cost, an empty one if none is."""
@@ -200,17 +204,17 @@ class DraftSession:
         self._ensemble.next_asked = self._backoff.next_asked
         if not any(self._backoff.asked):
             return None
-        tree = self._ensemble.propose(rows, CHAIN_OF if self._chain else most)
-        if self._chain:
+        tree = self._ensemble.propose(rows, CHAIN_OF if self._limits.chains else most)
+        if self._limits.chains:
             tree = likeliest_chain(tree, most)
         return head(tree, self._budget.choose(tree))
 
     def prepare(self, outputs: Any) -> None:
         """A step was launched: index what was learned before, and begin to read its logits."""
-        if self._begun:
+        if self._goes_on:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)
-            self._guard.run(self._ensemble.prepare, outputs.logits, copy, states)
+            self._ensemble.prepare(outputs.logits, copy, states)
 
     def narrow(self, most_nodes: int) -> None:
         """Draft no more than so many nodes per row in the rest of the call."""
@@ -240,15 +244,22 @@ class DraftSession:
             step_seconds: Time of the step without drafting; None if that tells nothing about the
                 cost of such steps, because the step did other work as well.
         """
-        if self._begun:
-            self._guard.run(self._ensemble.observe, rows, draft, verdict, logits)
-            self._guard.run(self._account, draft, verdict, step_seconds)
-        elif draft.evidence is not None:
-            # What the step cost tells nothing: it ran beside the compilation.
-            self._guard.run(self._ensemble.count_chains, draft, verdict)
+        self._guard.run(self._learn, rows, draft, verdict, logits, step_seconds)
 
-    def _account(self, draft: DraftTree, verdict: Verdict, step_seconds: float | None) -> None:
-        """Learn what the step cost and brought."""
+    def _learn(
+        self,
+        rows: Rows,
+        draft: DraftTree,
+        verdict: Verdict,
+        logits: torch.Tensor,
+        step_seconds: float | None,
+    ) -> None:
+        if not self._begun:
+            # What the step cost tells nothing: it ran beside the compilation.
+            if draft.evidence is not None:
+                self._ensemble.count_chains(draft, verdict)
+            return
+        self._ensemble.observe(rows, draft, verdict, logits)
         seconds, alone = self._ensemble.settle()
         if step_seconds is not None:
             num_tokens = len(verdict.of_text.token_ids)
@@ -260,10 +271,18 @@ class DraftSession:
         try:
             if self._begun:
                 self._ensemble.end(rows)  # also after a failure: sources hold resources
-                self._memory.rates.merge(self._calibration, self._sources, self._do_sample)
+                self._memory.rates.merge(self._calibration, self._sources, self._limits.do_sample)
                 self._memory.keep_costs()
         finally:
             in_use.release(self._sources)
+
+
+def most_nodes(config: SpeculativeConfig, runner: Runner | SteadySteps) -> int:
+    """Return the most nodes of a row that the configuration and the runner allow."""
+    most = config.max_draft_nodes
+    if runner.has_one_shape:
+        most = min(most, INVARIANT_WIDTH - 1)
+    return most if runner.most_nodes is None else min(most, runner.most_nodes)
 
 
 def _warn_of_end(error: Exception) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, place_in_row
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 
 ANY_TOKEN = 2**62
 """Vocabulary size if the caller knows none."""

@@ -15,7 +15,7 @@ from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.distributed import coordinator
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
-from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, warn_of_numba
+from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits, warn_of_numba
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.session import DecodingSession
 from lookahead_hf.generation.tracer import Tracer
@@ -86,13 +86,15 @@ def assemble(call: PreparedCall) -> DecodingSession:
         request.config,
         rows,
         drafters,
-        do_sample=call.do_sample,
-        vocab_size=int(compat.text_config(model).vocab_size),
-        max_new_tokens=position_limits.num_draftable(model, position_ids, call.num_new),
-        runner=runner,
-        chains=runner.only_chains or (shape is not None and not by_kernel),
-        processes=processes,
-        complete=verifier.complete,
+        Limits(
+            call.do_sample,
+            int(compat.text_config(model).vocab_size),
+            position_limits.num_draftable(model, position_ids, call.num_new),
+            chains=runner.only_chains or (shape is not None and not by_kernel),
+        ),
+        runner,
+        processes,
+        verifier.complete,
     )
     return DecodingSession(
         call=call,

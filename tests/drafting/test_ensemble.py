@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.rows import Rows

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import lookahead_hf
 from lookahead_hf.drafting import kept_costs
-from lookahead_hf.drafting.cost_model import SIZES, CostModel, KeptCurve
+from lookahead_hf.drafting.control.cost_model import SIZES, CostModel, KeptCurve
 from lookahead_hf.drafting.memory import memory_of, placement
 from tests.helpers.models import tiny
 from tests.helpers.tiny_chat import save_tiny_chat

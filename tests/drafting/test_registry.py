@@ -103,7 +103,8 @@ def test_warming_up_compiles_all_that_a_call_needs() -> None:
     code = (
         "from tests.helpers.drafts import draft_two_steps\n"
         "from lookahead_hf import ngram_pool\n"
-        "from lookahead_hf.drafting import _learning_numba, _numba\n"
+        "from lookahead_hf.drafting import _numba\n"
+        "from lookahead_hf.drafting.control import _learning_numba\n"
         "from lookahead_hf.drafting.sources import _recycling_numba\n"
         "from lookahead_hf.ngram_pool import _logits_numba\n"
         "modules = (_learning_numba, _numba, _recycling_numba, _logits_numba)\n"

@@ -12,8 +12,9 @@ import pytest
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import drafter
+from lookahead_hf.drafting.control.budget import SteadySteps
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import decided
@@ -75,19 +76,8 @@ class Foreseeing(Drafter):
 def session_of(
     rows: Rows, *sources: Drafter, model: Any = None, budget: str | int = "auto"
 ) -> DraftSession:
-    runner: Any = SimpleNamespace(
-        mode="", sizes=None, most_nodes=None, is_flat=False, has_one_shape=False
-    )
-    return DraftSession(
-        model or Model(),
-        SpeculativeConfig(budget=budget),
-        rows,
-        list(sources),
-        do_sample=False,
-        vocab_size=VOCAB,
-        max_new_tokens=100_000,
-        runner=runner,
-    )
+    config, limits = SpeculativeConfig(budget=budget), Limits(False, VOCAB, 100_000)
+    return DraftSession(model or Model(), config, rows, list(sources), limits, SteadySteps())
 
 
 def text_of(length: int) -> list[int]:

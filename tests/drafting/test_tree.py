@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lookahead_hf.draft import ROOT, DraftTree
 from lookahead_hf.drafting import _numba
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.tree import head, likeliest_chain, merge
 from lookahead_hf.rows import Rows

@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose
 import lookahead_hf
 from lookahead_hf import SpeculativeConfig, ngram_pool
 from lookahead_hf.draft import Verdict
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.sources.ngram import ONLY_CONTINUATION, NgramDrafter
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter

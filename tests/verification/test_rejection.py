@@ -22,7 +22,7 @@ from lookahead_hf import SpeculativeConfig, kernels
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.draft import ROOT, DraftTree, Evidence, Verdict
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.sources.assistant.growth import Drawn

@@ -13,7 +13,7 @@ import numpy as np
 
 from lookahead_hf.cli.measuring import Call, timed_call
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.drafting.cost_model import SIZES
+from lookahead_hf.drafting.control.cost_model import SIZES
 
 if TYPE_CHECKING:
     from lookahead_hf.stats import SpeculativeStats

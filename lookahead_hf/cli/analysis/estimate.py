@@ -13,7 +13,7 @@ from lookahead_hf.call.prepared import Request
 from lookahead_hf.cli.analysis.costs import Costs, length_class
 from lookahead_hf.cli.analysis.replay import MemoryHolder, RecordedRecycling, Replayed, Text, replay
 from lookahead_hf.config import SpeculativeConfig
-from lookahead_hf.drafting.cost_model import KEPT_SAMPLES
+from lookahead_hf.drafting.control.cost_model import KEPT_SAMPLES
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.memory import memory_of, placement
 from lookahead_hf.drafting.registry import build

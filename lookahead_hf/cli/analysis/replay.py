@@ -17,8 +17,9 @@ import torch
 
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
+from lookahead_hf.drafting.control.budget import SteadySteps
 from lookahead_hf.drafting.drafter import Drafter
-from lookahead_hf.drafting.session import DraftSession
+from lookahead_hf.drafting.session import DraftSession, Limits
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.rows import Rows
 from lookahead_hf.stats import SourceStats
@@ -153,13 +154,8 @@ def replay(
     tokens, length = text.tokens[: len(text.prompt) + max_new_tokens], len(text.prompt) + 1
     rows = Rows(tokens[None, : length - 1])
     rows.emit(0, int(tokens[length - 1]))
-    runner: Any = SimpleNamespace(
-        mode="", sizes=None, most_nodes=None, is_flat=False, has_one_shape=False
-    )
-    drafts = DraftSession(
-        model, config, rows, list(sources), do_sample=False,
-        vocab_size=2**31, max_new_tokens=max_new_tokens, runner=runner,
-    )  # fmt: skip
+    limits = Limits(False, 2**31, max_new_tokens)
+    drafts = DraftSession(model, config, rows, list(sources), limits, SteadySteps())
     recycling = [source for source in sources if isinstance(source, RecordedRecycling)]
     drafts.begin(rows)
     budgets: Counter[int] = Counter()

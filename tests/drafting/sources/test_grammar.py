@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lookahead_hf import structured
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.sources.grammar import refinement

@@ -12,7 +12,7 @@ import pytest
 
 from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.ngram import NgramDrafter

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookahead_hf.draft import DraftTree
-from lookahead_hf.drafting.calibration import Calibration
+from lookahead_hf.drafting.control.calibration import Calibration
 from lookahead_hf.drafting.sources.prediction import PredictionDrafter
 from lookahead_hf.drafting.tree import merge
 from lookahead_hf.rows import Rows
@@ -39,6 +39,7 @@ def steps_for(prediction: list[int], text: list[int], max_nodes: int = 32) -> in
     """Steps in which a target emits `text` after its first token."""
     drafter, rows = begun([prediction], text[:1])
     calibration = Calibration([drafter])
+    drafter.rates = calibration.rates
     done, steps = 1, 0
     while done < len(text):
         draft = merge([drafter.propose(rows, max_nodes)], calibration, max_nodes)
@@ -118,9 +119,8 @@ def test_a_place_that_holds_is_followed_alone() -> None:
 
 def test_learned_rates_decide_how_much_is_drafted() -> None:
     drafter, rows = begun([list(range(10, 60))], [10])
-    calibration = Calibration([drafter])
     assert drafter.propose(rows, 64).num_nodes == 49
-    calibration.rates[:] = 0.1
+    drafter.rates[:] = 0.1
     assert drafter.propose(rows, 64).num_nodes == 3
 
 

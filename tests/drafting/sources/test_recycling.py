@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
-from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.sources import _recycling_numba as compiled
 from lookahead_hf.drafting.sources.recycling import MANY_ROWS, RecyclingDrafter
 from lookahead_hf.drafting.sources.recycling_buckets import (
@@ -28,7 +27,7 @@ LIKELY, POSSIBLE = 8.0, 4.0
 
 def drafter_for(rows: Rows, **options: object) -> RecyclingDrafter:
     drafter = RecyclingDrafter(**options)  # type: ignore[arg-type]
-    Calibration([drafter])
+    drafter.rates = drafter.prior()
     drafter.begin(rows)
     return drafter
 

@@ -15,7 +15,6 @@ from lookahead_hf import SpeculativeConfig
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.config import BUILT_IN_DRAFTERS
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.calibration import Calibration
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.sources.recycling import RecyclingDrafter
 from lookahead_hf.ngram_pool import NgramPool
@@ -105,7 +104,7 @@ def test_a_finished_row_gets_no_draft(name: str) -> None:
         prediction=[np.array([2, 3, 1, 2])],
     )
     drafter, *_ = [each for each in build(request) if each.name == name]
-    Calibration([drafter])
+    drafter.rates = drafter.prior()
     rows = rows_of([text, text])
     drafter.begin(rows)
     for row in range(2):

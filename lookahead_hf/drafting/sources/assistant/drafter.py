@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +46,25 @@ NOT_SERVED = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
 """Settings of generation configs that learned acceptance rates replace."""
 
 
+@dataclass(frozen=True)
+class TargetCall:
+    """The target's call that an assistant drafts for.
+
+    Attributes:
+        vocab_size: Token ids of the target; higher ids of the assistant are never drafted.
+        encoder_inputs: Inputs of the target's encoder by row, and their mask.
+        processors: Logits processors; those that only read the scores shape what is drawn from.
+        draws: Whether to draw drafts and to add their distributions, for rejection sampling.
+        settings: Settings for assistants, by their names in generation configs.
+    """
+
+    vocab_size: int | None = None
+    encoder_inputs: EncoderInputs | None = None
+    processors: Sequence[Any] = ()
+    draws: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
 class AssistantDrafter(BuiltInDrafter):
     """Lets a smaller model write ahead, in ragged batches, from a cache of its own.
 
@@ -61,15 +81,11 @@ class AssistantDrafter(BuiltInDrafter):
         *,
         target_tokenizer: Any = None,
         assistant_tokenizer: Any = None,
-        encoder_inputs: EncoderInputs | None = None,
         num_draft: int | None = None,
         top_k: int | None = None,
         beam: int = 1,
         min_reach: float = 0.1,
-        probs: bool = False,
-        processors: Sequence[Any] = (),
-        vocab_size: int | None = None,
-        settings: Mapping[str, Any] | None = None,
+        call: TargetCall | None = None,
     ) -> None:
         """Draft with a model.
 
@@ -78,26 +94,21 @@ class AssistantDrafter(BuiltInDrafter):
                 encoder also a model with an encoder, which gets the same inputs.
             target_tokenizer: The target's tokenizer, if the assistant has another vocabulary.
             assistant_tokenizer: The assistant's tokenizer in that case.
-            encoder_inputs: Inputs of the target's encoder by row, and their mask.
             num_draft: Most tokens to write ahead. None is `num_assistant_tokens` of the call or of
                 the assistant's generation config, up to 64, or else 8.
             top_k: Tokens to propose at each place, the likeliest first; None is 3, or 1 for an
                 assistant of another vocabulary.
             beam: Places to go on from at each depth; 1 goes on from the likeliest alone.
             min_reach: Stop where a path is accepted less often than this.
-            probs: Draw the drafts from the assistant's distribution and add it to them, for
-                rejection sampling. Without it no random number is drawn.
-            processors: Logits processors of the call; those that only read the scores shape the
-                distribution that `probs` draws from.
-            vocab_size: Token ids of the target; higher ids of the assistant are never drafted.
-            settings: Settings of the call for assistants, by their names in generation configs.
+            call: What is known of the call. Unless it draws, no random number is drawn.
 
         Raises:
             ValueError: An option is out of its range, `model` is not a model, or its vocabulary
                 cannot be the target's and the tokenizers are missing.
         """
         _check_model(model)
-        num_draft = _num_draft(model, settings or {}) if num_draft is None else num_draft
+        call = call or TargetCall()
+        num_draft = _num_draft(model, call.settings) if num_draft is None else num_draft
         bridges = differ(target_tokenizer, assistant_tokenizer)
         if top_k is None:
             top_k = 1 if bridges else TOP_K
@@ -113,14 +124,13 @@ class AssistantDrafter(BuiltInDrafter):
                     "another vocabulary drafts chains: leave them out"
                 )
             self._tokenizers = target_tokenizer, assistant_tokenizer
-            probs, vocab_size = False, None
-        elif vocab_size is not None and assistant_tokenizer is None:
-            check_sizes(vocab_size, int(compat.text_config(model).vocab_size))
-        self._picks = (
-            Drawn(top_k, vocab_size, processors) if probs else Likeliest(top_k, vocab_size)
-        )
+            call = replace(call, draws=False, vocab_size=None)
+        elif call.vocab_size is not None and assistant_tokenizer is None:
+            check_sizes(call.vocab_size, int(compat.text_config(model).vocab_size))
+        picks = top_k, call.vocab_size
+        self._picks = Drawn(*picks, call.processors) if call.draws else Likeliest(*picks)
         self._assistant, self._num_draft, self._beam = model, num_draft, beam
-        self._encoder_inputs = encoder_inputs
+        self._encoder_inputs = call.encoder_inputs
         self._min_reach = min_reach
         self._model: AssistantModel | None = None
         self._patches = ExitStack()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lookahead_hf.draft import ROOT, DraftTree
-from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter
+from lookahead_hf.drafting.sources.assistant.drafter import AssistantDrafter, TargetCall
 from lookahead_hf.fallback import Unserved
 from lookahead_hf.rows import Rows
 from tests.helpers.drafts import paths, rows_of
@@ -80,7 +80,7 @@ def test_ids_that_only_one_of_the_two_knows_are_not_drafted_and_not_read() -> No
     model = tiny("llama")
     rows = rows_of([[*TEXTS[0], VOCAB + 50, 7], TEXTS[1]])
     same = dict.fromkeys(("target_tokenizer", "assistant_tokenizer"), characters())
-    tree = begun(model, rows, vocab_size=40, top_k=5, **same).propose(rows, 64)
+    tree = begun(model, rows, call=TargetCall(40), top_k=5, **same).propose(rows, 64)
     assert tree.num_nodes and tree.token_ids.max() < 40
     best = logits_after(model, [*TEXTS[0], 0, 7])[:40].topk(5).indices
     assert sorted(tree.token_ids[:5].tolist()) == sorted(best.tolist())
@@ -119,11 +119,11 @@ def test_another_vocabulary_needs_both_tokenizers_and_drafts_chains() -> None:
         "assistant_tokenizer": characters(pad_token="<pad>"),
     }
     for padded in (VOCAB - 2, VOCAB, VOCAB + 2):
-        AssistantDrafter(model, vocab_size=padded)
+        AssistantDrafter(model, call=TargetCall(padded))
     for vocab_size in (VOCAB // 2, VOCAB + 10):
         with pytest.raises(ValueError, match=f"{VOCAB} token ids, the model {vocab_size}"):
-            AssistantDrafter(model, vocab_size=vocab_size, target_tokenizer=characters())
-        AssistantDrafter(model, vocab_size=vocab_size, **both)
+            AssistantDrafter(model, call=TargetCall(vocab_size), target_tokenizer=characters())
+        AssistantDrafter(model, call=TargetCall(vocab_size), **both)
     for option in ("top_k", "beam"):
         with pytest.raises(ValueError, match="another vocabulary drafts chains"):
             AssistantDrafter(model, **both, **{option: 2})
@@ -144,8 +144,8 @@ def test_generation_settings_say_how_far_to_write(
 ) -> None:
     model, rows = tiny("llama"), rows_of([TEXTS[0]])
     model.generation_config.num_assistant_tokens = of_assistant
-    settings = {"num_assistant_tokens": of_call}
-    drafter = AssistantDrafter(model, min_reach=0.0, settings=settings, **options)
+    call = TargetCall(settings={"num_assistant_tokens": of_call})
+    drafter = AssistantDrafter(model, min_reach=0.0, call=call, **options)
     drafter.begin(rows)
     assert drafter.propose(rows, 256).depth.max() == depth
 
@@ -153,10 +153,11 @@ def test_generation_settings_say_how_far_to_write(
 def test_generation_settings_that_are_not_served_are_named() -> None:
     model = tiny("llama")
     with pytest.warns(UserWarning, match="assistant_confidence_threshold=0.7 is not used.*min_rea"):
-        AssistantDrafter(model, settings={"assistant_confidence_threshold": 0.7})
+        settings: dict[str, Any] = {"assistant_confidence_threshold": 0.7}
+        AssistantDrafter(model, call=TargetCall(settings=settings))
     model.generation_config.num_assistant_tokens_schedule = "heuristic"
     with pytest.warns(UserWarning, match="num_assistant_tokens_schedule='heuristic' is not used"):
         AssistantDrafter(model)
     with pytest.raises(ValueError, match="num_assistant_tokens is 0"):
         model.generation_config.num_assistant_tokens_schedule = "constant"
-        AssistantDrafter(model, settings={"num_assistant_tokens": 0})
+        AssistantDrafter(model, call=TargetCall(settings={"num_assistant_tokens": 0}))

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_hf.draft import DraftTree, Evidence, Verdict
-from lookahead_hf.drafting import _learning_numba
-from lookahead_hf.drafting.calibration import (
+from lookahead_hf.drafting.control import _learning_numba
+from lookahead_hf.drafting.control.calibration import (
     MEMORY,
     PRIOR_WEIGHT,
     Calibration,
     KeptRates,
 )
 from lookahead_hf.drafting.drafter import Drafter
+from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.rows import Rows
 from tests.oracles import drafting as oracle
@@ -100,6 +101,7 @@ def test_every_source_of_a_node_learns_and_rows_that_sat_out_do_not() -> None:
 def test_rates_start_at_the_prior_and_are_seen_live_by_the_drafter() -> None:
     source = Source()
     calibration = Calibration([source])
+    Ensemble([source], calibration, 1)
     assert source.rates.tolist() == [0.5, 0.5, 0.5]
     tree = draft([([1], [-1])], [[(0, 1)]])
     calibration.update(tree, verdict(([], [9])))
@@ -108,16 +110,15 @@ def test_rates_start_at_the_prior_and_are_seen_live_by_the_drafter() -> None:
 
 
 def test_rates_follow_a_text_that_changes() -> None:
-    source = Source()
-    calibration = Calibration([source])
+    calibration = Calibration([Source()])
     tree = draft([([1], [-1])], [[(0, 0)]])
     for _ in range(3000):
         calibration.update(tree, verdict(([0], [1, 2])))
-    assert source.rates[0] > 0.94
+    assert calibration.rates[0] > 0.94
     assert calibration.counts[1, 0] <= MEMORY
     for _ in range(int(2 * MEMORY)):
         calibration.update(tree, verdict(([], [9])))
-    assert source.rates[0] < 0.2
+    assert calibration.rates[0] < 0.2
 
 
 def learn(kept: KeptRates, *sources: Drafter, times: int = 1000) -> None:

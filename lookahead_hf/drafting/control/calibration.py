@@ -48,8 +48,7 @@ class Calibration:
 
     Attributes:
         bucket_starts: First flat bucket of each source, [sources + 1] int64.
-        rates: Acceptance rate of every flat bucket, [buckets] float32; each drafter's `rates` is a
-            live view of its part.
+        rates: Acceptance rate of every flat bucket, [buckets] float32.
         counts: Accepted and tested with forgetting, [2, buckets] float64.
         gained: The same of this call alone and without forgetting, [2, buckets] float64.
     """
@@ -68,15 +67,13 @@ class Calibration:
         weight = self.counts[1] + PRIOR_WEIGHT
         rates = (self.counts[0] + PRIOR_WEIGHT * self._prior) / weight
         self.rates = rates.astype(np.float32)
-        for index, source in enumerate(sources):
-            source.rates = self.rates[self.bucket_starts[index] : self.bucket_starts[index + 1]]
 
     def update(self, merged: DraftTree, verdict: Verdict) -> None:
         """Learn from the verdict on a tree of `merge`, also about nodes that were not verified."""
         evidence = merged.evidence
         if evidence is None or not merged.num_nodes:
             return
-        from lookahead_hf.drafting._learning_numba import learn_rates, tested_nodes
+        from lookahead_hf.drafting.control._learning_numba import learn_rates, tested_nodes
 
         outcome = tested_nodes(
             merged.row_offsets, merged.token_ids, merged.parents,
@@ -87,10 +84,10 @@ class Calibration:
             self._prior, PRIOR_WEIGHT, MEMORY, self.counts, self.gained, self.rates,
         )  # fmt: skip
 
-    def of_source(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The counts of one source in this call, [2, buckets], and its priors, [buckets]."""
+    def of_source(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return one source's live rates, its counts in this call, [2, buckets], and its priors."""
         part = slice(self.bucket_starts[index], self.bucket_starts[index + 1])
-        return self.gained[:, part], self._prior[part]
+        return self.rates[part], self.gained[:, part], self._prior[part]
 
 
 class KeptRates:
@@ -122,7 +119,7 @@ class KeptRates:
         keys = list(_keys(sources, do_sample))
         with self._lock:
             for index, key in enumerate(keys):
-                gained, prior = calibration.of_source(index)
+                _, gained, prior = calibration.of_source(index)
                 kept = self._kept.pop(key, None)
                 total = gained if kept is None else kept[0] + gained
                 # The same rates from at most so many tests.

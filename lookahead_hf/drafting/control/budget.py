@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, place_in_row
-from lookahead_hf.drafting.cost_model import SIZES, CostModel
+from lookahead_hf.drafting.control.cost_model import SIZES, CostModel
 from lookahead_hf.rows import Rows
+
+if TYPE_CHECKING:
+    from lookahead_hf.runner.host import Runner
 
 FIRST_SIZE = 7
 """Nodes per row up to whose size a step may go while no cost is known; then the greatest measured
@@ -33,6 +37,17 @@ SPREAD = 0.2
 """How far the steps that rows are expected to need may be wrong, relative to the most of them."""
 
 
+@dataclass
+class SteadySteps:
+    """The properties of a runner that decide how much is drafted, for drafting without a model."""
+
+    mode: str = ""
+    sizes: tuple[int, ...] | None = None
+    most_nodes: int | None = None
+    is_flat: bool = False
+    has_one_shape: bool = False
+
+
 class Budget:
     """Chooses the number of draft nodes of each row.
 
@@ -51,10 +66,8 @@ class Budget:
         max_nodes: int,
         costs: CostModel,
         rows: Rows,
+        runner: Runner | SteadySteps,
         placement: str = "",
-        mode: Callable[[], str] = str,
-        sizes: Callable[[], tuple[int, ...] | None] = lambda: None,
-        is_flat: bool = False,
         num_new: int | None = None,
     ) -> None:
         """Budget one call.
@@ -64,10 +77,8 @@ class Budget:
             max_nodes: Most nodes per row.
             costs: What is known of the model's costs.
             rows: The texts of the call.
+            runner: Runs the steps; its mode and its sizes may change from step to step.
             placement: Whatever changes the cost of a forward beside rows, length and mode.
-            mode: How the runner runs its steps just now.
-            sizes: The sizes that its steps are padded to just now, None if they are not.
-            is_flat: Whether the runner's blocks hold the tokens of live rows alone.
             num_new: Most tokens of each text; None if other texts take the rows of those that end.
         """
         self._fixed = None if size == "auto" else int(size)
@@ -75,7 +86,7 @@ class Budget:
         most = together if self._fixed is None else self._fixed
         self.most_nodes = min(most, max_nodes)
         self._costs, self._rows, self._placement = costs, rows, placement
-        self._mode, self._sizes, self._is_flat = mode, sizes, is_flat
+        self._runner, self._is_flat = runner, runner.is_flat
         self._num_new, self._num_steps = num_new, 0
         self._is_first = True
         self._waited = 0  # steps since a plain step is due
@@ -170,6 +181,6 @@ class Budget:
         rows = self._rows
         length = rows.prompt_columns + int(rows.num_emitted.max(initial=0))
         count = max(1, int(rows.live.sum())) if self._is_flat else rows.num_rows
-        place = count, length, self._placement
-        self._curve = self._costs.curve(*place, self._mode(), self._sizes(), self._is_flat)
+        steps = self._placement, self._runner.mode, self._runner.sizes, self._is_flat
+        self._curve = self._costs.curve(count, length, *steps)
         self._plain = count if self._is_flat else 0  # the size of a step without a draft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookahead_hf.drafting.source_backoff import SourceBackoff
+from lookahead_hf.drafting.control.source_backoff import SourceBackoff
 
 STEP = 0.02
 

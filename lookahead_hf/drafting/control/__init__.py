@@ -1,0 +1,1 @@
+"""How much is drafted, and by which sources, from measured costs and learned rates."""
