@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from lookahead_hf.drafting.memory import ModelMemory
-    from lookahead_hf.model.facts import ModelFacts
     from lookahead_hf.model.numerics import Numerics
-    from lookahead_hf.patches.layers import CompiledLayers
-    from lookahead_hf.runner.cuda.graphs import ModelGraphs
-    from lookahead_hf.stats import SpeculativeStats, Totals
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class ModelState:
     """What calls on one model keep for later calls on it.
 
-    The state lives as long as the model, and never on the model: a lock or a tensor there would be
-    copied, pickled and saved with it.
+    Objects of other rooms are kept by their class. The state lives as long as the model, and never
+    on the model: a lock or a tensor there would be copied, pickled and saved with it.
 
     Attributes:
-        facts: What the latest call has read of the model.
-        lock: Held while a field is read and replaced.
-        drafting: Learned acceptance rates, measured costs of steps, and the model's own pool.
-        compiled: Layers that compiled kernels compute, on a CPU.
-        graphs: Captured steps with their K and V, on a GPU.
-        heads: Heads that draft, by the drafter's name, each with what it was loaded for.
-        stats: What the latest call did, None after a plain one.
-        stats_of_thread: The same of a thread's own latest call, as the attribute `stats`.
-        totals: Sums over the calls so far, None before the first.
-        stats_listeners: Callbacks that hear the statistics of every call.
+        lock: Held while something is read and replaced.
         warned: What was warned of: reasons for a fallback, and quantised activations.
         run_blocks: Mode and tokens of the blocks that were run, and whether they were flat.
         trials: What self tests of padded (False) and of flat blocks found, empty for no fault, by
@@ -50,16 +38,7 @@ class ModelState:
         stepwise_mixers: Mixers that get a block's tokens one by one, by numerics, once tested.
     """
 
-    facts: ModelFacts | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
-    drafting: ModelMemory | None = None
-    compiled: CompiledLayers | None = None
-    graphs: ModelGraphs | None = None
-    heads: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    stats: SpeculativeStats | None = None
-    stats_of_thread: threading.local = field(default_factory=threading.local)
-    totals: Totals | None = None
-    stats_listeners: dict[object, Callable[[SpeculativeStats], None]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     run_blocks: set[tuple[str, int, bool]] = field(default_factory=set)
     trials: dict[tuple[Numerics, bool], tuple[str, frozenset[int] | None]] = field(
@@ -71,7 +50,17 @@ class ModelState:
     fixed_attention: set[int] | None = None
     patch_users: set[object] = field(default_factory=set)
     patches: list[Callable[[], None]] = field(default_factory=list)
-    stepwise_mixers: dict[Numerics, frozenset[int]] = field(default_factory=dict)
+    stepwise_mixers: dict[Hashable, frozenset[int]] = field(default_factory=dict)
+    _kept: dict[type, Any] = field(default_factory=dict)
+
+    def get(self, kind: type[T]) -> T | None:
+        """Return the object of a class that is kept, None without one."""
+        return self._kept.get(kind)
+
+    def put(self, kept: T) -> T:
+        """Keep an object in place of the one of its class."""
+        self._kept[type(kept)] = kept
+        return kept
 
     def is_first(self, warning: str) -> bool:
         """Return whether a warning is the model's first of its kind, and remember it."""
@@ -81,13 +70,13 @@ class ModelState:
         return is_first
 
     def free(self) -> None:
-        """Free what takes memory, back to the system; a later call makes it anew."""
+        """Release what has a `release`, back to the system; a later call makes it anew."""
         with self.lock:
-            self.compiled = None
-            self.heads.clear()
-            graphs, self.graphs = self.graphs, None
-        if graphs is not None:
-            graphs.release()
+            owners = [kept for kept in self._kept.values() if hasattr(kept, "release")]
+            for owner in owners:
+                del self._kept[type(owner)]
+        while owners:
+            owners.pop().release()
         return_memory()
 
 
@@ -108,3 +97,11 @@ def state_of(model: Any) -> ModelState:
     """Return the state of a model, made when it is first asked for."""
     with _lock:
         return _states.setdefault(model, ModelState())
+
+
+def kept(model: Any, kind: type[T], make: Callable[[], T]) -> T:
+    """Return the object of a class that is kept of a model, made when it is first asked for."""
+    state = state_of(model)
+    with state.lock:
+        found = state.get(kind)
+        return state.put(make()) if found is None else found

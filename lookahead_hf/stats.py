@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,7 +13,7 @@ from itertools import zip_longest
 from operator import add
 from typing import Any
 
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model_state import kept
 from lookahead_hf.spelling import known_names
 from lookahead_hf.trace import Trace
 from lookahead_hf.trace.page import notebook
@@ -265,23 +266,38 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+class _Published:
+    """The statistics of the calls on one model."""
+
+    def __init__(self) -> None:
+        self.latest: SpeculativeStats | None = None
+        self.of_thread = threading.local()
+        self.totals = Totals()
+        self.listeners: dict[object, Callable[[SpeculativeStats], None]] = {}
+        self.lock = threading.Lock()
+
+
+def _published(model: Any) -> _Published:
+    return kept(unwrap(model), _Published, _Published)
+
+
 def publish(model: Any, stats: SpeculativeStats | None) -> None:
     """Keep the statistics of the latest call on a model; None after a plain call."""
-    state = state_of(model)
-    state.stats_of_thread.stats = state.stats = stats
+    published = _published(model)
+    published.of_thread.stats = published.latest = stats
 
 
 def of_this_thread(model: Any) -> SpeculativeStats | None:
     """Return what this thread published last, whatever other threads did since."""
-    return getattr(state_of(model).stats_of_thread, "stats", None)
+    return getattr(_published(model).of_thread, "stats", None)
 
 
 def tell(model: Any, record: SpeculativeStats) -> None:
     """Add a call that has ended to the totals, and tell the listeners of it."""
-    state = state_of(model)
-    with state.lock:
-        state.totals = (state.totals or Totals()).plus(record)
-        listeners = list(state.stats_listeners.values())
+    published = _published(model)
+    with published.lock:
+        published.totals = published.totals.plus(record)
+        listeners = list(published.listeners.values())
     for listener in listeners:
         try:
             listener(record)
@@ -306,7 +322,7 @@ def last_stats(model: Any) -> SpeculativeStats | None:
         available when a streamer gets the end. A call that raises earlier leaves those of the call
         before it.
     """
-    return state_of(unwrap(model)).stats
+    return _published(model).latest
 
 
 def totals(model: Any) -> Totals:
@@ -318,14 +334,14 @@ def totals(model: Any) -> Totals:
     Returns:
         The sums since the first call or since `reset_totals`. A call counts once it has returned.
     """
-    return state_of(unwrap(model)).totals or Totals()
+    return _published(model).totals
 
 
 def reset_totals(model: Any) -> None:
     """Let `totals` begin at zero again."""
-    state = state_of(unwrap(model))
-    with state.lock:
-        state.totals = None
+    published = _published(model)
+    with published.lock:
+        published.totals = Totals()
 
 
 def on_stats(model: Any, callback: Callable[[SpeculativeStats], None]) -> Callable[[], None]:
@@ -340,12 +356,12 @@ def on_stats(model: Any, callback: Callable[[SpeculativeStats], None]) -> Callab
     Returns:
         A function that stops the calls.
     """
-    state, key = state_of(unwrap(model)), object()
-    with state.lock:
-        state.stats_listeners[key] = callback
+    published, key = _published(model), object()
+    with published.lock:
+        published.listeners[key] = callback
 
     def stop() -> None:
-        with state.lock:
-            state.stats_listeners.pop(key, None)
+        with published.lock:
+            published.listeners.pop(key, None)
 
     return stop

@@ -11,6 +11,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.model_state import state_of
+from lookahead_hf.patches.layers import CompiledLayers
 from tests.helpers.models import prompt, tiny
 
 
@@ -20,7 +21,7 @@ def model() -> Any:
 
 
 def is_kept(model: Any) -> bool:
-    return state_of(model).compiled is not None
+    return state_of(model).get(CompiledLayers) is not None
 
 
 def keeps(model: Any, generate: Callable[..., Any]) -> bool:

@@ -11,7 +11,7 @@ from lookahead_hf import ngram_pool
 from lookahead_hf.drafting.control.calibration import KeptRates
 from lookahead_hf.drafting.control.cost_model import CostModel
 from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model_state import kept
 
 OWN_POOL_TOKENS = 1_000_000
 
@@ -61,11 +61,8 @@ class ModelMemory:
 
 
 def memory_of(model: Any) -> ModelMemory:
-    """The model's memory, made when it is first asked for."""
-    state = state_of(model)
-    with state.lock:
-        state.drafting = state.drafting or ModelMemory(model)
-        return state.drafting
+    """Return the model's memory, made when it is first asked for."""
+    return kept(model, ModelMemory, lambda: ModelMemory(model))
 
 
 def placement(model: Any) -> str:

@@ -58,16 +58,16 @@ class ModelFacts:
 def read(model: nn.Module) -> list[nn.Module]:
     """Read the facts of a model anew, and return its modules."""
     modules = list(model.modules())
-    state_of(model).facts = ModelFacts(model, modules)
+    state_of(model).put(ModelFacts(model, modules))
     return modules
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
     """Return the facts that the latest call has read."""
-    facts = state_of(model).facts
+    facts = state_of(model).get(ModelFacts)
     if facts is None or facts.key != _key(model):
         read(model)
-        facts = state_of(model).facts
+        facts = state_of(model).get(ModelFacts)
         assert facts is not None
     return facts
 

@@ -126,9 +126,9 @@ def _kept(model: nn.Module) -> CompiledLayers:
     """Return what is kept of the model, made anew where the model has changed."""
     state = state_of(model)
     with state.lock:
-        kept = state.compiled
+        kept = state.get(CompiledLayers)
         if kept is None or not kept.is_current():
-            kept = state.compiled = CompiledLayers(model)
+            kept = state.put(CompiledLayers(model))
         return kept
 
 
@@ -188,6 +188,9 @@ class CompiledLayers:
         """Note that layers run their own code."""
         self.refused.add(f"{execution.UNKNOWN}: {why}")
         self.num_refused += count
+
+    def release(self) -> None:
+        """Do nothing more: a call in progress keeps the layers until it ends."""
 
     def is_current(self) -> bool:
         """Return whether all layers are what they were when they were described."""

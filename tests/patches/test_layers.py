@@ -95,7 +95,7 @@ def of_family(name: str, dtype: torch.dtype = torch.float32, **own: Any) -> Any:
 
 
 def units(model: Any) -> list[Any]:
-    kept = state_of(model).compiled
+    kept = state_of(model).get(layers.CompiledLayers)
     assert kept is not None
     return kept.units
 

@@ -17,7 +17,7 @@ import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call import execution
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model_state import kept
 from lookahead_hf.runner.cuda.capture import recorder_for
 from lookahead_hf.runner.cuda.graph_set import (
     GraphSet,
@@ -176,11 +176,7 @@ def widths_for(num_rows: int, widths: tuple[int, ...] | None = None) -> tuple[in
 
 def of_model(model: Any) -> ModelGraphs:
     """Return what is kept of a model's graphs."""
-    state = state_of(model)
-    with state.lock:
-        if state.graphs is None:
-            state.graphs = ModelGraphs()
-        return state.graphs
+    return kept(model, ModelGraphs, ModelGraphs)
 
 
 def _limit(device: torch.device, sets: list[GraphSet]) -> float:

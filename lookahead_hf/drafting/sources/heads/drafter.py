@@ -18,7 +18,7 @@ from lookahead_hf.drafting.sources.assistant.growth import (
     prior_rates,
     tree_of,
 )
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model_state import kept, state_of
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
 
@@ -96,11 +96,18 @@ def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return pinned(array, device).to(device, non_blocking=True)
 
 
+class Heads(dict[str, tuple[Any, Any]]):
+    """Heads that draft, by the drafter's name, each with what it was loaded for."""
+
+    def release(self) -> None:
+        """Do nothing more: a call in progress keeps its heads until it ends."""
+
+
 def kept_heads(model: Any, name: str, key: tuple[Any, ...], load: Callable[[], Any]) -> Any:
     """Return the heads that are kept with a model, loaded anew if the key has changed."""
-    state = state_of(model)
-    with state.lock:
-        found = state.heads.get(name)
+    heads = kept(model, Heads, Heads)
+    with state_of(model).lock:
+        found = heads.get(name)
         if found is None or found[0] != key:
-            found = state.heads[name] = key, load()
+            found = heads[name] = key, load()
         return found[1]

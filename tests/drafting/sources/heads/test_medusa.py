@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 import lookahead_hf
 from lookahead_hf.config import SpeculativeConfig
+from lookahead_hf.drafting.sources.heads.drafter import Heads
 from lookahead_hf.drafting.sources.heads.medusa import MedusaDrafter
-from lookahead_hf.model_state import state_of
+from lookahead_hf.model_state import kept
 from tests.helpers.calls import GREEDY, padded
 from tests.helpers.compared import compared
 from tests.helpers.drafts import paths, rows_of
@@ -81,12 +82,12 @@ def test_the_candidates_of_a_place_follow_those_of_the_place_before(
 def test_heads_are_read_once_and_anew_where_the_file_has_changed(fitted: Any, file: Path) -> None:
     model = fitted[0]
     MedusaDrafter(model, path=file)
-    first = state_of(model).heads["medusa"][1]
+    first = kept(model, Heads, Heads)["medusa"][1]
     MedusaDrafter(model, path=str(file))
-    assert state_of(model).heads["medusa"][1] is first
+    assert kept(model, Heads, Heads)["medusa"][1] is first
     os.utime(file, ns=(1, 1))
     MedusaDrafter(model, path=file)
-    assert state_of(model).heads["medusa"][1] is not first
+    assert kept(model, Heads, Heads)["medusa"][1] is not first
 
 
 HIDDEN = 48
