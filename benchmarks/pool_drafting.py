@@ -204,4 +204,4 @@ def _teach(ids: np.ndarray, sources: list[Any]) -> None:
     before = np.append(-1, ids[:-2])
     for source in sources:
         if isinstance(source, RecyclingDrafter):
-            source._remember(before, ids[:-1], top, probs)
+            source.remember(before, ids[:-1], top, probs)

@@ -101,10 +101,9 @@ class RecordedRecycling(RecyclingDrafter):
     seen: Seen
 
     def observe(self, rows: Rows, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        best = (part[:, : self._top_k].copy() for part in (self.seen.top_ids, self.seen.top_probs))
-        self._remember(self.seen.before, self.seen.last, *best)
-        considered = self.seen.top_ids[-1:].copy(), self.seen.top_probs[-1:].copy()
-        self._note_rejected(np.zeros(1, np.int64), rows.last_tokens, *considered)
+        best = self.seen.top_ids.copy(), self.seen.top_probs.copy()
+        self.remember(self.seen.before, self.seen.last, *best)
+        self.note_rejected(np.zeros(1, np.int64), rows.last_tokens, *(part[-1:] for part in best))
 
 
 @dataclass(frozen=True)

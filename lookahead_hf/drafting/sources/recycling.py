@@ -160,8 +160,8 @@ class RecyclingDrafter(BuiltInDrafter):
             # There is time for it during the next forward; the draft before that hardly needs it.
             self._waiting = before, last, tokens, probs
         else:
-            self._remember(before, last, tokens, probs)
-        self._note_rejected(live, rows.last_tokens[live], tokens[ends], probs[ends])
+            self.remember(before, last, tokens, probs)
+        self.note_rejected(live, rows.last_tokens[live], tokens[ends], probs[ends])
 
     def end(self, rows: Rows) -> None:
         self._flush()
@@ -172,15 +172,16 @@ class RecyclingDrafter(BuiltInDrafter):
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            self._remember(*waiting)
+            self.remember(*waiting)
 
-    def _remember(
+    def remember(
         self, before: np.ndarray, last: np.ndarray, tokens: np.ndarray, probs: np.ndarray
     ) -> None:
+        """Remember what the target expects after contexts; see `LogitsMemory.remember`."""
         assert self._memory is not None, "begin() comes first"
         self._memory.remember(before, last, tokens, probs)
 
-    def _note_rejected(
+    def note_rejected(
         self,
         rows: np.ndarray,  # [noted] int64
         emitted: np.ndarray,  # [noted] int64
