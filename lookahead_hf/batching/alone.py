@@ -17,19 +17,9 @@ from lookahead_hf.batching.request import OBJECTS
 def write(
     model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
-    """Write the text of a request.
+    """Write the text of a request with the arguments of `Maker.settings`; return its new tokens.
 
-    Args:
-        model: The target.
-        settings: Arguments of `generate`, see `Maker.settings`.
-        seed: The seed of the text's samples.
-        on_token: Called after every token; returns whether nobody wants the text any more.
-
-    Returns:
-        The tokens after the prompt.
-
-    Raises:
-        Exception: Whatever `generate` raises.
+    `on_token`, called after every token, returns whether nobody wants the text any more.
     """
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

@@ -35,14 +35,8 @@ IDLE_SECONDS = 0.1
 class SpeculativeBatchingManager(ContinuousBatchingManager):
     """Decodes requests together and speculatively, behind the methods of transformers' manager.
 
-    Requests are added, cancelled and fetched as with transformers' manager. Every text is the one
-    that `generate` writes for its prompt alone; see `request_seed` for samples. A cancelled request
-    yields nothing more.
-
-    Attributes:
-        maker: Turns requests into calls of `generate`.
-        max_slots: Most texts that are decoded together.
-        max_batch_tokens: Most tokens of a step, None for any number.
+    Every text is the one that `generate` writes for its prompt alone; see `request_seed` for
+    samples. A cancelled request yields nothing more.
     """
 
     def __init__(
@@ -65,8 +59,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             max_batch_tokens: Most tokens of a step, None for any number.
             max_queue_size: Most requests that wait; adding another one waits; 0: any number.
             seed: The seed of the samples, None to draw one from torch's default generator.
-            in_call: Whether the caller's thread decodes, as soon as it asks for a result: nobody
-                adds requests later.
+            in_call: Whether the caller's thread decodes as soon as it asks for a result.
             is_run: Whether `last_stats` adds up the requests, since one call makes all of them.
             progress: Shows how the requests get on, None for no bar.
         """
@@ -160,11 +153,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
         What waits is cancelled at once, what is in progress before its next step. As with
         transformers' manager nothing more is delivered, so that `request_id_iter` goes on until the
-        manager stops. There, texts of the request that have begun go on. The id can be used again
-        at once: what is added later is another request.
-
-        Args:
-            request_id: The id of the request; one that is not known is ignored.
+        manager stops. The id can be used again at once: what is added later is another request.
+        Unknown ids are ignored.
         """
         self.output_router.cancel(request_id, self.input_queue.cancel)
         self._wake_up_loop.set()

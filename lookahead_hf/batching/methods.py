@@ -40,10 +40,7 @@ class Asked:
     """What a call asks beside transformers' own arguments.
 
     Attributes:
-        speculative: As in `generate`; None where the call does not say.
-        max_slots: Most texts that are decoded together.
-        max_tokens: Most tokens of all of them, prompts included. Each may have an equal share.
-        progress: Whether a bar shows how the requests get on.
+        max_tokens: Most tokens of all texts, prompts included. Each may have an equal share.
         in_call: Whether the run ends with the call that asks, which brings all of its requests.
     """
 

@@ -21,13 +21,10 @@ def is_text_of(request_id: str, result_id: str) -> bool:
 
 @dataclass(eq=False)
 class Waiting:
-    """A request that waits.
+    """A request that waits, with the number of its `first` text.
 
-    Attributes:
-        state: What transformers keeps of a request.
-        first: Number of its first text.
-        objects: What it brought that may keep something of its text, see `own_objects`.
-        cancelled: The ids of its texts that were cancelled meanwhile.
+    Its `objects` may keep something of its text, see `own_objects`; the ids of its texts that were
+    cancelled meanwhile are `cancelled`.
     """
 
     state: RequestState
@@ -48,12 +45,9 @@ class RequestQueue(queue.Queue[Any]):
     def __init__(
         self, maxsize: int, is_emptied: Callable[[], bool], has_ended: Callable[[], bool]
     ) -> None:
-        """Prepare an empty queue.
+        """Prepare an empty queue for at most `maxsize` requests, 0 for any number.
 
-        Args:
-            maxsize: Most requests that wait, 0 for any number.
-            is_emptied: Asked whether a run takes requests, so that there will be room.
-            has_ended: Asked whether the run has ended, so that nobody takes requests any more.
+        `is_emptied` tells whether a run takes requests, `has_ended` whether none does any more.
         """
         super().__init__(maxsize)
         self._is_emptied, self._has_ended = is_emptied, has_ended

@@ -19,11 +19,9 @@ _PREFILL, _FORWARD = PHASES.index("prefill"), PHASES.index("forward")
 class RowRecorder(StatsRecorder):
     """Gives every request statistics of its own, which add up to those of the run.
 
-    What a request alone causes is its own: its prompt, its draft tokens, its accepted tokens. Rows
-    share a step. It counts as a step of every row that decodes in it; the time of its forward is
-    shared by the tokens that each row feeds, which is prefill for a row that reads its prompt, and
-    other times equally among the rows that decode. Of texts with one prompt, the first has the time
-    and the tokens of the prefill.
+    A step counts as a step of every row that decodes in it. The time of its forward is shared by
+    the tokens that each row feeds, which is prefill for a row that reads its prompt, and other
+    times equally among the rows that decode. Of texts with one prompt, the first has its prefill.
     """
 
     def __init__(self, num_rows: int) -> None:

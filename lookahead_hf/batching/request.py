@@ -46,15 +46,10 @@ As with -1, which a caller may pass, nothing ends a text for transformers' manag
 
 
 def request_seed(seed: int, index: int) -> int:
-    """Return the seed of one text of a run: `generate` writes the same text after setting it.
+    """Return a seed for `torch.manual_seed`, with which `generate` writes the text of that number.
 
-    Args:
-        seed: The seed of the run.
-        index: Number of the text, in the order in which requests were added, from 0 on. The texts
-            of one request (`num_return_sequences`) follow each other.
-
-    Returns:
-        A seed for `torch.manual_seed`, below 2^32.
+    Texts are numbered in the order in which requests were added, from 0 on; those of one request
+    (`num_return_sequences`) follow each other.
     """
     digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
     return (int.from_bytes(digest, "little") + index * _STEP) % 2**32
@@ -78,17 +73,12 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
 @dataclass(eq=False)
 class Job:
-    """One text of a run.
+    """One text of a run; `call` and `verifier` are None before it has a row.
 
     Attributes:
-        state: What transformers keeps of a request: its prompt, its tokens, its status.
         index: The number of texts that were added before.
-        seed: The seed of its samples.
         names: The ids that cancel it: its own, and that of the request that it is a text of.
         objects: What the request brought that may keep something of its text, see `own_objects`.
-        call: The call of `generate` that it stands for, None before it has a row.
-        verifier: What verifies its text, None before it has a row.
-        constraint: The grammar that its text obeys, None without one.
     """
 
     state: RequestState
@@ -117,14 +107,7 @@ def _set_for_one(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Maker:
-    """Turns requests into calls of `generate`.
-
-    Attributes:
-        model: The target.
-        generation_config: The generation config of the run.
-        request: What was asked of speculation.
-        room: Most tokens of a text, its prompt included; None: any number.
-    """
+    """Turns requests into calls of `generate`, of at most `room` tokens with their prompts."""
 
     model: Any
     generation_config: Any

@@ -42,10 +42,8 @@ STOPPED = "the run was stopped before this request was complete"
 class RefillSession(Session):
     """Decodes requests together; whenever a text ends, the next request takes its row.
 
-    Attributes:
-        manager: Where requests come from, and where their texts go.
-        jobs: The requests in progress, by row.
-        setup: What `generate` sets up for steps, undone while prompts run.
+    `jobs` are the requests in progress by row; `setup` is what `generate` sets up for steps, undone
+    while prompts run.
     """
 
     rows: RefilledRows

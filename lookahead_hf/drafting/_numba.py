@@ -249,12 +249,9 @@ def _push_siblings(heap, top, size, node, nodes, reach):
 
 @jit
 def head_order(row_offsets, parents, counts):
-    """Each row's first `counts[row]` nodes in depth-first order, the first child first.
+    """Put each row's first `counts[row]` nodes in depth-first order, the first child first.
 
-    Returns:
-        row_offsets: Where the rows lie after the cut, [rows + 1] int64.
-        order: Old flat index of each kept node, [kept] int64.
-        parents: Parents after the reordering, [kept] int32.
+    Returns new row offsets, the old flat index of each kept node, and its new parent, [kept] int32.
     """
     num_rows = len(row_offsets) - 1
     capacity, num_nodes = counts.sum(), max(counts.max(), 1)

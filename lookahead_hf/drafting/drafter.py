@@ -94,12 +94,12 @@ class BuiltInDrafter(Drafter):
 
     Attributes:
         sees_all: Whether it must observe steps before and in which it is not asked, too.
-        widens: Whether further nodes cost it little. Then it proposes more than can be verified if
-            another source sorts out what is wrong.
+        widens: Whether further nodes cost it little, so that it proposes more than can be verified
+            if another source sorts out what is wrong.
         is_listed: Whether statistics show it.
-        reads_hidden_states: Whether it reads the target's last hidden states.
-        hidden_states: If so, those of the prompt at `begin`, [rows, columns, hidden], or None if
-            drafting begins later; and those of the step at `observe`, [rows, width, hidden].
+        hidden_states: The target's last hidden states if it `reads_hidden_states`: of the prompt at
+            `begin` (None if drafting begins later), of the step at `observe`, [rows, width,
+            hidden].
     """
 
     sees_all: ClassVar[bool] = True
@@ -121,17 +121,10 @@ class BuiltInDrafter(Drafter):
     def refine(
         self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
     ) -> DraftTree:
-        """Change the merged draft of all sources.
+        """Return the merged draft of all sources changed, with scores and evidence.
 
-        Args:
-            rows: The texts so far.
-            tree: The draft, each row's nodes best first.
-            source: This source's number in the evidence.
-            max_nodes: Most nodes that a row keeps.
-            max_depth: Deepest node worth keeping in each row, [rows].
-
-        Returns:
-            A draft like `tree`, with scores and evidence.
+        `source` is this source's number in the evidence. A row keeps at most `max_nodes` nodes,
+        none of them deeper than `max_depth`, [rows].
         """
         return tree
 

@@ -34,8 +34,8 @@ class Ensemble(Drafter):
 
     Attributes:
         asked: Sources that `propose` asks, by default all.
-        next_asked: Sources that the next step may ask. A source that neither step asks observes a
-            step only if it has `sees_all`.
+        next_asked: Sources that the next step may ask. The others, if not asked now, observe a step
+            only with `sees_all`.
         counts: The fields of `SourceStats` for each row and source, [rows, 3, sources] int64.
     """
 
@@ -50,15 +50,10 @@ class Ensemble(Drafter):
         vocab_size: int = ANY_TOKEN,
         max_new_tokens: int | np.ndarray = 2**31,
     ) -> None:
-        """Give each source its learned rates.
+        """Give each source its rates of the calibration, which has them in this order.
 
-        Args:
-            sources: The drafters, in the order of the calibration.
-            calibration: Learned rates of these sources.
-            num_rows: Rows of the drafts.
-            vocab_size: Tokens with this id or a higher one are never drafted.
-            max_new_tokens: Length of the texts, for all rows or [rows], which may change later;
-                nodes beyond it are not drafted.
+        Token ids from `vocab_size` on are never drafted, nor nodes beyond `max_new_tokens`, the
+        length of all texts or of each, [rows], which may change later.
         """
         self._sources = list(sources)
         for index, source in enumerate(sources):

@@ -110,15 +110,8 @@ class DraftSession:
     ) -> None:
         """Start from what earlier calls learned.
 
-        Args:
-            model: The target.
-            config: The call's configuration.
-            rows: The texts.
-            sources: What `build_drafters` returned.
-            limits: The drafts that the call can use.
-            runner: The runner of the target.
-            processes: Who decides where several processes run the model; None: this process alone.
-            complete: Adds to a draft what its verification needs.
+        `processes` decide together if several of them run the model; `complete` adds to a draft
+        what its verification needs.
         """
         self.reads_hidden_states = any(
             getattr(source, "reads_hidden_states", False) for source in sources
@@ -234,15 +227,9 @@ class DraftSession:
         logits: torch.Tensor,  # [rows, 1 + most nodes, vocab]
         step_seconds: float | None,
     ) -> None:
-        """Learn from a step.
+        """Learn from a step, whose emitted tokens the rows hold already.
 
-        Args:
-            rows: The texts, which hold the emitted tokens already.
-            draft: What was verified.
-            verdict: What was accepted and emitted.
-            logits: The target's raw logits.
-            step_seconds: Time of the step without drafting; None if that tells nothing about the
-                cost of such steps, because the step did other work as well.
+        `step_seconds` is its time without drafting, None if the step did other work as well.
         """
         self._guard.run(self._learn, rows, draft, verdict, logits, step_seconds)
 

@@ -21,12 +21,10 @@ class BestTokens:
     """Finds the k best logits of nodes: with a kernel for all at once, otherwise on demand."""
 
     def __init__(self, logits: torch.Tensor, top_k: int, few: int | None = None) -> None:
-        """Take the logits; the search comes later.
+        """Take the logits, [rows, width, vocab]; the search for `top_k` tokens per node comes
+        later.
 
-        Args:
-            logits: Logits of all rows, [rows, width, vocab], on any device.
-            top_k: Tokens to find per node.
-            few: Tokens that suffice at nodes where no accepted path ends.
+        `few` tokens suffice at nodes where no accepted path ends.
         """
         self._top_k, self._few = top_k, few
         self._width = logits.shape[1]
@@ -54,17 +52,10 @@ class BestTokens:
     def take(
         self, rows: np.ndarray, places: np.ndarray, counts: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Best tokens of chosen nodes.
+        """Return the best tokens at places of rows, [nodes] each, and their probabilities.
 
-        Args:
-            rows: Row of each node, [nodes] int64.
-            places: Its index in the row's logits, [nodes] int64.
-            counts: Tokens that suffice at each node, [nodes] int64; on the CPU no more are
-                searched. By default as many as can be found.
-
-        Returns:
-            tokens: Best first, -1 where there are no more, [nodes, most of counts] int32.
-            probs: Their probabilities, the same shape, float32; on the CPU approximate.
+        Both are [nodes, most of counts], best first, -1 where there are no more. On the CPU no more
+        than `counts`, [nodes], are searched, and the probabilities are approximate.
         """
         if counts is None:
             counts = np.full(len(rows), self._top_k)

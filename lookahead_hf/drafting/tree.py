@@ -20,21 +20,19 @@ def merge(
     vocab_size: int = ANY_TOKEN,
     max_depth: np.ndarray | None = None,
 ) -> DraftTree:
-    """Unite the sources' trees and keep the likeliest nodes.
+    """Unite the sources' trees and keep the likeliest nodes of each row.
 
     Args:
-        proposals: One tree per source of `calibration`, in its order. The sources' own scores are
-            ignored. A tree without evidence belongs to bucket 0 throughout.
-        calibration: Learned acceptance rates.
+        proposals: One tree per source of the calibration. A tree without evidence is in bucket 0.
+        calibration: Learned acceptance rates; the sources' own scores are ignored.
         max_nodes: Most nodes that a row keeps.
         vocab_size: Nodes with this token id or a higher one are left out, with all nodes below.
         max_depth: Deepest node worth keeping in each row, [rows]; 0 leaves a row without a draft.
 
     Returns:
-        Each row's nodes best first, parents before children; `score` is the calibrated probability
-        that the path down to the node is accepted, and `evidence` names every source of the node.
-        `probs` is kept only if a single source drafts: a token that several sources propose was not
-        drawn from one of them.
+        Each row's nodes best first, parents before children, with the calibrated probability of the
+            path as `score`, and every source of a node as `evidence`. `probs` is kept only of a
+            single source: a token that several propose was not drawn from one of them.
     """
     from lookahead_hf.drafting._numba import merge_trees
 
@@ -59,14 +57,10 @@ def merge(
 
 
 def head(tree: DraftTree, num_nodes: int | np.ndarray) -> DraftTree:
-    """Cut each row to its best nodes and put the likeliest chain first.
+    """Keep `num_nodes` of each row, or [rows], of a merged tree, and put the likeliest chain first.
 
     The result is depth-first, the likeliest child first. So an accepted path is mostly in
     consecutive slots after the last token, and committing it moves no cache data.
-
-    Args:
-        tree: As `merge` returns it, each row's nodes best first.
-        num_nodes: Nodes to keep, for all rows or of each, [rows].
     """
     from lookahead_hf.drafting._numba import head_order
 

@@ -39,15 +39,8 @@ class Adapted(BuiltInDrafter):
     def __init__(self, drafter: Any, vocab_size: int | None = None, draws: bool = True) -> None:
         """Read the object's name, buckets and prior once.
 
-        Args:
-            drafter: The object.
-            vocab_size: Token ids of the target.
-            draws: Whether rejection sampling verifies the drafts; only then are the probabilities
-                checked that their tokens were drawn from.
-
-        Raises:
-            ValueError: The number of buckets is wrong, or the prior does not fit it.
-            Exception: Whatever the object raises.
+        Probabilities that tokens were drawn from are checked only if rejection sampling `draws`.
+        Whatever the object raises is raised, and ValueError if its buckets or its prior are wrong.
         """
         self.adapted = drafter
         self._vocab_size, self._draws = vocab_size, draws
@@ -137,14 +130,9 @@ def _prior(given: Any, num_buckets: int) -> np.ndarray:
 
 
 def checked(tree: Any, num_rows: int, num_buckets: int) -> DraftTree:
-    """Return a user's tree with arrays of the right types.
+    """Return a user's tree with arrays of the right types; `depth` and `score` are not read.
 
     Token ids that the target does not have are no error: merging leaves them out.
-
-    Args:
-        tree: What `propose` returned; sequences may replace arrays, `depth` and `score` are unread.
-        num_rows: Rows of the batch.
-        num_buckets: Buckets of the drafter.
 
     Raises:
         ValueError: Its parts do not fit together, or a parent does not come before its child.

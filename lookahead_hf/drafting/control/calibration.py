@@ -45,12 +45,8 @@ class Calibration:
 
     Each rate has a Beta prior around the source's own estimate. The emitted text updates it, also
     in steps that verified nothing: it tests the children of the last token and of right nodes.
-
-    Attributes:
-        bucket_starts: First flat bucket of each source, [sources + 1] int64.
-        rates: Acceptance rate of every flat bucket, [buckets] float32.
-        counts: Accepted and tested with forgetting, [2, buckets] float64.
-        gained: The same of this call alone and without forgetting, [2, buckets] float64.
+    `counts`, [2, buckets], are accepted and tested with forgetting; `gained` are those of this call
+    without.
     """
 
     def __init__(

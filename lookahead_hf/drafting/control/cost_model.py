@@ -34,16 +34,13 @@ SLOPE = 0.02
 class CostCurve:
     """Seconds of a step by its size, in one setting (rows, length of the texts).
 
-    The size is the number of draft nodes per row if the block is padded to its widest row. It is
-    the number of tokens of all rows, their last ones included, if the block is flat.
-
-    The estimate of a size is a low quantile of its latest durations, since whatever disturbs a step
-    makes it longer. It is no more than that of a larger size, which would be the better choice.
-    Sizes that were never measured follow the curve of a similar setting or a line of slope `SLOPE`
-    per row, scaled to the measured sizes around them.
+    The size is the number of draft nodes per row if blocks are padded to the widest row, and the
+    number of tokens of all rows if they are flat. The estimate of a size is a low quantile of its
+    latest durations, since disturbances only make steps longer, and no more than that of a larger
+    size. Sizes that were never measured follow the curve of a similar setting, or a line of slope
+    `SLOPE` per row, scaled to the measured sizes around them.
 
     Attributes:
-        sizes: Sizes whose costs are told apart.
         greatest_size: The greatest size that was measured, here or in the similar setting.
         is_kept: Whether an earlier process measured the setting.
     """
@@ -55,14 +52,7 @@ class CostCurve:
         sizes: tuple[int, ...] | None = None,
         is_flat: bool = False,
     ) -> None:
-        """Start from the curve of a similar setting, if there is one.
-
-        Args:
-            like: The curve of that setting.
-            num_rows: Tokens that a node adds to the block.
-            sizes: As in `CostModel.curve`.
-            is_flat: As there.
-        """
+        """Start from the curve of a similar setting, if there is one; see `CostModel.curve`."""
         self.is_kept = False
         self._is_stepped = sizes is not None
         self.sizes = sizes or (FLAT_SIZES if is_flat else SIZES)
@@ -152,13 +142,9 @@ class CostModel:
     """The cost curves of one model, shared by all its calls."""
 
     def __init__(self, capacity: int = 64, kept: Sequence[KeptCurve] = ()) -> None:
-        """Start from what an earlier process measured.
+        """Start from what `kept` returned in an earlier process, of at most `capacity` curves.
 
         The first step that is measured in a setting scales the whole curve to what steps take now.
-
-        Args:
-            capacity: Most curves; beyond that the one that was not asked for longest goes.
-            kept: What `kept` returned in that process.
         """
         self._capacity = capacity
         self._lock = threading.Lock()
@@ -195,7 +181,7 @@ class CostModel:
         sizes: tuple[int, ...] | None = None,
         is_flat: bool = False,
     ) -> CostCurve:
-        """The curve for a batch of `num_rows` texts of about `context_length` tokens.
+        """Return the curve for a batch of `num_rows` texts of about `context_length` tokens.
 
         Lengths count by powers of two; a new length or mode starts from the nearest known one. So
         do rows in flat blocks, where a token costs much the same beside any number of rows.
@@ -205,8 +191,7 @@ class CostModel:
             context_length: Tokens of the longest row.
             placement: Whatever else changes the cost of a forward: device, dtype.
             mode: How the runner runs its steps, which may change from step to step.
-            sizes: The only node counts that steps are run with, if drafts of other sizes are
-                padded; then each of these sizes costs what it holds, and 0 is one of them.
+            sizes: The node counts that drafts are padded to, from 0 on; None if they are not.
             is_flat: Whether blocks are flat, and the curve counts the tokens of all rows together.
         """
         length = max(context_length, 1).bit_length()

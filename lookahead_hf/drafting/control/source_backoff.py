@@ -17,15 +17,12 @@ PRICE = 0.004
 
 
 class SourceBackoff:
-    """The decision for every step which sources are asked.
+    """Decides for every step which sources are `asked`.
 
     A source is worth asking where its share of the tokens is no smaller than its share of the time.
-    Only accepted tokens that no other source proposed count for it: the others would have come
-    without it. A source that loses too much is paused. The pause grows with its cost and with each
-    failed retry. One source at a time begins to rest, since that changes what the others gain.
-
-    Attributes:
-        asked: The sources that are asked in this step.
+    Only accepted tokens that no other source proposed count for it. A source that loses too much is
+    paused. The pause grows with its cost and with each failed retry. One source at a time begins to
+    rest, since that changes what the others gain.
     """
 
     def __init__(self, num_sources: int, may_rest: bool) -> None:
@@ -50,13 +47,10 @@ class SourceBackoff:
     def observe(
         self, seconds: Sequence[float], alone: Sequence[int], num_tokens: int, step_seconds: float
     ) -> None:
-        """Learn from a step.
+        """Learn from a step, which took `step_seconds` without drafting.
 
-        Args:
-            seconds: What each source took.
-            alone: Accepted tokens that only this source proposed.
-            num_tokens: Tokens that the step emitted.
-            step_seconds: Time of the step without drafting.
+        `seconds` is the time of each source, `alone` counts the accepted tokens that it alone
+        proposed.
         """
         if not (self._may_rest and num_tokens and step_seconds and any(self.asked)):
             return

@@ -41,12 +41,8 @@ class Likeliest:
         """Nothing to prepare."""
 
     def pick(self, logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> Picked:
-        """Pick tokens to follow certain places.
-
-        Args:
-            logits: The assistant's, [rows, width, vocab].
-            rows: Row of each place, [places].
-            places: The places, [places].
+        """Pick tokens to follow the places, [places], of some rows, [places]; logits are [rows,
+        width, vocab].
         """
         best = BestTokens(logits[..., : self._vocab_size], self._num_picks)
         tokens, probs = best.take(rows, places)
@@ -120,13 +116,10 @@ class Growth(RowDraft):
         self.frontier = [(ROOT, len(chain) - 1)] if chain else []
 
     def extend(self, picked: Picked, rates: np.ndarray, beam: int, min_reach: float) -> None:
-        """Add new nodes below the frontier; the `beam` likeliest of them are the next frontier.
+        """Add new nodes below the frontier, from the tokens picked for each of its places.
 
-        Args:
-            picked: Tokens for each place of the frontier.
-            rates: Learned acceptance rates, [buckets].
-            beam: Most nodes to go on from.
-            min_reach: Least probability of a path to go on from.
+        The `beam` likeliest of them are the next frontier, without paths less likely than
+        `min_reach`.
         """
         first = len(self.tokens)
         tokens, classes, drawn_from = picked

@@ -33,12 +33,7 @@ class AssistantModel:
         contexts: Sequence[np.ndarray],
         encoder_inputs: EncoderInputs | None = None,
     ) -> None:
-        """Read the rows' first tokens in one forward.
-
-        Args:
-            model: The assistant.
-            contexts: Tokens of every row, [tokens] int64 each; at least one row has some.
-            encoder_inputs: Inputs of its encoder, if it has one.
+        """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
 
         Raises:
             Unserved: The model cannot run such rows.
@@ -76,14 +71,11 @@ class AssistantModel:
     def feed(
         self, chains: Sequence[Sequence[int]], branches: Sequence[Branches] | None = None
     ) -> torch.Tensor:
-        """Run further tokens in one forward; none is kept until `keep`.
+        """Run each row's next tokens and the nodes below their end in one forward, without keeping
+        them.
 
-        Args:
-            chains: Next tokens of each row; rows may have none.
-            branches: Nodes below the end of each chain.
-
-        Returns:
-            Logits, [rows, width, vocab]: place i follows a row's i-th token, chain before branches.
+        Returns logits, [rows, width, vocab]: place i follows a row's i-th token, chain before
+        branches.
         """
         self._chains = chains
         kept = self._rows.num_emitted.copy()

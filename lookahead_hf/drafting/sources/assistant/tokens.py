@@ -25,11 +25,8 @@ BROKEN = "\ufffd"
 
 
 class SameTokens:
-    """A row whose tokens are also the assistant's tokens.
-
-    Attributes:
-        ids: The row in the assistant's tokens.
-        num_settled: Number of them that cannot change any more.
+    """A row whose tokens `ids` are also the assistant's; `num_settled` of them cannot change any
+    more.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -53,10 +50,6 @@ class Bridge:
     Only the newest tokens are decoded and encoded again, so a step costs the same in any text. If
     two encodings disagree, they are joined at the first tokens that both have. A join that fails
     costs drafts, never text.
-
-    Attributes:
-        ids: The row in the assistant's tokens.
-        num_settled: Number of them that cannot change any more.
     """
 
     def __init__(self, target_tokenizer: Any, assistant_tokenizer: Any) -> None:
@@ -101,14 +94,10 @@ class Bridge:
         self.num_settled = count
 
     def translate(self, drafted: Sequence[int], context: np.ndarray) -> list[int]:
-        """Translate a draft that follows `ids` into the target's tokens.
+        """Translate a draft that follows `ids` into target tokens that follow the context,
+        [tokens].
 
-        Args:
-            drafted: Draft tokens of the assistant.
-            context: The row in the target's tokens, [tokens].
-
-        Returns:
-            Tokens that follow the context; none if the two texts do not agree.
+        There are none if the two texts do not agree.
         """
         before = self.ids[self.num_settled :]
         known = _decode(self._assistant, before)
@@ -149,12 +138,9 @@ def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
 
 
 def check_sizes(target_size: int, assistant_size: int) -> None:
-    """Refuse an assistant without tokenizers whose vocabulary cannot be the target's.
+    """Raise ValueError if an assistant without tokenizers cannot have the target's vocabulary.
 
     Sizes of one vocabulary differ by the models' padding and by tokens for images.
-
-    Raises:
-        ValueError: They differ by more.
     """
     if abs(target_size - assistant_size) > PADDED * max(target_size, assistant_size):
         raise ValueError(
