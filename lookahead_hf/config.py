@@ -134,11 +134,7 @@ class SpeculativeConfig:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: A value is not allowed.
-        """
+        """Check the fields; ValueError if a value is not allowed."""
         if self.drafters is not None:
             object.__setattr__(self, "drafters", _checked_drafters(self.drafters))
         check_int("max_draft_nodes", self.max_draft_nodes, 1, MOST_DRAFT_NODES)
@@ -164,8 +160,7 @@ class SpeculativeConfig:
         """The names of the drafters that a call may build."""
         given = DEFAULT_DRAFTERS if self.drafters is None else self.drafters
         named = {drafter for drafter in given if isinstance(drafter, str)}
-        # The call's arguments bring these three.
-        named |= {"prediction", "assistant", "mtp"}
+        named |= {"prediction", "assistant", "mtp"}  # the call's arguments bring these three
         return named | ({"pool"} if self.pool is not None else set())
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import sys
 import threading
@@ -19,11 +18,9 @@ from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects, reque
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import (
-    BackgroundThreadStatus,
-    ContinuousBatchingManager,
-    DistributedHelper,
     GenerationOutput,
-    end_with,
+    QueueManager,
+    fill,
 )
 from lookahead_hf.generation.decode import run
 from lookahead_hf.stats import SpeculativeStats
@@ -32,7 +29,7 @@ IDLE_SECONDS = 0.1
 """Longest time for which an idle run does not look for requests."""
 
 
-class SpeculativeBatchingManager(ContinuousBatchingManager):
+class SpeculativeBatchingManager(QueueManager):
     """Decodes requests together and speculatively, behind the methods of transformers' manager.
 
     Every text is the one that `generate` writes for its prompt alone; see `request_seed` for
@@ -63,26 +60,12 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             is_run: Whether `last_stats` adds up the requests, since one call makes all of them.
             progress: Shows how the requests get on, None for no bar.
         """
-        # All that the inherited methods read. Their own `__init__` would change the attention.
-        self.input_queue = RequestQueue(max_queue_size, self._takes_requests, self._has_ended)
-        self._request_counter = 0
-        self._request_lock = threading.Lock()
-        self._wake_up_loop = threading.Event()
-        self.background_thread_status = BackgroundThreadStatus()
-        self.output_router = Router()
-        self.batch_processor: Any = None
-        self._generation_thread: Any = None
-        self.warmed_up = False
-        self._original_attn_impl = None
-        self._use_prefix_sharing = False
-        self.model, self.generation_config = maker.model, copy.copy(maker.generation_config)
-        eos = self.generation_config.eos_token_id
+        generation_config = copy.copy(maker.generation_config)
+        eos = generation_config.eos_token_id
         eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
-        self.generation_config.eos_token_id = UNSAID if eos is None else eos
-        self.num_return_sequences = self.generation_config.num_return_sequences or 1
-        self.distributed_helper = DistributedHelper(None, None)
-        self.is_tp_driver = True
-
+        generation_config.eos_token_id = UNSAID if eos is None else eos
+        requests = RequestQueue(max_queue_size, self._takes_requests, self._has_ended)
+        fill(self, maker.model, generation_config, requests, Router())
         self.maker, self.max_slots, self.max_batch_tokens = maker, max_slots, max_batch_tokens
         self._in_call, self.progress = in_call, progress
         self._is_run = is_run
@@ -103,17 +86,16 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             super().start()
             return
         self.background_thread_status.clear()
-        self._generation_thread = CallersThread(self._run_generation_loop)
+        self.thread = CallersThread(self.decode)
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
         """Return the next result, as transformers' manager does."""
-        thread = self._generation_thread
-        if isinstance(thread, CallersThread) and thread.is_alive():
+        if isinstance(self.thread, CallersThread) and self.thread.is_alive():
             status = self.background_thread_status
             status.request_stop(status.FLUSH_AND_STOP, self.distributed_helper.global_rank)
-            thread.run()
+            self.thread.run()
         return super().get_result(request_id, timeout)
 
     def stop(
@@ -132,7 +114,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     def join(self, *args: Any, **kwargs: Any) -> None:
         """Wake the thread if it is idle, and wait for it."""
-        self._wake_up_loop.set()
+        self.wake()
         super().join(*args, **kwargs)
 
     def add_request(
@@ -157,7 +139,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         Unknown ids are ignored.
         """
         self.output_router.cancel(request_id, self.input_queue.cancel)
-        self._wake_up_loop.set()
+        self.wake()
 
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
         """Let the running event loop call a function with each output of a request.
@@ -165,19 +147,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         That of a request that is cancelled is not called again, and leaves the handler of the next
         request with its id alone.
         """
-        handlers, lock = self.output_router.result_handlers, self.output_router._lock
-
-        def hear(output: GenerationOutput) -> None:
-            if handlers.get(request_id) is not entry:
-                return
-            callback(output)
-            with lock:
-                if output.is_finished() and handlers.get(request_id) is entry:
-                    del handlers[request_id]
-
-        entry = hear, asyncio.get_running_loop()
-        with lock:
-            handlers[request_id] = entry
+        self.output_router.hear(request_id, callback)
 
     # What the session of a run asks, in the thread of the run.
 
@@ -233,7 +203,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         """
         status, thread = self.background_thread_status, threading.current_thread()
         going = self.is_running() and status.can_accept_new_requests() is None
-        waits = thread is self._generation_thread or status.is_pause_requested(local=True)
+        waits = thread is self.thread or status.is_pause_requested(local=True)
         return going and not waits
 
     def _has_ended(self) -> bool:
@@ -266,8 +236,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             jobs.append(Job(each, index, seed, names, own_objects(each)))
         return jobs
 
-    def _run_generation_loop(self) -> None:
-        """Decode whatever comes, until the manager is stopped."""
+    def decode(self) -> None:
         device = self.model.device
         try:
             if device.type == "cuda" and device.index is not None:
@@ -275,11 +244,11 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             with torch.no_grad():
                 self._decode_all()
         except Exception as fatal:
-            end_with(self, fatal)
+            self.end_with(fatal)
         finally:  # whatever ends the thread, SystemExit included
             self.background_thread_status.mark_as_stopped()  # first, so that nothing is added later
             error = RuntimeError("the run was stopped before this request was begun")
-            self._fail_all_remaining_requests(error, None)
+            self.fail_waiting(error)
             if self.progress is not None:
                 self.progress.close()
 
@@ -293,10 +262,9 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 return
             else:
                 self.cancelled()  # ids that nobody has any more
-                self._wake_up_loop.wait(IDLE_SECONDS)
-                self._wake_up_loop.clear()
+                self.sleep(IDLE_SECONDS)
 
-    def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
+    def fail_waiting(self, error: Exception) -> None:
         self.cancelled()
         while (job := self.take()) is not None:
             self.output_router.fail_and_deliver(job.state, error)

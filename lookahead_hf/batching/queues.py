@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 from collections.abc import Callable, Set
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookahead_hf.batching.request import Job, own_objects
-from lookahead_hf.compat.batching import GenerationOutput, OutputRouter, RequestState
+from lookahead_hf.compat.batching import GenerationOutput, OutputRouter, RequestState, lock_of
 
 _logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Router(OutputRouter):
             job: The text that it is of, which may have been cancelled; None where none was begun.
         """
         name = output.request_id
-        with self._lock:
+        with lock_of(self):
             if job is not None and job.is_among(self._cancelled):
                 return
             if name not in self.result_handlers:
@@ -129,11 +130,27 @@ class Router(OutputRouter):
         try:
             loop.call_soon_threadsafe(hear, output)
         except RuntimeError as error:
-            with self._lock:
+            with lock_of(self):
                 self.result_handlers.pop(name, None)
                 if job is not None:
                     self._cancelled[name] = job.index + 1
             _logger.warning("nobody takes the text of %r: %s", name, error)
+
+    def hear(self, request_id: str, callback: Callable[..., Any]) -> None:
+        """Let the running event loop call a function with each output of a request."""
+        handlers = self.result_handlers
+
+        def hear(output: GenerationOutput) -> None:
+            if handlers.get(request_id) is not entry:
+                return
+            callback(output)
+            with lock_of(self):
+                if output.is_finished() and handlers.get(request_id) is entry:
+                    del handlers[request_id]
+
+        entry = hear, asyncio.get_running_loop()
+        with lock_of(self):
+            handlers[request_id] = entry
 
     def cancel(self, request_id: str, drop: Callable[[str], int]) -> None:
         """Let nothing more be heard of the texts that a request has so far.
@@ -142,7 +159,7 @@ class Router(OutputRouter):
             request_id: The id of the request, or of one of its texts.
             drop: Drops those that wait, and returns the number of all texts that were added.
         """
-        with self._lock, self.output_queue.mutex:
+        with lock_of(self), self.output_queue.mutex:
             self._cancelled[request_id] = drop(request_id)
             for name in [each for each in self.result_handlers if is_text_of(request_id, each)]:
                 del self.result_handlers[name]
@@ -153,6 +170,6 @@ class Router(OutputRouter):
 
     def take_cancelled(self) -> dict[str, int]:
         """Return the ids that were cancelled since the last time, for `Job.is_among`."""
-        with self._lock:
+        with lock_of(self):
             found, self._cancelled = self._cancelled, {}
         return found

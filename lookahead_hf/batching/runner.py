@@ -42,15 +42,13 @@ class Prompt:
 
 
 class RefilledRunner(Runner):
-    """A runner that takes a new prompt into a free row, at once or beside the steps of others.
+    """Runs steps of texts that come and go; new prompts are run at once or beside the steps of
+    others.
 
     A row holds its prompt as long as its text goes on, and after that until `forget` is called or
     another prompt takes the row. Meanwhile other texts of the same prompt begin with a copy.
-
-    Attributes:
-        most_tokens: Most tokens of a step, None for any number.
-        step_tokens: Tokens that steps have fed for each row so far, [rows] int64. Where blocks are
-            padded, live rows have equal shares of all tokens.
+    `step_tokens`, [rows], counts the tokens that steps have fed for each row so far; where blocks
+    are padded, live rows have equal shares of all tokens.
     """
 
     def __init__(
@@ -61,14 +59,8 @@ class RefilledRunner(Runner):
         flat: bool,
         most_tokens: int | None,
     ) -> None:
-        """Prepare for the requests of one run.
-
-        Args:
-            model: The target.
-            num_rows: Rows of the steps.
-            compiled: How steps run the layers.
-            flat: Whether steps feed the tokens of live rows alone.
-            most_tokens: Most tokens of a step, at least one per row; None for any number.
+        """Prepare for the requests of one run, of at most `most_tokens` per step if that is a
+        number.
         """
         super().__init__(model, num_rows, None, compiled, flat)
         self._texts = RefilledCache(num_rows)
@@ -85,13 +77,7 @@ class RefilledRunner(Runner):
     ) -> torch.Tensor:
         """Run a prompt as plain `generate` runs it alone, and move its K and V into a free row.
 
-        Args:
-            row: The row.
-            call: The call of one row that the prompt belongs to.
-            before_steps: Called after the forward.
-
-        Returns:
-            Logits after the prompt, [1, 1, vocab].
+        `before_steps` is called after the forward. Returns logits after the prompt, [1, 1, vocab].
         """
         self._prompts.pop(row, None)
         alone = Runner(self.model, 1, None, self._steps)

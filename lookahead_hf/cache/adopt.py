@@ -151,14 +151,11 @@ class AdoptedCache:
     def _parts(
         self, dropped: np.ndarray, first: int, last: int
     ) -> tuple[list[_Part], dict[torch.device, Any]]:
-        """Return rows, their slots and these slots' columns, of what a layer holds in some columns.
+        """Return rows, their slots and these slots' columns, of what a layer holds in columns first
+        to last.
 
-        The other layers of its group hold the same. Beside it comes what `_places` keeps.
-
-        Args:
-            dropped: Tokens of each row that came before its first slot, [rows].
-            first: The first column.
-            last: The column after the last one.
+        The other layers of its group hold the same. `dropped`, [rows], counts the tokens before the
+        first slot. Beside it comes what `_places` keeps.
         """
         asked = first, last, dropped.tobytes()
         if asked in self._known:

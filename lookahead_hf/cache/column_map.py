@@ -9,16 +9,11 @@ from lookahead_hf.cache.adopt import AdoptedCache
 
 
 def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
-    """Return the slot of every column that tokens of a block see, each the parent of the next.
+    """Return the slots that a row's tokens in the latest block see, each the parent of the next.
 
-    Args:
-        cache: The cache, whose lengths count the tokens already.
-        row: The row.
-        kept: Places of the tokens in the latest block, root first.
-
-    Returns:
-        Per token and layer the slots that it could see, in the order of the columns that plain's
-        cache shows, -1 for pads.
+    `kept` are their places in the block, root first; the cache's lengths count them already. The
+    slots come per token and layer, in the order of the columns that plain's cache shows, -1 for
+    pads.
     """
     length = int(cache.slots.lengths[row]) - len(kept)  # where the block begins
     prompt, first = np.arange(cache.num_columns), cache.num_columns - int(cache.pads[row])

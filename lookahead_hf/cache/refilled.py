@@ -45,10 +45,7 @@ class RefilledCache(AdoptedCache):
     def share(self, row: int, source: int, length: int) -> None:
         """Give a row the first tokens of another row, or leave a row no more than its own.
 
-        Args:
-            row: The row.
-            source: The row that `holds` so many tokens, perhaps the same.
-            length: How many.
+        The source, perhaps the same row, `holds` so many tokens.
         """
         for group in self.slots.each_group() if row != source else ():
             held = length - int(group.dropped[source])

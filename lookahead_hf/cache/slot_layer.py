@@ -42,12 +42,10 @@ class SlotLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the block's K and V; return those of all visible slots.
+        """Write the block's K and V, [rows, kv_heads, width, head_dim]; return those of all visible
+        slots.
 
-        Args:
-            key_states: [rows, kv_heads, width, head_dim]; of a flat block [1, kv_heads, tokens,
-                head_dim].
-            value_states: The same of V.
+        A flat block has [1, kv_heads, tokens, head_dim].
         """
         if not self.stores.is_shaped:
             self.stores.shape(self.group.capacity, key_states, value_states)

@@ -24,8 +24,6 @@ class SlotGroup:
     no later token sees are dropped, and the others move to the front.
 
     Attributes:
-        extent: Lengths of the rows.
-        layers: K and V of the layers that hold something.
         window: Tokens before its own that a token may see, None for all.
         num_kept: The same, or more where plain's layers hold more; 0 without a window.
         dropped: Tokens of each row that came before its first slot, [rows] int64.
@@ -160,13 +158,9 @@ class SlotGroup:
 
 
 class SlotCache(Cache):
-    """A cache of `SlotLayer`s with one length per row.
+    """A cache of `SlotLayer`s with one length per row; `groups` are its layers by mask.
 
-    Attributes:
-        lengths: Tokens of each row that are kept, [rows] int64; changed in place, as `extent` has
-            the same array.
-        extent: How much of every row is kept and read.
-        groups: The layers by the name of their mask; several names may share a group.
+    `lengths`, [rows] int64, are changed in place, as `extent` has the same array.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -193,14 +187,10 @@ class SlotCache(Cache):
         *,
         of: Any = None,
     ) -> None:
-        """Append a layer of the group of that name.
+        """Append a layer with K and V, [rows, slots, heads, dim] each, to the group of a name.
 
-        Args:
-            name: The group's name.
-            keys: K, [rows, slots, heads, dim].
-            values: V, the same.
-            indexer_keys: Keys of the layer's indexer, the same, None without one.
-            of: The layer of transformers that held them, and may go on holding a state.
+        `indexer_keys` are those of its indexer, and `of` is the layer of transformers that held
+        them, which may go on holding a state.
         """
         group, stores = self.groups[name], Stores(keys, values, self.groups[name].dropped)
         index = None

@@ -47,10 +47,7 @@ class Extent:
 class Stores:
     """K and V of a layer, [rows, slots, kv_heads, head_dim] each; head sizes may differ.
 
-    Attributes:
-        k_store: K.
-        v_store: V.
-        dropped: Tokens of each row that came before its first slot, [rows] int64.
+    `dropped`, [rows] int64, counts the tokens of each row that came before its first slot.
     """
 
     k_store: torch.Tensor

@@ -9,13 +9,9 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by default that of the process.
 
-    Args:
-        argv: The words after the program's name; None takes them from the process.
-
-    Returns:
-        The exit code: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted.
+    Returns the exit code: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted.
     """
     from lookahead_hf.cli.screen import CommandError, check_installed
 

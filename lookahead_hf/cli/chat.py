@@ -29,10 +29,6 @@ class Conversation:
 
     The drafters last as long as the conversation: every turn adds its text to the index of n-grams
     and its logits to the recycled ones.
-
-    Args:
-        stage: The model, its tokenizer and the settings.
-        is_plain: Whether answers are generated without speculation.
     """
 
     def __init__(self, stage: Stage, is_plain: bool = False) -> None:

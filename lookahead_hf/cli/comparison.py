@@ -74,13 +74,7 @@ def run_speculative(
 ) -> Call:
     """Generate speculatively and show the text live, accepted tokens marked.
 
-    Args:
-        stage: The model, its tokenizer and the settings.
-        inputs: Arguments of `generate` for this text.
-        drafters: As in a `SpeculativeConfig`; None takes those of the stage.
-
-    Raises:
-        ValueError: The call cannot be speculated.
+    `drafters` replace those of the stage. ValueError if the call cannot be speculated.
     """
     recorder, config = StepRecorder(), stage.config
     chosen = drafters or config.drafters or DEFAULT_DRAFTERS

@@ -40,11 +40,8 @@ class StepRecorder(Drafter):
 class LiveText:
     """A streamer for one text. Tokens of a step appear together, in colour where accepted.
 
-    Args:
-        tokenizer: Turns ids into text. One that is not of the package tokenizers shows the text at
-            its end.
-        screen: Where the text goes.
-        recorder: Tells when a step is complete; None shows every token at once and marks nothing.
+    Without a recorder, which tells when a step is complete, every token is shown at once. A
+    tokenizer that is not of the package tokenizers shows the text at its end.
     """
 
     def __init__(self, tokenizer: Any, screen: Screen, recorder: StepRecorder | None = None):

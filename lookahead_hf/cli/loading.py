@@ -21,11 +21,8 @@ HUB_TIMEOUT = 5.0
 def open_model(arguments: Arguments, screen: Screen, warms_up: bool = True) -> tuple[Any, Any]:
     """Load the model that `model_options` name, and its tokenizer; enable it and warm it up.
 
-    A command that writes one text does not warm up: it drafts at once, by the costs that are on
-    disk or that its steps turn out to have.
-
-    Raises:
-        CommandError: The model cannot be loaded, or the device cannot be used.
+    A command that writes one text does not warm up: it drafts at once, by costs that are on disk or
+    that its steps turn out to have. CommandError if the model or the device cannot be used.
     """
     import torch
 

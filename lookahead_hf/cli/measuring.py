@@ -79,16 +79,9 @@ def measure(
 ) -> Iterator[list[Run]]:
     """Run every batch by every system, round after round; yield the runs so far after every batch.
 
-    Args:
-        model: An enabled model.
-        batches: The prompts.
-        ways: The arguments that each system adds to `generate`, by the system's name.
-        shared: The arguments that all systems pass to `generate`.
-        rounds: How often each batch is run.
-        seed: Seed of the first batch; every further batch has the next number.
-
-    Raises:
-        CommandError: A speculative call ran plain `generate`.
+    `ways` are the arguments that each system adds to the `shared` ones of `generate`. `seed` is
+    that of the first batch; every further batch has the next number. CommandError if a speculative
+    call ran plain `generate`.
     """
     for extra in ways.values():
         timed_call(model, batches[0].inputs | shared | extra, seed)

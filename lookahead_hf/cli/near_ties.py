@@ -39,12 +39,10 @@ class PartingPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token of a row that differs from plain's.
+    """The first token of a row that differs from the plain run's.
 
-    Attributes:
-        place: The row, the number of tokens before it, and the two tokens.
-        ulps: How far one of the two logits must move before plain decoding takes the other token,
-            in units of the last place of its dtype; None: no shift that was tried is enough.
+    One of the two logits must move by `ulps`, units of the last place of its dtype, before plain
+    decoding takes the other token; None: no shift that was tried is enough.
     """
 
     place: PartingPoint
@@ -76,7 +74,8 @@ def find_partings(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> list[list[Parting | None]]:
-    """Compare texts with plain's; where they part, run plain decoding once more and look closely.
+    """Compare texts with those of plain decoding; where they part, run it once more and look
+    closely.
 
     The logits are those of plain decoding itself: its batch, its cache, one token per step. One
     logit after the other is then shifted, and plain's own processors and its own choice (the
@@ -91,10 +90,8 @@ def find_partings(
         dtype: What logits are rounded to; None is the type of the weights.
 
     Returns:
-        For each of `others` and each of its rows how it parts from plain's; None: it is identical.
-
-    Raises:
-        CommandError: Plain decoding did not write the same text again.
+        For each of `others` and each of its rows how it parts; None: it is identical. CommandError
+            if plain decoding did not write the same text again.
     """
     places = [
         [_place(row, *pair) for row, pair in enumerate(zip(plain, rows, strict=True))]

@@ -33,10 +33,7 @@ VERSION = click.version_option(lookahead_hf.__version__, prog_name="lookahead-hf
 def command(name: str, examples: str, indent: int | None = 2) -> Callable[[Run], click.Command]:
     """Turn a function into a command with `--json` and `--version`; its docstring is the help.
 
-    Args:
-        name: The command's name.
-        examples: Command lines that work.
-        indent: The indentation of the JSON; None writes one line per result.
+    `examples` are shown below it. Without `indent`, the JSON has one line per result.
     """
 
     def decorate(run: Run) -> click.Command:

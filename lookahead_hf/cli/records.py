@@ -29,15 +29,9 @@ def is_record(file: Path, line: str) -> bool:
 
 
 def text_of(record: str | bytes, field: str, where: str) -> str:
-    """Return a field of a JSON record.
+    """Return a field of a JSON record; dots in its name lead into nested objects.
 
-    Args:
-        record: The JSON text of an object.
-        field: The field's name; dots lead into nested objects.
-        where: The record's place, for messages.
-
-    Raises:
-        ValueError: The record is not JSON, or it has no such field with a text.
+    ValueError, which names the place `where`, if there is no such field with a text.
     """
     try:
         value = json.loads(record)

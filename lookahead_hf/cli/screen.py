@@ -35,16 +35,10 @@ def check_installed(what: str, packages: Sequence[str], extra: str, otherwise: s
 
 
 class Screen:
-    """Where a command writes.
+    """The place where a command writes.
 
-    A terminal shows everything, in colours. A pipe or a file gets the result as plain text and
-    nothing else; notes and progress then go to stderr.
-
-    Args:
-        is_plain: Whether a terminal is to be written to like a pipe.
-
-    Attributes:
-        has_colour: Whether styles are visible.
+    A terminal shows everything, in colours, unless it `is_plain`. A pipe or a file gets the result
+    as plain text and nothing else; notes and progress then go to stderr.
     """
 
     def __init__(self, is_plain: bool = False) -> None:

@@ -19,12 +19,9 @@ from lookahead_hf.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """What one process decided in a step.
+    """The verdict of one process on a step, and the draft of the next step, without its evidence.
 
-    Attributes:
-        verdict: The verdict.
-        num_text: Tokens of each row's text, [rows].
-        draft: The draft that the next step verifies, without its evidence.
+    `num_text`, [rows], counts the tokens of each row's text.
     """
 
     verdict: Verdict
@@ -173,17 +170,11 @@ def of_call(
     draws: bool,
     assistant: Any = None,
 ) -> Processes:
-    """Return who decides in a call.
+    """Return who decides in a call, from the device of its tokens and the models that run.
 
-    Args:
-        model: The target.
-        device: Where the tokens are.
-        synced: Whether processes must run equally many forwards, as `generate` computes it.
-        draws: Whether verification draws random numbers that depend on the draft.
-        assistant: A model that drafts.
-
-    Raises:
-        Unserved: The model or the assistant is split over processes in a way that is not served.
+    `synced` processes must run equally many forwards, as `generate` computes it; a verification
+    that `draws` needs random numbers that depend on the draft. Unserved if a model is split over
+    processes in a way that is not served.
     """
     group = sharding.tensor_group(model)
     if group is None and not synced:

@@ -58,16 +58,11 @@ def _arrays(state):
 
 @jit
 def insert_rows(states, offsets, token_ids, done):
-    """Append to each row's index its tokens, as far as the index has room.
+    """Append to each row's index its tokens from `done` on, as far as it has room; return if all
+    fit.
 
-    Args:
-        states: States of the indexes, [rows, 7] int64.
-        offsets: Where the rows' tokens lie, [rows + 1] int64.
-        token_ids: Tokens of all rows, [tokens] int64.
-        done: Tokens of each row that are inserted already, [rows] int64; it is counted up.
-
-    Returns:
-        Whether all tokens are inserted.
+    `done`, [rows], is counted up; `offsets`, [rows + 1], tell where the rows' tokens lie, and the
+    indexes' states are [rows, 7] int64.
     """
     context = np.empty(LONGEST_KEY, np.int32)
     is_complete = True

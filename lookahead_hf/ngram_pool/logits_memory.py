@@ -11,12 +11,9 @@ from lookahead_hf.ngram_pool._logits_numba import WAYS
 class LogitsMemory:
     """The k likeliest next tokens of contexts, keyed by their last two tokens and by the last one.
 
-    A bounded hash table in flat arrays: a new entry replaces the oldest one of a full place.
-
-    Attributes:
-        keys: Contexts, [places, ways] int64, -1 where free.
-        tokens: Next tokens of each entry, likeliest first, [places * ways, k] int32, -1: none.
-        probs: Their probabilities, [places * ways, k] float32.
+    A bounded hash table in flat arrays, `keys` [places, ways] and `tokens` and `probs` [places *
+    ways, k]: a new entry replaces the oldest one of a full place. Free keys and missing tokens are
+    -1.
     """
 
     def __init__(self, top_k: int, capacity: int) -> None:
@@ -35,11 +32,8 @@ class LogitsMemory:
     ) -> None:
         """Store what the target expects after contexts; later ones overwrite earlier ones.
 
-        Args:
-            before: Token before the last one, -1: none, [contexts] int64.
-            last: Last token, [contexts] int64.
-            tokens: Likeliest next tokens, best first, -1: none, [contexts, top_k or more] int32.
-            probs: Their probabilities, the same shape, float32.
+        `before` and `last` are the last two tokens, -1: none, [contexts] int64; `tokens` and
+        `probs` the likeliest next ones, best first, [contexts, top_k or more].
         """
         self._clock = compiled.remember(
             self.keys, self._stamps, self.tokens, self.probs, self._clock,
@@ -50,17 +44,11 @@ class LogitsMemory:
 def top_rows(
     bits: np.ndarray, which: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the best tokens of rows of logits, with approximate probabilities.
+    """Find the best tokens of some rows of logits, with approximate probabilities.
 
-    Args:
-        bits: Bit patterns, [rows, vocab]: int16 of bfloat16 or int32 of float32.
-        which: Rows to search, [wanted] int64.
-        counts: Tokens to find in each of them, [wanted] int64.
-
-    Returns:
-        tokens: Best first, the lower id first among equals, -1 beyond the row's count,
-            [wanted, most of counts] int32.
-        probs: Their probabilities, the same shape, float32.
+    `bits` are [rows, vocab]: int16 of bfloat16 or int32 of float32. In each of the rows `which`,
+    [wanted], `counts`, [wanted], tokens are found: best first, the lower id first among equals, -1
+    beyond the row's count, [wanted, most of counts].
     """
     shape = len(which), int(counts.max(initial=0))
     tokens, probs = np.empty(shape, np.int32), np.empty(shape, np.float32)

@@ -39,11 +39,8 @@ FEWEST_BUCKETS = 256
 """A power of two."""
 
 ROOM_TO_GROW = 6
-"""Entries per token that a growing table has room for.
-
-Natural text needs 1 to 2, of 4 that are possible, but a bucket that is not split yet is twice as
-full as the others.
-"""
+"""Entries per token that a growing table has room for. Natural text needs 1 to 2, of 4 that are
+possible, but a bucket that is not split yet is twice as full as the others."""
 
 ROOM_AT_MOST = 4.5
 """Entries per token of a full pool that the largest table has room for. Its number of buckets is a
@@ -81,14 +78,10 @@ class OpenFile:
 
 @dataclass(eq=False)
 class Contents:
-    """What a pool holds and what its file stores.
+    """The arrays of a pool and the facts that its file stores.
 
     Attributes:
-        max_tokens: Places of a full log.
-        num_added: Tokens and borders that were ever added.
-        num_texts: Borders in the log.
-        vocab_size: All token ids are below it; None: unknown.
-        tokenizer_fingerprint: Identifies the tokenizer; None: unknown.
+        num_added: Tokens and borders that were ever added; `num_texts` borders are in the log.
         file: The file that the arrays are mapped from; None if they are in memory.
         log: Tokens by place, at least [live] int32.
         links: Distances to the next older occurrences, at least [live, NUM_KEYS] uint32.
@@ -191,10 +184,7 @@ def write(path: str | os.PathLike[str], contents: Contents) -> None:
 def read(path: str | os.PathLike[str], verifies: bool = False) -> Contents:
     """Open a file by memory map; changes to the arrays stay in this process.
 
-    Args:
-        path: The file.
-        verifies: Whether all data are read and compared with their checksum. The header is always
-            checked.
+    The header is always checked; `verifies` reads all data and compares their checksum.
 
     Raises:
         OSError: The file cannot be read.

@@ -34,12 +34,7 @@ class SuffixIndexes:
     """
 
     def __init__(self, num_rows: int, min_ngram: int = 1, max_ngram: int = LONGEST_MATCH) -> None:
-        """Start an empty index per row.
-
-        Args:
-            num_rows: Rows of the batch.
-            min_ngram: Shortest match that counts.
-            max_ngram: Longest match length that is distinguished.
+        """Start an empty index per row, with matches of `min_ngram` to `max_ngram` tokens.
 
         Raises:
             NumbaMissingError: numba is missing or cannot be imported.
@@ -80,17 +75,10 @@ class SuffixIndexes:
     def grow(
         self, rates: np.ndarray, max_nodes: int, live: np.ndarray, min_score: float = 1e-4
     ) -> tuple[np.ndarray, ...]:
-        """Grow a tree per row, best nodes first.
+        """Grow a tree per live row, best nodes first, without paths that score below `min_score`.
 
-        Args:
-            rates: Acceptance rate of each bucket, [NUM_BUCKETS], values from 0 to 1.
-            max_nodes: Most nodes of a tree.
-            live: Rows that get a tree, [rows] bool.
-            min_score: Paths with a lower score are left out.
-
-        Returns:
-            Row offsets, token ids, parents, depths and scores as in a `DraftTree`, and the bucket
-            of each node, [nodes] int32.
+        `rates` are [NUM_BUCKETS]. Returns row offsets, token ids, parents, depths and scores as in
+        a `DraftTree`, and the bucket of each node, [nodes] int32.
         """
         grown: tuple[np.ndarray, ...] = _functions().grow_rows(
             self._states, live, self._limits, rates.astype(np.float64), min_score,

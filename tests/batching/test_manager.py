@@ -224,7 +224,7 @@ def test_handlers_that_are_gone_hold_nobody_up(
     for name in "abc":
         manager.add_request(prompts(1)[0], request_id=name)
     manager.background_thread_status.request_stop(2, 0)  # a hard stop, before the run begins
-    manager._run_generation_loop()
+    manager.decode()
     assert [record.args[0] for record in caplog.records if "nobody" in record.msg] == [*"abc"]
     status = manager.background_thread_status
     assert status.local_status == status.STOPPED
@@ -329,12 +329,12 @@ def test_what_waits_for_room_is_not_added_to_a_run_that_has_ended(
                 added.append(name)
 
     manager = model.init_continuous_batching(settings(model), seeded(max_queue_size=1))
-    fail, added = manager._fail_all_remaining_requests, []
-    monkeypatch.setattr(manager, "_fail_all_remaining_requests", fail_and_add)
+    fail, added = manager.fail_waiting, []
+    monkeypatch.setattr(manager, "fail_waiting", fail_and_add)
     manager.add_request([5])
     waiting = manager.input_queue.queue[0].state
     manager.background_thread_status.request_stop(2, 0)
-    manager._run_generation_loop()
+    manager.decode()
     assert manager.output_router.output_queue.qsize() == 1 + len(added)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import lookahead_hf
+from lookahead_hf.compat.batching import IS_KNOWN, ContinuousBatchingManager, OutputRouter
 
 PACKAGE = Path(lookahead_hf.__file__).parent
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
-PRIVATE = re.compile(r"_[A-Za-z]\w*")
+PRIVATE = re.compile(r"\b_[A-Za-z]\w*")
 
 
 def defined(source: str) -> Iterator[str]:
@@ -33,7 +35,8 @@ def defined(source: str) -> Iterator[str]:
                 yield name
 
 
-OURS = {name for source in SOURCES.values() for name in defined(source)}
+OUTSIDE = {path: source for path, source in SOURCES.items() if not path.startswith("compat/")}
+OURS = {name for source in OUTSIDE.values() for name in defined(source)}
 OURS |= {Path(path).stem for path in SOURCES}
 OURS |= {"_getframe", "_value_"}  # Python's
 
@@ -57,13 +60,29 @@ def others(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
+def of_class(inherited: type) -> set[str]:
+    """Private names of the methods and attributes of a class of others."""
+    tree = ast.parse(inspect.getsource(inherited))
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {name for name in {*vars(inherited), *attributes} if PRIVATE.fullmatch(name)}
+
+
 OF_OTHERS = {"quantization.py", "wrappers.py"}
 """Files that know objects of packages that need not be there, which compat/ does not import."""
 
 
-@pytest.mark.parametrize("path", sorted(SOURCES.keys() - OF_OTHERS))
+@pytest.mark.parametrize("path", sorted(OUTSIDE.keys() - OF_OTHERS))
 def test_only_compat_names_what_is_private_to_other_packages(path: str) -> None:
-    assert path.startswith("compat/") or [*others(SOURCES[path])] == []
+    assert [*others(SOURCES[path])] == []
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="another manager, never inherited")
+@pytest.mark.parametrize("path", [path for path in OUTSIDE if path.startswith("batching/")])
+def test_a_subclass_names_nothing_private_of_the_class_that_it_inherits(path: str) -> None:
+    """Also where it defines the name itself, which overrides the inherited one."""
+    inherited = of_class(ContinuousBatchingManager) | of_class(OutputRouter)
+    assert {"_wake_up_loop", "_run_generation_loop", "_lock"} <= inherited
+    assert {*PRIVATE.findall(SOURCES[path])} & inherited == set()
 
 
 @pytest.mark.parametrize(

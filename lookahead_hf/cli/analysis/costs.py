@@ -32,7 +32,6 @@ class Costs:
     """Costs of calls of one range of prompt lengths, in seconds or, if given, in plain steps.
 
     Attributes:
-        plain_step: A step of plain `generate`.
         steps: A step of this library by draft tokens, verification and commit included.
         drafting: Drafting and learning, per step.
         plain_prefill: The prompt in plain `generate`, per token of the prompt.
@@ -66,14 +65,9 @@ def write(model: Any, inputs: dict[str, Any], new_tokens: int) -> Call:
 
 
 def measure(model: Any, inputs: dict[str, Any]) -> tuple[Costs, Call]:
-    """Measure the costs of calls on prompts of about one length, plain and speculative in turn.
+    """Measure the costs of calls on prompts of about the length of `inputs`.
 
-    Args:
-        model: An enabled model.
-        inputs: A prompt as arguments of `generate`.
-
-    Returns:
-        The costs, and a speculative call of `OUR_TOKENS` tokens.
+    Plain and speculative calls take turns; a speculative one of `OUR_TOKENS` is returned beside.
     """
     import lookahead_hf
 

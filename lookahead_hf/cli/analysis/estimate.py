@@ -40,9 +40,7 @@ class Traced:
     """A text and the steps that it takes under each setting.
 
     Attributes:
-        text: The text.
         called: Steps by draft tokens of a real call with the default setting, if there was one.
-        replayed: What drafting did, by setting.
         missing: Steps of a call for each replayed one, where the replay lacks some logits.
     """
 
@@ -123,15 +121,9 @@ CHUNK = 256
 
 
 def likeliest(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the model's likeliest next tokens after all tokens but the last.
+    """Return a model's likeliest next tokens after all tokens, [tokens], but the last.
 
-    Args:
-        model: A causal language model, or None.
-        tokens: A text, [tokens] int64.
-
-    Returns:
-        Token ids, best first, and their probabilities, [tokens - 1, TOP]; of width 0 without a
-        model.
+    Ids, best first, and probabilities are [tokens - 1, TOP], of width 0 without a model.
     """
     import torch
 

@@ -31,13 +31,8 @@ class Sample:
 def read_samples(file: Path, limit: int) -> list[Sample]:
     """Return at most `limit` prompts of each group, spread evenly over the file, in its order.
 
-    Args:
-        file: A prompt or a JSON record on every line that is not blank. A line is a record if it
-            begins with a brace, or if the file's name ends in .jsonl.
-        limit: The most prompts of a group.
-
-    Raises:
-        CommandError: The file cannot be read, a line is no record of a prompt, or none has one.
+    A line is a JSON record if it begins with a brace or the file's name ends in .jsonl;
+    CommandError if it is no record of a prompt, or if the file has none.
     """
     lines = read_lines(file)
     if not lines:

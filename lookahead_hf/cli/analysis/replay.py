@@ -77,10 +77,8 @@ def seen(text: Text, start: int, end: int) -> Seen:
 def accepted_path(draft: DraftTree, truth: np.ndarray) -> list[int]:
     """Return the accepted nodes of a one-row tree, root to leaf.
 
-    Args:
-        draft: The tree.
-        truth: What the target emits next, without the text's last token, which can only be a bonus
-            token, [tokens] int64.
+    `truth` is what the target emits next, [tokens], without the text's last token, which can only
+    be a bonus token.
     """
     path: list[int] = []
     for token in truth.tolist():
@@ -108,12 +106,9 @@ class RecordedRecycling(RecyclingDrafter):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What drafting did for one text.
+    """The steps of one text by their draft tokens, and each drafter's part in them.
 
-    Attributes:
-        emitted: Tokens of the output, without the first one, which the prefill emits.
-        budgets: Number of steps by their draft tokens.
-        sources: What each drafter contributed, by name.
+    `emitted` counts the tokens of the output without the first one, which the prefill emits.
     """
 
     emitted: int
@@ -140,15 +135,10 @@ def replay(
     max_new_tokens: int,
     step_seconds: StepSeconds,
 ) -> Replayed:
-    """Draft a text from its second token on, as a call does.
+    """Draft a text of two tokens of output or more from its second token on, as a call does.
 
-    Args:
-        text: The text, of two tokens of output or more.
-        model: Keeps learned rates and costs from text to text, such as a `MemoryHolder`.
-        config: The configuration of the call.
-        sources: The drafters; those that read logits must be `RecordedRecycling`.
-        max_new_tokens: As in `generate`; the output is cut there.
-        step_seconds: Called once per step, in order.
+    `model`, such as a `MemoryHolder`, keeps learned rates and costs from text to text. Sources that
+    read logits must be `RecordedRecycling`. `step_seconds` is called once per step, in order.
     """
     tokens, length = text.tokens[: len(text.prompt) + max_new_tokens], len(text.prompt) + 1
     rows = Rows(tokens[None, : length - 1])

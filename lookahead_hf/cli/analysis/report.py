@@ -30,16 +30,13 @@ MUCH = 0.15
 
 @dataclass(frozen=True)
 class Expectation:
-    """What one setting is expected to bring.
+    """The speed that one setting is expected to have, prompts included.
 
     Attributes:
-        setting: Its name.
-        config: The Python expression that makes it.
-        speed_up: Time of plain `generate` over the time with this setting, prompts included.
-        lowest: The smallest speed-up of a text.
-        highest: The largest speed-up of a text.
-        tokens_per_step: New tokens per step after the prefill.
-        tokens_per_second: New tokens per second, prompts included; None where costs are given.
+        config: The Python expression that makes the setting.
+        speed_up: Time of plain `generate` over the time with this setting; `lowest` and `highest`
+            are those of single texts.
+        tokens_per_second: None where costs are given.
     """
 
     setting: str

@@ -33,15 +33,8 @@ class HeadsDrafter(BuiltInDrafter):
     reads_hidden_states: ClassVar[bool] = True
 
     def __init__(self, top_k: int, beam: int, vocab_size: int | None) -> None:
-        """Check the options.
-
-        Args:
-            top_k: Tokens to propose at each place, the likeliest first.
-            beam: Nodes at each place that the next place's tokens follow.
-            vocab_size: Token ids of the target; higher ids are never drafted.
-
-        Raises:
-            ValueError: An option is out of its range.
+        """Check the options, which are those of the drafters; ValueError if one is out of its
+        range.
         """
         check_int(f"{self.name}: top_k", top_k, 1, MOST_TOKENS)
         check_int(f"{self.name}: beam", beam, 1, MOST_TOKENS)
