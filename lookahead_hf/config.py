@@ -157,7 +157,7 @@ class SpeculativeConfig:
         object.__setattr__(self, "options", _checked_options(self.options, named))
 
     def _names(self) -> set[str]:
-        """The names of the drafters that a call may build."""
+        """Return the names of the drafters that a call may build."""
         given = DEFAULT_DRAFTERS if self.drafters is None else self.drafters
         named = {drafter for drafter in given if isinstance(drafter, str)}
         named |= {"prediction", "assistant", "mtp"}  # the call's arguments bring these three
@@ -292,7 +292,7 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether a value is allowed; 1 is not True."""
+    """Return whether a value is allowed; 1 is not True."""
     return any(isinstance(value, type(each)) and value == each for each in allowed)
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ModelState:
-    """What calls on one model keep for later calls on it.
+    """The memory that calls on one model leave for later calls on it.
 
     Objects of other rooms are kept by their class. The state lives as long as the model, and never
     on the model: a lock or a tensor there would be copied, pickled and saved with it.

@@ -36,7 +36,7 @@ def write(
 
 
 def _may_draw(model: Any, settings: dict[str, Any]) -> bool:
-    """Whether a call may draw random numbers: it samples, or it calls what we do not know."""
+    """Return whether a call may draw random numbers: it samples, or calls what we do not know."""
     do_sample = settings["generation_config"].do_sample
     if do_sample is None:
         do_sample = model.generation_config.do_sample

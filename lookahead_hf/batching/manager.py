@@ -197,7 +197,7 @@ class SpeculativeBatchingManager(QueueManager):
         self.output_router.deliver(output, job)
 
     def _takes_requests(self) -> bool:
-        """Whether a run goes on and takes what waits, as soon as there is room.
+        """Return whether a run goes on and takes what waits, as soon as there is room.
 
         It does not while its own thread waits, in a processor or criterion that adds requests.
         """
@@ -207,12 +207,12 @@ class SpeculativeBatchingManager(QueueManager):
         return going and not waits
 
     def _has_ended(self) -> bool:
-        """Whether the run has ended, and fails what still waits."""
+        """Return whether the run has ended, and fails what still waits."""
         status = self.background_thread_status
         return bool(status.local_status == status.STOPPED)
 
     def _split(self, request: Waiting) -> list[Job]:
-        """The texts of a request, the one with its own id last.
+        """Return the texts of a request, the one with its own id last.
 
         Each has copies of the processors and criteria that the request brought. If these cannot be
         copied, all texts of the request fail.

@@ -37,7 +37,7 @@ NAMES = ("generate_batch", "init_continuous_batching")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks beside transformers' own arguments.
+    """The options of a call beside transformers' own arguments.
 
     Attributes:
         max_tokens: Most tokens of all texts, prompts included. Each may have an equal share.
@@ -71,7 +71,7 @@ ELSEWHERE = {
 """Names that a misspelt one may mean, and what serves them."""
 
 _asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
-"""What the call in progress asks, for the methods that it calls in turn."""
+"""The options of the call in progress, for the methods that it calls in turn."""
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def _manager(
 
 
 def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
-    """How to speculate, None for not at all."""
+    """Return how to speculate, None for not at all."""
     return wanted(asked.speculative, (generation, model.generation_config), default)[1]
 
 

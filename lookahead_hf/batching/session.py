@@ -139,7 +139,7 @@ class RefillSession(Session):
         self.verifier.take(self.rows, row, job.verifier, logits)
 
     def _after_prompt(self, row: int, call: PreparedCall, ids: np.ndarray) -> torch.Tensor | None:
-        """Logits after the prompt of a request, [tokens]; None while it is being read."""
+        """Return logits after the prompt of a request, [tokens]; None while it is being read."""
         runner = self.runner
         holder = runner.holder(ids)
         if holder is not None:

@@ -1,4 +1,4 @@
-"""Which thread decodes a run, and the OpenMP threads that compute for it.
+"""The thread that decodes a run, and the OpenMP threads that compute for it.
 
 OpenMP keeps a team of threads for every thread that computes. Where two teams are more threads than
 cores, they sleep between operations instead of spinning: with two cores a step of SmolLM2-135M in
@@ -44,7 +44,7 @@ class CallersThread:
         self._run, self._is_alive = run, True
 
     def is_alive(self) -> bool:
-        """Whether the run is still to come."""
+        """Return whether the run is still to come."""
         return self._is_alive
 
     def run(self) -> None:

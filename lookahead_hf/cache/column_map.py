@@ -31,6 +31,6 @@ def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torc
 
 
 def _slots(tokens: np.ndarray, window: int | None, dropped: int) -> torch.Tensor:
-    """Slots of the newest tokens of a row, -1 for pads, where so many were dropped in front."""
+    """Return the slots of a row's newest tokens, -1 for pads, with so many dropped in front."""
     newest = tokens if window is None else tokens[-window - 1 :]
     return torch.from_numpy(np.where(newest < 0, -1, newest - dropped))

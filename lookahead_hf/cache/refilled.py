@@ -36,7 +36,7 @@ class RefilledCache(AdoptedCache):
         self._set(row, int(prompt.lengths[0]), [int(g.dropped[0]) for g in prompt.each_group()])
 
     def holds(self, row: int, length: int) -> bool:
-        """Whether a row holds all that the token behind its first `length` tokens sees."""
+        """Return whether a row holds all that the token behind its first `length` tokens sees."""
         return all(
             group.window is None or group.dropped[row] <= max(0, length - group.window)
             for group in self.slots.each_group()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Block:
-    """Where a forward writes its tokens, the same for every layer of a group."""
+    """Places where a forward writes its tokens, the same for every layer of a group."""
 
     span: slice | None  # of slots, where all rows write the same ones, else None
     flat_slots: torch.Tensor | None  # [tokens] int64 into [rows * capacity], else None

@@ -61,7 +61,7 @@ class SlotGroup:
 
     @property
     def stores(self) -> list[torch.Tensor]:
-        """What every layer holds, [rows, capacity, heads, head_dim] each."""
+        """Tensors of all layers, [rows, capacity, heads, head_dim] each."""
         pairs = [store for layer in self.layers for store in (layer.k_store, layer.v_store)]
         return [store for store in pairs if store.shape[3]]  # an indexer has no values
 
@@ -138,7 +138,7 @@ class SlotGroup:
         self._slots_by_device = {flat_slots.device: flat_slots}
 
     def drop_unseen(self, slots: int) -> None:
-        """Where there is no room for so many slots, drop what a window has left behind."""
+        """Drop what a window has left behind if there is no room for so many slots."""
         if self.window is None or (slots <= self.capacity and not self._is_dropping):
             return
         gone = np.maximum(self.lengths - self.num_kept - self.extent.lead, 0)

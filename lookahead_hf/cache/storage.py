@@ -1,4 +1,4 @@
-"""What the parts of our cache share: the lengths of the rows, and a layer's K and V.
+"""Parts of our cache that its layers share: the lengths of the rows, and a layer's K and V.
 
 A cache refers to its layers and groups, and both refer to these; nothing refers to the cache. So K
 and V are freed with their last user, without waiting for Python's garbage collector.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(eq=False)
 class Extent:
-    """How much of every row is kept, and how much the attention reads.
+    """The part of every row that is kept, and the part that the attention reads.
 
     Attributes:
         lengths: Tokens of each row that are kept, [rows] int64.

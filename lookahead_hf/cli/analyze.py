@@ -97,7 +97,7 @@ def _read(arguments: Arguments) -> list[Sample]:
 
 
 def _open(arguments: Arguments, screen: Screen) -> Stage:
-    """The model, or None where costs are given, and its tokenizer."""
+    """Return the model, or None where costs are given, and its tokenizer."""
     if arguments.costs is None:
         model, tokenizer = open_model(arguments, screen)
     else:
@@ -112,7 +112,7 @@ def _open(arguments: Arguments, screen: Screen) -> Stage:
 def _analyse(
     stage: Stage, samples: list[Sample], arguments: Arguments
 ) -> tuple[list[Traced], dict[int, Costs]]:
-    """The texts with the steps that they take, and the costs by length of the prompt."""
+    """Return the texts with the steps that they take, and the costs by length of the prompt."""
     from lookahead_hf.cli.analysis.estimate import SETTINGS, shortfall, trace
 
     prompted: Prompted = [
@@ -152,7 +152,7 @@ def _costs(
 
 
 def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
-    """The texts to replay: the file's outputs, or what the model writes speculatively."""
+    """Return the texts to replay: the file's outputs, or what the model writes speculatively."""
     limit, texts = stage.generation["max_new_tokens"], []
     label = "reading the outputs" if references else "generating"
     with stage.screen.task(label, len(prompted)) as report:
@@ -170,7 +170,7 @@ def _texts(stage: Stage, prompted: Prompted, references: bool) -> list[Traced]:
 
 
 def _traced(stage: Stage, sample: Sample, inputs: dict[str, Any], call: Call) -> Traced:
-    """A text with what the model expects at its positions, if there is a model."""
+    """Return a text with what the model expects at its positions, if there is a model."""
     from lookahead_hf.cli.analysis.estimate import Traced, likeliest
     from lookahead_hf.cli.analysis.replay import Text
 
@@ -181,7 +181,7 @@ def _traced(stage: Stage, sample: Sample, inputs: dict[str, Any], call: Call) ->
 
 
 def _about(stage: Stage, samples: list[Sample], arguments: Arguments) -> dict[str, Any]:
-    """What the numbers rest on, and a command that measures what they predict."""
+    """Return what the numbers rest on, and a command that measures what they predict."""
     machine = None if stage.model is None else env.machine(stage.model)
     outputs = "those of the file" if arguments.references else "generated"
     basis = f"Greedy, batch 1, up to {arguments.new_tokens} new tokens; outputs are {outputs}. "

@@ -57,7 +57,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
 
 
 def _read_prompts(arguments: Arguments) -> dict[str, list[str]]:
-    """The prompts by family: those of a file are one family, and each of the demo's is its own."""
+    """Return the prompts by family: a file is one family, and so is each prompt of the demo."""
     file, limit = arguments.prompts, arguments.limit
     if file is None:
         return {name: [text] for name, text in [*PROMPTS.items()][:limit]}
@@ -73,7 +73,7 @@ def _read_prompts(arguments: Arguments) -> dict[str, list[str]]:
 
 
 def _batches(stage: Stage, prompts: dict[str, list[str]], size: int) -> Iterator[Batch]:
-    """Batches of prompts of one family."""
+    """Yield batches of prompts of one family."""
     for name, texts in prompts.items():
         for at in range(0, len(texts), size):
             chosen = texts[at : at + size]

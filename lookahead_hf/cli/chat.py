@@ -107,7 +107,7 @@ def _summary(call: Call, known: int) -> str:
 
 
 def _messages(screen: Screen) -> Iterator[str]:
-    """The user's messages; an empty line ends them on a terminal, and is skipped in a file."""
+    """Yield the user's messages; an empty one ends them on a terminal, and is skipped in a file."""
     if sys.stdin.isatty():
         screen.note("An empty line or Ctrl-D ends.", "dim")
     while True:

@@ -16,7 +16,7 @@ Messages = Sequence[dict[str, str]]
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """A conversation of one message."""
+    """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
 
 

@@ -1,4 +1,4 @@
-"""What the demo asks: two tasks whose answers copy from the prompt, where drafting pays most."""
+"""Prompts of the demo: two tasks whose answers copy from the prompt, where drafting pays most."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """The report by section."""
+    """Return the report by section."""
     from lookahead_hf.fallback import FallbackReason
 
     return {
@@ -55,7 +55,7 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, of the platform and of the packages that matter."""
+    """Return the versions of Python, of the platform and of the packages that matter."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:
@@ -79,7 +79,7 @@ def _devices() -> dict[str, Any]:
 
 
 def machine(model: Any) -> dict[str, Any]:
-    """The facts that a reader needs to judge speeds measured with a model."""
+    """Return the facts that a reader needs to judge speeds measured with a model."""
     import torch
 
     installed = versions()
@@ -97,7 +97,7 @@ def machine(model: Any) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name; on Linux, the kernel's name for it."""
+    """Return the processor's name; on Linux, the kernel's name for it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

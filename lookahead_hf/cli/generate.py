@@ -118,7 +118,7 @@ def open_stage(arguments: Arguments, screen: Screen, warms_up: bool = True) -> S
 
 
 def as_data(call: Call, tokenizer: Any, row: int = 0) -> dict[str, Any]:
-    """A text and the statistics of its call, as JSON values."""
+    """Return a text and the statistics of its call, as JSON values."""
     return {
         "text": tokenizer.decode(call.rows[row], skip_special_tokens=True),
         "num_tokens": len(call.rows[row]),

@@ -94,7 +94,7 @@ class LiveText:
         self._num_shown = len(self._ids)
 
     def _decoded(self, token: int) -> str:
-        """What a token adds to the text."""
+        """Return what a token adds to the text."""
         if self._backend is None:
             return ""
         try:

@@ -47,7 +47,7 @@ def warm_up(screen: Screen, model: Any) -> None:
 
 
 def model_name(arguments: Arguments, screen: Screen) -> str:
-    """The model that `--model` names, or the folder of the demo's."""
+    """Return the model that `--model` names, or the folder of the demo's."""
     return arguments.model or str(ensure_demo_model(screen))
 
 
@@ -83,7 +83,7 @@ def load_tokenizer(name: str, option: str) -> Any:
 
 
 def reaches_hub(name: str) -> bool:
-    """Whether the hub can be asked for a model; where it cannot, its cache is all there is.
+    """Return whether the hub can be asked for a model; if not, its cache is all there is.
 
     transformers asks it for each file of a model again and again, for 40 seconds and more. This
     asks once, for a name that may be one of the hub.
@@ -135,7 +135,7 @@ def _explained(name: str, option: str, part: str = "") -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch raised `error` because a device or the host has no memory left."""
+    """Return whether torch raised `error` because a device or the host has no memory left."""
     import torch
 
     # For the host's memory, torch raises a RuntimeError that only its message tells apart.

@@ -18,7 +18,7 @@ PLAIN, LOOKUP, OURS = "plain", "HF prompt lookup", "speculative"
 
 
 def systems(batch_size: int = 1) -> dict[str, dict[str, Any]]:
-    """The systems to compare, each with the arguments that it adds to `generate`."""
+    """Return the systems to compare, each with the arguments that it adds to `generate`."""
     known: dict[str, dict[str, Any]] = {PLAIN: {}}
     if batch_size == 1:  # HF's assisted decoding takes no batches
         known[LOOKUP] = {"prompt_lookup_num_tokens": 10}
@@ -132,12 +132,12 @@ def timed_call(model: Any, arguments: dict[str, Any], seed: int | None = None) -
 
 
 def until_end(row: list[int], end_ids: frozenset[int]) -> tuple[int, ...]:
-    """The tokens of a row up to and with its end token."""
+    """Return the tokens of a row up to and with its end token."""
     ends = [index for index, token in enumerate(row) if token in end_ids]
     return tuple(row[: ends[0] + 1] if ends else row)
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """The token ids that end a text of this model."""
+    """Return the token ids that end a text of this model."""
     ids = model.generation_config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())

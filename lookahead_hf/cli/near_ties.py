@@ -29,7 +29,7 @@ Text = Sequence[int]
 
 
 class PartingPoint(NamedTuple):
-    """Where a row of a batch parts from plain's, and the two tokens; None is the end of a text."""
+    """The place where a row parts from the plain run's, and both tokens; None: the text ends."""
 
     row: int
     num_same: int  # tokens before it
@@ -111,7 +111,7 @@ def _place(row: int, plain: Text, other: Text) -> PartingPoint | None:
 
 
 def first_difference(left: Text, right: Text) -> int | None:
-    """Index of the first token that differs, None where the texts are identical."""
+    """Return the index of the first token that differs, None where the texts are identical."""
     if list(left) == list(right):
         return None
     pairs = zip(left, right, strict=False)
@@ -207,7 +207,7 @@ def _measure(
 
 
 def _spacing(value: float, dtype: torch.dtype) -> float:
-    """Distance from a number of at least 0 to the next one that `dtype` can hold."""
+    """Return the distance from a number of at least 0 to the next one that `dtype` can hold."""
     import torch
 
     return float(torch.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(value or 1.0))

@@ -1,4 +1,4 @@
-"""What the commands' lines have in common."""
+"""Options that several commands share, and how they are read."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def as_written(text: str) -> str:
 
 
 def _all_of(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
-    """Several decorators as one; the help lists the options in this order."""
+    """Join several decorators; the help lists the options in this order."""
     return lambda run: reduce(lambda inner, option: option(inner), reversed(options), run)
 
 
 def _config(context: Any, option: Any, value: str | None) -> SpeculativeConfig:
-    """How to speculate: from JSON, from a file with JSON, or by a preset's name."""
+    """Read how to speculate: from JSON, from a file with JSON, or by a preset's name."""
     if value is None or value in STRATEGIES:
         return SpeculativeConfig.resolve(value or True) or SpeculativeConfig()
     try:
@@ -116,7 +116,7 @@ SAMPLING = _all_of(
 
 
 def model_options(new_tokens: int) -> Callable[[Run], Run]:
-    """Options of every command that generates."""
+    """Return options of every command that generates."""
     return _all_of(
         click.option("--model", help="a folder or a hub name (default: SmolLM2-135M-Instruct)"),
         click.option("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"),
@@ -134,12 +134,12 @@ def model_options(new_tokens: int) -> Callable[[Run], Run]:
 
 
 def generation_options(new_tokens: int = 256) -> Callable[[Run], Run]:
-    """Options of the commands that generate in one dtype, speculatively, greedily or sampled."""
+    """Return options of commands that generate in one dtype, whether they draft or sample."""
     return _all_of(model_options(new_tokens), DTYPE, DRAFTING, SAMPLING)
 
 
 def generation_arguments(arguments: Arguments) -> dict[str, Any]:
-    """The arguments of `generate` that the options ask for."""
+    """Return the arguments of `generate` that the options ask for."""
     temperature, top_p = arguments.temperature, arguments.top_p
     chosen: dict[str, Any] = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
     if temperature == 0 or temperature is top_p is None:
@@ -149,7 +149,7 @@ def generation_arguments(arguments: Arguments) -> dict[str, Any]:
 
 
 def with_pool(config: SpeculativeConfig, file: Path | None) -> SpeculativeConfig:
-    """The configuration with its pool opened, which is in `file` or where it says."""
+    """Return the configuration with its pool opened, which is in `file` or where it says."""
     from lookahead_hf.drafting.sources.pool import open_pool
 
     named = file or config.pool

@@ -89,7 +89,7 @@ def _build(arguments: Arguments, screen: Screen) -> None:
 
 
 def _texts(file: Path, field: str) -> Iterator[tuple[list[str], int]]:
-    """Portions of a file: some texts, and how many bytes of the file they take."""
+    """Yield portions of a file: some texts, and how many bytes of the file they take."""
     with file.open("rb") as lines:
         if file.suffix == ".jsonl":
             numbered = enumerate(lines, 1)

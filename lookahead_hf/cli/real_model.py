@@ -22,7 +22,7 @@ _OTHERWISE = (
 
 
 def demo_model_folder() -> Path:
-    """The folder of the converted model, named after the wheel that the model came from."""
+    """Return the folder of the converted model, named after the wheel that it came from."""
     return cache_root() / "models" / f"{NAME}-{WHEEL_SHA256[:8]}"
 
 

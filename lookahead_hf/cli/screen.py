@@ -1,4 +1,4 @@
-"""What a command shows: its result on stdout, notes and progress beside it, by rich."""
+"""Output of a command: its result on stdout, notes and progress beside it, by rich."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class JsonScreen(Screen):
 
 
 def _without_nan(data: Any) -> Any:
-    """The same data with None for every nan, such as the rate of nothing, which JSON lacks."""
+    """Replace every nan, such as the rate of nothing, which JSON lacks, by None."""
     if isinstance(data, dict):
         return {name: _without_nan(value) for name, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -72,7 +72,7 @@ def _tokens_per_step(runs: list[Run]) -> float:
 
 
 def _outside_forward(runs: list[Run]) -> float | None:
-    """The share of the time after the prefill that is not spent in forwards of the target."""
+    """Return the share of the time after the prefill that is spent outside forwards."""
     calls = [(call, call.stats) for run in runs for call in run.calls if call.stats is not None]
     if not calls:
         return None

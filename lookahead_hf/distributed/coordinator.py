@@ -1,4 +1,4 @@
-"""Who decides in a call: this process alone, each of several for its rows, or one for all."""
+"""Decision makers of a call: this process alone, each of several for its rows, or one for all."""
 
 from __future__ import annotations
 

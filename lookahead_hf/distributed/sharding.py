@@ -1,4 +1,4 @@
-"""How a model is split over processes: not at all, each matrix in parts, or weights in shards."""
+"""Ways to split a model over processes: not at all, each matrix in parts, or weights in shards."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
 
 
 def _meshes(model: nn.Module) -> list[Any]:
-    """The different meshes of several processes that parameters are split over."""
+    """Return the different meshes of several processes that parameters are split over."""
     if not is_one_of_several():
         return []
     from torch.distributed.tensor import DTensor

@@ -13,7 +13,7 @@ from lookahead_hf.ngram_pool.jit import jit
 
 @jit
 def before(a, b, reach):
-    """Whether node `a` leaves the queue before node `b`."""
+    """Return whether node `a` leaves the queue before node `b`."""
     return reach[a] > reach[b] or (reach[a] == reach[b] and a < b)
 
 

@@ -89,7 +89,7 @@ def merge_trees(
 
 @jit
 def _table_size(num_nodes):
-    """A power of two that leaves at least half of a hash table free."""
+    """Return a power of two that leaves at least half of a hash table free."""
     size = 16
     while size < 2 * num_nodes:
         size *= 2

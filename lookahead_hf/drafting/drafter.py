@@ -181,5 +181,5 @@ def warn_of_failure(name: str, error: Exception) -> None:
 
 
 def class_path(drafter: object) -> str:
-    """The module and the name of an object's class."""
+    """Return the module and the name of an object's class."""
     return f"{type(drafter).__module__}.{type(drafter).__qualname__}"

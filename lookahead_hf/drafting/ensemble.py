@@ -118,7 +118,7 @@ class Ensemble(Drafter):
         return self._merged
 
     def _refining(self) -> int | None:
-        """The source that changes the draft of all others in this step."""
+        """Return the source that changes the draft of all others in this step."""
         each = enumerate(zip(self._guards, self._sources, self.asked, strict=True))
         found = (
             index
@@ -173,7 +173,7 @@ class Ensemble(Drafter):
             guard.run(methodcaller("end", rows), source, always=True)
 
     def _seeing(self) -> list[tuple[Guard, Drafter]]:
-        """The sources that have to observe this step, with their guards."""
+        """Return the sources that have to observe this step, with their guards."""
         asked = zip(self._guards, self._sources, self.asked, self.next_asked, strict=True)
         return [
             (guard, source)
@@ -182,7 +182,7 @@ class Ensemble(Drafter):
         ]
 
     def _max_depth(self, rows: Rows) -> np.ndarray:
-        """Greatest useful depth per row: a bonus token follows it, and finished rows need none."""
+        """Return the greatest useful depth per row, below a bonus token; 0 for finished rows."""
         depth: np.ndarray = self._max_new_tokens - 1 - rows.num_emitted
         depth[rows.finished] = 0
         return depth

@@ -1,4 +1,4 @@
-"""Which drafter objects draft for a call at this moment; each serves one call at a time."""
+"""Drafter objects that draft for a call at this moment; each serves one call at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafting keeps of a model between calls."""
+"""The memory of drafting for a model between calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 class ModelMemory:
-    """What drafting keeps of a model between calls: rates, costs, tokenizers, and its own pool.
+    """The rates, costs, vocabularies and own pool that drafting keeps of a model between calls.
 
     The pool is the only place that holds tokens; it stays empty unless a call is told to learn.
     Costs outlive the process, in a file.
@@ -54,7 +54,7 @@ class ModelMemory:
         kept_costs.write(self._file, self.costs.kept())
 
     def own_pool(self) -> ngram_pool.NgramPool:
-        """The model's own pool, made when it is first asked for."""
+        """Return the model's own pool, made when it is first asked for."""
         with _lock:
             self._pool = self._pool or ngram_pool.NgramPool(max_tokens=OWN_POOL_TOKENS)
             return self._pool
@@ -66,5 +66,5 @@ def memory_of(model: Any) -> ModelMemory:
 
 
 def placement(model: Any) -> str:
-    """The device and the type of a model, which change what its steps cost."""
+    """Return the device and the type of a model, which change what its steps cost."""
     return f"{model.device} {model.dtype}"

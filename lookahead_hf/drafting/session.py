@@ -172,7 +172,7 @@ class DraftSession:
             self._ensemble.end_row(rows, row)
 
     def propose(self, rows: Rows) -> DraftTree:
-        """The draft that is worth its cost, an empty one if none is."""
+        """Return the draft that is worth its cost, an empty one if none is."""
         draft = self._processes.draft(lambda: self._propose(rows))
         return draft if self._complete is None else self._complete(rows, draft)
 
@@ -203,7 +203,7 @@ class DraftSession:
         return head(tree, self._budget.choose(tree))
 
     def prepare(self, outputs: Any) -> None:
-        """A step was launched: index what was learned before, and begin to read its logits."""
+        """Index what was learned before, while a step runs, and begin to read its logits."""
         if self._goes_on:
             copy = outputs.copy if isinstance(outputs, DeviceOutputs) else None
             states = getattr(outputs, "hidden_states", None)

@@ -76,7 +76,7 @@ class BestTokens:
 def _pack(
     logits: torch.Tensor, top_k: int, scan: RowScan | None = None, wanted: Wanted | None = None
 ) -> torch.Tensor:
-    """Tokens and probabilities as one float32 tensor [2, rows, k], which one copy fetches.
+    """Return tokens and probabilities as one float32 tensor [2, rows, k], which one copy fetches.
 
     float32 holds whole numbers up to 2**24, more than any vocabulary has.
     """

@@ -107,7 +107,7 @@ class Adapted(BuiltInDrafter):
 
 
 def _copied(record: _Record) -> _Record:
-    """The same with copies of the arrays."""
+    """Copy a record with its arrays."""
     values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
@@ -202,7 +202,7 @@ def _probs(probs: Any, tokens: np.ndarray) -> Any:
 
 
 def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
-    """What each node was drawn from, as distributions over the target's tokens, [nodes, vocab].
+    """Return the distributions that the nodes were drawn from, [nodes, target's vocab].
 
     Raises:
         ValueError: They are not distributions, or a node's token cannot have been drawn from its
@@ -237,7 +237,7 @@ def _distributions(tree: DraftTree, vocab_size: int | None) -> torch.Tensor:
 
 
 def _siblings(tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of siblings, as flat nodes: the later and the earlier one of each pair, [pairs]."""
+    """Return all pairs of siblings, as flat nodes: the later ones and the earlier ones, [pairs]."""
     pairs = [np.empty((0, 2), np.int64)]
     for row in range(tree.num_rows):
         nodes = tree.row(row)

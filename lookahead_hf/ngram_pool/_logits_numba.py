@@ -66,7 +66,7 @@ def _sum_of_exp(values, top):
 
 @jit
 def _key(pattern, lowest):
-    """A float's bit pattern as an integer that sorts like the float; its own inverse.
+    """Return a float's bit pattern as an integer that sorts like the float; its own inverse.
 
     Negative floats sort backwards; `lowest` is the least integer of their width.
     """
@@ -126,7 +126,7 @@ def _select(row, maxima, found):
 
 @jit
 def _threshold(maxima, k):
-    """A number that at least `k` of the maxima reach, and hardly more, by bisection."""
+    """Return a number that at least `k` of the maxima reach, and hardly more, by bisection."""
     low = high = maxima[0]
     for lane in range(len(maxima)):
         low, high = min(low, maxima[lane]), max(high, maxima[lane])
@@ -168,7 +168,7 @@ def _insert(value, best, count):
 
 @jit
 def find(keys, before, last):
-    """The entry of `(before, last)`, or of `last` alone if `before` is -1; -1: none."""
+    """Return the entry of `(before, last)`, or of `last` alone if `before` is -1; -1: none."""
     key = (np.int64(before + 1) << 32) | np.int64(last)
     ways = _ways_of(keys, key)
     for way in range(WAYS):

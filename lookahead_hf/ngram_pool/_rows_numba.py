@@ -39,7 +39,7 @@ FILL = 0.75
 
 @intrinsic
 def _pointer(_, address):
-    """An address as the pointer that `carray` takes."""
+    """Return an address as the pointer that `carray` takes."""
 
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)

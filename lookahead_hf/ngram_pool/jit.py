@@ -39,7 +39,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def jit_numbers(function: Callable[..., Any]) -> Any:
-    """The same for a function whose divisions by zero give infinity, as in vectors."""
+    """Compile a function whose divisions by zero give infinity, as in vectors."""
     return _kept(njit(nogil=True, error_model="numpy")(function), function)
 
 
@@ -56,7 +56,7 @@ class EntryPoint:
 
     @cached_property
     def address(self) -> int:
-        """The address of the compiled function."""
+        """Return the address of the compiled function."""
         compiled: Any = CFunc(*self._arguments)
         _kept(compiled, self._arguments[0], _folder_of(self._arguments[0])).compile()
         self._compiled = compiled  # which owns the code

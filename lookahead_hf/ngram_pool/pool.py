@@ -29,7 +29,7 @@ CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """What a pool holds.
+    """The contents of a pool in numbers.
 
     Attributes:
         num_tokens: Tokens held.
@@ -154,7 +154,7 @@ class NgramPool:
 
     @property
     def info(self) -> PoolInfo:
-        """What the pool holds."""
+        """The contents of the pool in numbers."""
         with self._adding:
             contents = self._contents
             return PoolInfo(

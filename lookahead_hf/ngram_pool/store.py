@@ -1,4 +1,4 @@
-"""What a pool holds, and its file: safetensors, opened by memory map, replaced as a whole.
+"""Contents of a pool, and its file: safetensors, opened by memory map, replaced as a whole.
 
 Tensors: `table` U32 [buckets, 16], `links` U32 [tokens, 4] and `log` I32 [tokens], as described in
 `_pool_table`. `__metadata__` holds the numbers of `Contents` and a SHA-256 of everything, as

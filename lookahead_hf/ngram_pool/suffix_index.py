@@ -54,7 +54,7 @@ class SuffixIndexes:
         self._set(row, text, links, np.full(64, -1, np.int32))
 
     def length(self, row: int) -> int:
-        """Tokens in the index of a row, borders included."""
+        """Return the number of tokens in the index of a row, borders included."""
         return int(self._states[row, _functions().LENGTH])
 
     def extend(self, offsets: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> None:

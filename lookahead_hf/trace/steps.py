@@ -43,7 +43,7 @@ class TraceNode:
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """What one row drafted and emitted in one step.
+    """The draft and the emitted tokens of one row in one step.
 
     Attributes:
         row: Index of the row in the batch.

@@ -1,1 +1,1 @@
-"""What `lookahead-hf analyze` computes: prompts, costs, replayed texts, and the report."""
+"""Parts of `lookahead-hf analyze`: prompts, costs, replayed texts, and the report."""

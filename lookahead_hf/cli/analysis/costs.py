@@ -1,4 +1,4 @@
-"""What prompts and steps cost, measured on the model or given as a curve."""
+"""Costs of prompts and steps, measured on the model or given as a curve."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Costs:
     prefill: float = 0.0
 
     def step(self, num_nodes: int, length: int = 0) -> float:
-        """A step with so many draft tokens, at any length of the text."""
+        """Return the cost of a step with so many draft tokens, at any length of the text."""
         return float(np.interp(num_nodes, list(self.steps), list(self.steps.values())))
 
 
 def length_class(num_tokens: int) -> int:
-    """The range of lengths that costs are told apart by: powers of two."""
+    """Return the range of lengths that costs are told apart by: powers of two."""
     return int(num_tokens).bit_length()
 
 
@@ -102,7 +102,7 @@ def _plain_times(model: Any, inputs: dict[str, Any]) -> list[float]:
 
 
 def _learned(model: Any, columns: int, stats: SpeculativeStats) -> dict[int, float]:
-    """What the model's calls have learned about their steps at this length."""
+    """Return what the model's calls have learned about their steps at this length."""
     from lookahead_hf.drafting.memory import memory_of, placement
 
     on_device = "device" if stats.engine == "device" else ""

@@ -50,7 +50,7 @@ class Traced:
     missing: float = 1.0
 
     def steps(self, setting: str) -> dict[int, float]:
-        """Number of steps by draft tokens."""
+        """Return the number of steps by draft tokens."""
         if setting == DEFAULT and self.called is not None:
             return {nodes: float(count) for nodes, count in self.called.items()}
         recycles = self.text.has_logits and setting in (DEFAULT, LEARN)
@@ -108,7 +108,7 @@ def _teach(model: Any, costs: CostsOf) -> None:
 
 
 def _sources(text: Text, model: Any, config: SpeculativeConfig) -> list[Drafter]:
-    """The drafters of a call, those that read logits only where these were recorded."""
+    """Return the drafters of a call, those that read logits only where these were recorded."""
     return [
         RecordedRecycling() if isinstance(source, RecyclingDrafter) else source
         for source in build(Request(config), model)
@@ -149,7 +149,7 @@ PLACES = ("the prompt", "the text itself", "earlier texts", "nothing")
 
 
 def repeats(texts: Sequence[Text], group: str) -> dict[str, float]:
-    """Shares of a group's output tokens by what they repeat, of `PLACES`; texts come in order."""
+    """Return the shares of a group's output tokens by what they repeat; texts come in order."""
     found = Counter(dict.fromkeys(PLACES, 0))
     prompt, itself, others, nothing = PLACES
     earlier: set[tuple[int, ...]] = set()

@@ -1,4 +1,4 @@
-"""What the estimates mean for the user: expected speeds, reasons, settings, a verdict."""
+"""Report of the estimates to the user: expected speeds, reasons, settings, a verdict."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is expected of one group of prompts."""
+    """Expectations for one group of prompts."""
 
     group: str
     texts: int
@@ -100,7 +100,7 @@ class Finding:
         return " ".join(said)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return everything as JSON values."""
         derived = {"verdict": self.verdict, "why": self.why, "use": self.advice}
         return {**asdict(self), **derived, "best": self.best.setting}
 
@@ -149,7 +149,7 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
 
 
 def config_line(setting: str) -> str:
-    """The Python expression of a setting."""
+    """Return the Python expression of a setting."""
     fields = ", ".join(f"{name}={value!r}" for name, value in SETTINGS[setting].items())
     return f"SpeculativeConfig({fields})".replace("'", '"')
 

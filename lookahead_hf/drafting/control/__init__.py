@@ -1,1 +1,1 @@
-"""How much is drafted, and by which sources, from measured costs and learned rates."""
+"""Decisions on how much is drafted, by which sources, from measured costs and learned rates."""

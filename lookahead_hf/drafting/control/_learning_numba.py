@@ -11,7 +11,7 @@ from lookahead_hf.ngram_pool.jit import jit
 
 @jit
 def tested_nodes(row_offsets, token_ids, parents, token_offsets, emitted):
-    """What the text said about each node, [nodes] int8: 1 right, 0 wrong, -1 not tested.
+    """Return what the text said about each node, [nodes] int8: 1 right, 0 wrong, -1 not tested.
 
     Tested are the children of the root and of every node that was right, verified or not: the token
     emitted after their parent says which of them is. The others hang on what was not emitted.

@@ -1,4 +1,4 @@
-"""How many nodes to verify: as many as bring the most tokens per second, none where none pay."""
+"""Number of nodes to verify: as many as bring the most tokens per second, none if none pay."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Budget:
         self._find_curve()
 
     def choose(self, tree: DraftTree) -> np.ndarray:
-        """Nodes of each row that are worth verifying, [rows]: the first ones of its tree.
+        """Return how many first nodes of each row's tree are worth verifying, [rows].
 
         Args:
             tree: The draft, each row's nodes best first; `score` is the calibrated probability that
@@ -119,7 +119,7 @@ class Budget:
         return np.zeros_like(counts) if self._measures_plain(gain[:best].sum()) else taken
 
     def _measures_plain(self, gain: float) -> bool:
-        """Whether the step drafts nothing, since all sizes are compared with the plain step.
+        """Return whether the step drafts nothing, since all sizes are compared with the plain step.
 
         Args:
             gain: What the draft is expected to bring, in tokens of all rows.
@@ -132,7 +132,7 @@ class Budget:
         return bool(is_cheap)
 
     def _weights(self) -> np.ndarray:
-        """What a token of each row counts, [rows], in tokens of all rows."""
+        """Return what a token of each row counts, [rows], in tokens of all rows."""
         emitted, live = self._rows.num_emitted, self._rows.live
         if self._num_new is None or live.sum() < 2:
             return np.ones(len(live))
@@ -146,7 +146,7 @@ class Budget:
         return weights
 
     def _best_count(self, gain: np.ndarray, most: int) -> int:
-        """The number of nodes that brings most tokens per second.
+        """Return the number of nodes that brings most tokens per second.
 
         Args:
             gain: Tokens to be gained from each further node, [nodes].

@@ -1,4 +1,4 @@
-"""How often each class of a source's proposals is accepted, learned while decoding."""
+"""Acceptance rates of each class of a source's proposals, learned while decoding."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class KeptRates:
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
     def lease(self, sources: Sequence[Drafter], do_sample: bool) -> Calibration:
-        """A calibration for one call, starting from what earlier calls learned."""
+        """Return a calibration for one call, starting from what earlier calls learned."""
         keys = list(_keys(sources, do_sample))
         with self._lock:
             found = [self._kept.get(key) for key in keys]
@@ -125,7 +125,7 @@ class KeptRates:
                 self._kept.popitem(last=False)
 
     def table(self) -> list[LearnedRate]:
-        """All classes of proposals that were ever tested, the latest call's sources last."""
+        """Return all classes of proposals that were ever tested, the latest call's sources last."""
         with self._lock:
             kept = list(self._kept.items())
         return [row for key, (counts, prior) in kept for row in _learned(key, counts, prior)]
@@ -152,7 +152,7 @@ def _keys(sources: Sequence[Drafter], do_sample: bool) -> list[_Key]:
 
 
 def _learned(key: _Key, counts: np.ndarray, prior: np.ndarray) -> list[LearnedRate]:
-    """The rows of one source."""
+    """Return the rows of one source."""
     accepted, tested = counts
     rates = (accepted + PRIOR_WEIGHT * prior) / (tested + PRIOR_WEIGHT)
     return [
@@ -162,7 +162,7 @@ def _learned(key: _Key, counts: np.ndarray, prior: np.ndarray) -> list[LearnedRa
 
 
 def unique_names(sources: Sequence[Drafter]) -> list[str]:
-    """The sources' names, numbered from the second of a kind on: `custom`, `custom_2`."""
+    """Return the sources' names, numbered from the second of a kind on: `custom`, `custom_2`."""
     names: list[str] = []
     for source in sources:
         same = sum(other.name == source.name for other in sources[: len(names)])

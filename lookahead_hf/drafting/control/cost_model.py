@@ -1,4 +1,4 @@
-"""What a step of the target costs by the number of draft nodes, measured while decoding."""
+"""Costs of a step of the target by the number of draft nodes, measured while decoding."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ class CostCurve:
         return self._clock
 
     def num_samples(self, size: int) -> int:
-        """How often a size was measured, at most `KEPT_SAMPLES`."""
+        """Return how often a size was measured, at most `KEPT_SAMPLES`."""
         return self._counts.get(self.size_for(size), 0)
 
     def is_due(self, size: int) -> bool:
-        """Whether a size was never measured, or too long ago."""
+        """Return whether a size was never measured, or too long ago."""
         return self._clock >= self._due.get(self.size_for(size), 0)
 
     def seconds(self, sizes: np.ndarray) -> np.ndarray:
@@ -209,7 +209,7 @@ class CostModel:
 
 
 class _Setting(NamedTuple):
-    """What a curve holds for: rows and length are classes, as in `CostModel.curve`."""
+    """The setting of a curve: rows and length are classes, as in `CostModel.curve`."""
 
     placement: str
     is_flat: bool
@@ -219,12 +219,12 @@ class _Setting(NamedTuple):
     sizes: tuple[int, ...] | None
 
     def is_like(self, other: _Setting) -> bool:
-        """Whether the curve of the other setting tells something about this one."""
+        """Return whether the curve of the other setting tells something about this one."""
         is_same = self[:2] == other[:2]
         return is_same and (self.is_flat or self.rows == other.rows)
 
     def distance(self, other: _Setting) -> tuple[bool, int, int]:
-        """How unlike the other setting is."""
+        """Return how unlike the other setting is."""
         rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
         return self.mode != other.mode, rows, length
 

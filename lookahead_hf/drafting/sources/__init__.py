@@ -1,1 +1,1 @@
-"""What proposes tokens, one source per file."""
+"""Sources that propose tokens, one per file."""

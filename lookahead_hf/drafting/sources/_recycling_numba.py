@@ -184,7 +184,7 @@ def _flatten_buckets(nodes, count):
 def verified_contexts(
     keys, last_two, row_offsets, token_ids, parents, path_offsets, path, live, below_rejected
 ):
-    """The last two tokens at verified nodes of the live rows, and where their logits are.
+    """Return the last two tokens at verified nodes of the live rows, and where their logits are.
 
     The last token of a row counts as a node. The accepted path comes last, so that emitted tokens
     overwrite those that were only considered, and its end is the end of the row's part. Other nodes

@@ -49,7 +49,7 @@ class WindowNgrams:
         del known[: -self._num_kept]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed a token, newest first."""
+        """Return what followed a token, newest first."""
         return self._ngrams.get(token, [])[::-1]
 
 
@@ -99,7 +99,7 @@ class _RowWindow:
         self._collect(context, num_new)
 
     def _pieces(self, context: np.ndarray, count: int) -> np.ndarray:
-        """Pieces of the text from anywhere, one per column, [levels, count]."""
+        """Return pieces of the text from anywhere, one per column, [levels, count]."""
         size = self._ngram_size - 1
         if len(context) < size:
             context = np.resize(context, size)
@@ -201,7 +201,7 @@ class LookaheadDrafter(BuiltInDrafter):
 
 
 def _last_level(draft: DraftTree, row: int, levels: list[list[int]]) -> list[int]:
-    """Index in the row's logits of each column's last node, 0 if it was not verified."""
+    """Return where the row's logits have each column's last node, 0 if it was not verified."""
     places = []
     stem: int | None = ROOT
     for first, *others in zip(*levels, strict=True):

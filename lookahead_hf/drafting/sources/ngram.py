@@ -97,7 +97,7 @@ class NgramDrafter(BuiltInDrafter):
         self._indexes.extend(*flat(texts))
 
     def _beyond_known(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
-        """What a kept index lacks of the context, behind a border where another text begins."""
+        """Return what a kept index lacks of the context, behind a border if another text begins."""
         shorter = min(len(self._known), len(context))
         differs = np.flatnonzero(self._known[:shorter] != context[:shorter])
         num_same = int(differs[0]) if len(differs) else shorter
@@ -129,7 +129,7 @@ def flat(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.nd
 
 
 def rates_of(only_continuation: Sequence[float]) -> np.ndarray:
-    """A rate for every bucket, [NUM_BUCKETS], from the rates of only continuations."""
+    """Return a rate for every bucket, [NUM_BUCKETS], from the rates of only continuations."""
     misses = np.multiply.outer(1 - np.array(only_continuation), MISSES_LEFT)
     # [match lengths, shares, totals]
     rates = (1 - misses)[:, None, :] * np.array(SHARES_LEFT)[:, None]

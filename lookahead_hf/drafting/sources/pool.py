@@ -113,7 +113,7 @@ class PoolDrafter(BuiltInDrafter):
 
 
 def _tree_of(grown: Sequence[Continuations | None]) -> DraftTree:
-    """One draft from the trees of all rows, None for rows without; buckets become evidence."""
+    """Join the trees of all rows, None for rows without, in one draft; buckets become evidence."""
     parts = [tree for tree in grown if tree is not None]
     if not parts:
         return DraftTree.empty(len(grown))

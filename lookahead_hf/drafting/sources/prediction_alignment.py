@@ -105,7 +105,7 @@ class Alignment:
         self.places = places[:MAX_PLACES]
 
     def _alive(self, new: np.ndarray) -> list[Place]:
-        """The places that predicted all of the new tokens, moved behind them."""
+        """Return the places that predicted all of the new tokens, moved behind them."""
         return [
             Place(place.pointer + len(new), place.origin, place.right + len(new))
             for place in self.places
@@ -113,7 +113,7 @@ class Alignment:
         ]
 
     def _num_right(self, pointer: int, new: np.ndarray) -> int:
-        """Tokens of `new` that are predicted at `pointer`, up to the first that is not."""
+        """Count tokens of `new` that are predicted at `pointer`, up to the first that is not."""
         expected = self._prediction[pointer : pointer + len(new)]
         wrong = np.flatnonzero(expected != new[: len(expected)])
         return int(wrong[0]) if len(wrong) else len(expected)
@@ -158,13 +158,13 @@ class Alignment:
         return -float(rate), abs(place.pointer - self._left_at)
 
     def _guesses(self) -> list[Place]:
-        """Places if the text inserted tokens into the prediction, or replaced its next token."""
+        """Return places if the text inserted tokens into the prediction or replaced the next."""
         if not 0 < self._since <= MAX_GUESSES:
             return []
         return [Place(self._left_at, INSERTED), Place(self._left_at + 1, REPLACED)]
 
     def _found(self, text: np.ndarray) -> list[Place]:
-        """Places after matches of the text's last tokens, long and near ones first."""
+        """Return places after matches of the text's last tokens, long and near ones first."""
         pointers, match_len = self._matches(text)
         ahead = pointers - self._left_at
         far = (ahead < NEAR[0]) | (ahead > NEAR[1])
@@ -177,7 +177,7 @@ class Alignment:
         return [Place(pointer, origin) for pointer, origin in chosen]
 
     def _matches(self, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places after the text's last token, and how many of its last tokens match before each."""
+        """Return places after the text's last token, and how many last tokens match before each."""
         pointers = np.flatnonzero(self._prediction[:-1] == text[-1]) + 1
         match_len = np.ones(len(pointers), np.int64)
         equal = np.arange(len(pointers))
@@ -190,14 +190,14 @@ class Alignment:
         return pointers, match_len
 
     def chain(self, place: Place, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens predicted from a place on, at most `most`, and their buckets."""
+        """Return tokens predicted from a place on, at most `most`, and their buckets."""
         tokens = self._prediction[place.pointer : place.pointer + most]
         right = np.minimum(np.arange(place.right, place.right + len(tokens)), RIGHT_LENGTHS[-1])
         return tokens, place.origin * NUM_RIGHT + _RIGHT_CLASS[right]
 
 
 def _replace(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
-    """The tokens with every `old` in them replaced by `new`."""
+    """Return the tokens with every `old` in them replaced by `new`."""
     replaced: list[int] = []
     at = 0
     while at < len(tokens):

@@ -164,7 +164,7 @@ class AssistantDrafter(BuiltInDrafter):
             self._model = AssistantModel(self._assistant, contexts, self._encoder_inputs)
 
     def _first_read(self, rows: Rows, row: int) -> np.ndarray:
-        """Tokens that the assistant reads once and for all; none of a text that is too long."""
+        """Return what the assistant reads once and for all; nothing of a text that is too long."""
         text = self._texts[row]
         text.extend(rows.context(row))
         fits = len(text.ids) + self._num_draft <= self._limit
@@ -217,7 +217,7 @@ class AssistantDrafter(BuiltInDrafter):
             growth.extend(picked, self.rates, self._beam, self._min_reach)
 
     def _translated(self, rows: Rows, row: int, growth: Growth) -> Growth:
-        """A draft in the target's tokens."""
+        """Translate a draft into the target's tokens."""
         text = self._texts[row]
         if isinstance(text, SameTokens) or not growth.tokens:
             return growth
@@ -238,7 +238,7 @@ def _check_model(model: Any) -> None:
 
 
 def _num_draft(model: Any, settings: Mapping[str, Any]) -> int:
-    """Tokens to write ahead according to generation configs; warn of settings that are unused."""
+    """Return the tokens to write ahead by generation configs; warn of settings that are unused."""
     stored = vars(getattr(model, "generation_config", None) or SimpleNamespace())
 
     def setting(name: str) -> Any:

@@ -75,7 +75,7 @@ class Drawn:
         return tokens, np.full(tokens.shape, TENTHS, np.int32), drawn_from
 
     def _draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, [picks], and the distribution of each given the earlier ones, [picks, vocab]."""
+        """Draw tokens, [picks], with what each was drawn from, [picks, vocab]."""
         probs = self._distribution(logits)
         noise = torch.empty_like(probs).exponential_(generator=self._generator)
         # The largest of p / noise are draws without replacement, in their order.
@@ -90,7 +90,7 @@ class Drawn:
         return tokens, torch.where(named, certain, left / total)
 
     def _distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """The distribution of the next token over the target's vocabulary, [vocab] float32."""
+        """Return the next token's distribution over the target's vocabulary, [vocab] float32."""
         scores = logits[None, : self._vocab_size].to(copy=True, dtype=torch.float32)
         if not self._processors.empty:
             scores = self._processors(0, torch.empty(1, 0, dtype=torch.long), scores)
@@ -144,11 +144,11 @@ class Growth(RowDraft):
         self.child(parent, token, bucket, above * min(float(rates[bucket]), most))
 
     def next_chain(self) -> list[int]:
-        """The token to feed next; none if the row does not go on."""
+        """Return the token to feed next; none if the row does not go on."""
         return [self.tokens[node] for node, _ in self.frontier]
 
     def next_branches(self) -> tuple[list[int], Branches]:
-        """The last token of the text and all nodes to feed after it."""
+        """Return the last token of the text and all nodes to feed after it."""
         if not self.frontier:
             return [], ([], [])
         self.frontier = [
@@ -160,7 +160,7 @@ class Growth(RowDraft):
         return self._last, ([self.tokens[node] for node in self._fed], parents)
 
     def rewritten(self, tokens: list[int], rates: np.ndarray) -> Growth:
-        """A chain of other tokens, each as likely as the node at the same part of this one."""
+        """Return a chain of other tokens, each as likely as the node at the same part of it."""
         chain = Growth([])
         for index, token in enumerate(tokens):
             like = self.buckets[index * len(self.tokens) // len(tokens)]
@@ -175,7 +175,7 @@ def prior_rates() -> np.ndarray:
 
 
 def tree_of(growths: Sequence[Growth]) -> DraftTree:
-    """The rows' drafts as one tree."""
+    """Join the rows' drafts in one tree."""
     drawn_from = [probs for growth in growths for probs in growth.drawn_from]
     tree = DraftTree.from_drafts(growths)
     return replace(tree, probs=torch.stack(drawn_from)) if drawn_from else tree

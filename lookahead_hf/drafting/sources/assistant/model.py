@@ -57,7 +57,7 @@ class AssistantModel:
         self._chains: Sequence[Sequence[int]] = []
 
     def read(self, row: int) -> np.ndarray:
-        """Tokens of a row that the assistant has read and kept, `[tokens]` int64 (a view)."""
+        """Return the tokens of a row that were read and kept, [tokens] int64 (a view)."""
         return self._rows.context(row)
 
     def forget(self, row: int, num_tokens: int) -> None:
@@ -98,7 +98,7 @@ class AssistantModel:
 
 
 def _hung(chain: Sequence[int], branches: Branches) -> Branches:
-    """A row's block without its first token: the rest of the chain and the nodes below its end."""
+    """Return a row's block without its first token: the rest of the chain, and nodes below it."""
     tokens, parents = branches
     rest = max(len(chain) - 1, 0)
     return [*chain[1:], *tokens], [*range(-1, rest - 1), *(parent + rest for parent in parents)]
@@ -116,7 +116,7 @@ def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 
 def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
-    """The arguments that `generate` would prepare beside the prompt."""
+    """Return the arguments that `generate` would prepare beside the prompt."""
     kwargs: dict[str, Any] = {
         "attention_mask": attended.long(),
         "past_key_values": compat.empty_cache(model),
@@ -132,7 +132,7 @@ def _prefill_arguments(model: Any, attended: torch.Tensor) -> dict[str, Any]:
 def _decoder_arguments(
     model: Any, attended: torch.Tensor, encoder_inputs: EncoderInputs | None
 ) -> dict[str, Any]:
-    """The same for a decoder, with the outputs of its encoder."""
+    """Return the arguments for a decoder, with the outputs of its encoder."""
     if encoder_inputs is None:
         raise ValueError("an encoder-decoder model cannot assist a decoder-only model")
     inputs, mask = encoder_inputs

@@ -120,7 +120,7 @@ class Bridge:
 
 
 def differ(target_tokenizer: Any, assistant_tokenizer: Any) -> bool:
-    """Whether two tokenizers, if both are given, have different tokens for the same ids.
+    """Return whether two tokenizers, if both are given, have different tokens for the same ids.
 
     Raises:
         ValueError: Only the assistant's is given, which is useless alone.
@@ -171,7 +171,7 @@ def _joined(old: list[int], new: list[int]) -> list[int]:
 
 
 def _following(tail: list[int], encoded: list[int]) -> list[int] | None:
-    """The tokens of `encoded` after those of `tail`; None if it does not have them."""
+    """Return the tokens of `encoded` after those of `tail`; None if it does not have them."""
     for shift in sorted(range(-REACH, REACH + 1), key=abs):
         end = len(tail) + shift
         shared = min(2, len(tail), end)

@@ -1,4 +1,4 @@
-"""What all drafters have in common that read the target's last hidden states."""
+"""Base class of drafters that read the target's last hidden states."""
 
 from __future__ import annotations
 
