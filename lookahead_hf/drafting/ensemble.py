@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.control.calibration import Calibration, unique_names
+from lookahead_hf.drafting.control.source_backoff import SourceBackoff
 from lookahead_hf.drafting.drafter import BuiltInDrafter, Drafter, Guard, warn_of_failure
 from lookahead_hf.drafting.tree import ANY_TOKEN, head, merge
 from lookahead_hf.stats import SourceStats
@@ -30,12 +31,11 @@ most: a grammar forbids two of three nodes."""
 class Ensemble(Drafter):
     """Merges the trees of its sources by learned acceptance rates.
 
-    A source that raises is left out for the rest of the call, with one warning; the others go on.
+    A source that raises is left out for the rest of the call, with one warning; the others go on. A
+    source that neither this step asks nor the next one observes a step only with `sees_all`.
 
     Attributes:
-        asked: Sources that `propose` asks, by default all.
-        next_asked: Sources that the next step may ask. The others, if not asked now, observe a step
-            only with `sees_all`.
+        backoff: The decision which sources a step asks, by default all.
         counts: The fields of `SourceStats` for each row and source, [rows, 3, sources] int64.
     """
 
@@ -49,6 +49,7 @@ class Ensemble(Drafter):
         *,
         vocab_size: int = ANY_TOKEN,
         max_new_tokens: int | np.ndarray = 2**31,
+        may_rest: bool = False,
     ) -> None:
         """Give each source its rates of the calibration, which has them in this order.
 
@@ -63,7 +64,7 @@ class Ensemble(Drafter):
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
         self._guards = [Guard(partial(warn_of_failure, name)) for name in self._names]
-        self.asked = self.next_asked = [True] * len(self._sources)
+        self.backoff = SourceBackoff(len(self._sources), may_rest)
         self._merged: DraftTree | None = None
         self.counts = np.zeros((num_rows, 3, len(self._sources)), np.int64)
         self._exclusive = [0] * len(self._sources)  # of the latest step
@@ -78,13 +79,14 @@ class Ensemble(Drafter):
             if getattr(source, "is_listed", True)
         }
 
-    def settle(self) -> tuple[list[float], list[int]]:
-        """Return and reset each source's seconds and accepted nodes that only it proposed."""
-        settled = [guard.seconds for guard in self._guards], self._exclusive
+    def settle(self, num_tokens: int = 0, step_seconds: float | None = None) -> None:
+        """Weigh the time of each source against its tokens; see `SourceBackoff.observe`."""
+        if step_seconds is not None:
+            seconds = [guard.seconds for guard in self._guards]
+            self.backoff.observe(seconds, self._exclusive, num_tokens, step_seconds)
         self._exclusive = [0] * len(self._sources)
         for guard in self._guards:
             guard.seconds = 0.0
-        return settled
 
     def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
@@ -105,7 +107,7 @@ class Ensemble(Drafter):
         wide = max_nodes if refining is None else max(max_nodes, min(WIDER * max_nodes, WIDE))
         nothing = DraftTree.empty(rows.num_rows)
         proposals = []
-        for guard, source, asked in zip(self._guards, self._sources, self.asked, strict=True):
+        for guard, source, asked in self._asked():
             most = wide if getattr(source, "widens", False) else max_nodes
             propose = methodcaller("propose", rows, most)
             proposals.append((asked and guard.run(propose, source)) or nothing)
@@ -117,12 +119,15 @@ class Ensemble(Drafter):
             self._merged = refined or head(self._merged, max_nodes)
         return self._merged
 
+    def _asked(self) -> Iterator[tuple[Guard, Drafter, bool]]:
+        """Return all sources with their guards and whether this step asks them."""
+        return zip(self._guards, self._sources, self.backoff.asked, strict=True)
+
     def _refining(self) -> int | None:
         """Return the source that changes the draft of all others in this step."""
-        each = enumerate(zip(self._guards, self._sources, self.asked, strict=True))
         found = (
             index
-            for index, (guard, source, asked) in each
+            for index, (guard, source, asked) in enumerate(self._asked())
             if asked and guard.works and getattr(source, "refines", False)
         )
         return next(found, None)
@@ -174,10 +179,11 @@ class Ensemble(Drafter):
 
     def _seeing(self) -> list[tuple[Guard, Drafter]]:
         """Return the sources that have to observe this step, with their guards."""
-        asked = zip(self._guards, self._sources, self.asked, self.next_asked, strict=True)
         return [
             (guard, source)
-            for guard, source, now, soon in asked
+            for (guard, source, now), soon in zip(
+                self._asked(), self.backoff.next_asked, strict=True
+            )
             if now or soon or getattr(source, "sees_all", True)
         ]
 

@@ -14,7 +14,6 @@ from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting import in_use
 from lookahead_hf.drafting.control.budget import Budget, SteadySteps
-from lookahead_hf.drafting.control.source_backoff import SourceBackoff
 from lookahead_hf.drafting.drafter import Drafter, Guard
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.memory import memory_of, placement
@@ -121,7 +120,12 @@ class DraftSession:
         self._calibration = self._memory.rates.lease(sources, limits.do_sample)
         tokens, length = limits.vocab_size, limits.max_new_tokens
         self._ensemble = Ensemble(
-            sources, self._calibration, rows.num_rows, vocab_size=tokens, max_new_tokens=length
+            sources,
+            self._calibration,
+            rows.num_rows,
+            vocab_size=tokens,
+            max_new_tokens=length,
+            may_rest=config.budget == "auto",
         )
         self._budget = Budget(
             config.budget,
@@ -133,7 +137,6 @@ class DraftSession:
             length if isinstance(length, int) else None,
         )
         self._uncompiled = UncompiledDrafts(sources, tokens, length)
-        self._backoff = SourceBackoff(len(sources), may_rest=config.budget == "auto")
         self._processes, self._complete = processes or Processes(), complete
         self._guard = Guard(_warn_of_end)
         self._begun = False
@@ -185,17 +188,14 @@ class DraftSession:
         most = self._budget.most_nodes
         self._resting = max(0, self._resting - 1)
         if not most or self._resting:
-            self._ensemble.asked = self._ensemble.next_asked = [False] * len(self._sources)
+            self._ensemble.backoff.skip_step()
             return None
         if not self._begun:
             if not ngram_pool.available():
                 return None
             tree = self._uncompiled.propose(rows, most)
             return likeliest_chain(tree, self._budget.choose(tree))
-        self._backoff.begin_step()
-        self._ensemble.asked = self._backoff.asked
-        self._ensemble.next_asked = self._backoff.next_asked
-        if not any(self._backoff.asked):
+        if not self._ensemble.backoff.begin_step():
             return None
         tree = self._ensemble.propose(rows, CHAIN_OF if self._limits.chains else most)
         if self._limits.chains:
@@ -247,10 +247,7 @@ class DraftSession:
                 self._ensemble.count_chains(draft, verdict)
             return
         self._ensemble.observe(rows, draft, verdict, logits)
-        seconds, alone = self._ensemble.settle()
-        if step_seconds is not None:
-            num_tokens = len(verdict.of_text.token_ids)
-            self._backoff.observe(seconds, alone, num_tokens, step_seconds)
+        self._ensemble.settle(len(verdict.of_text.token_ids), step_seconds)
         self._budget.observe(draft, step_seconds)
 
     def end(self, rows: Rows) -> None:

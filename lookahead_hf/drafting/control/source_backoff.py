@@ -32,17 +32,23 @@ class SourceBackoff:
         self._left = [0] * num_sources  # steps to rest
         self._length = [0] * num_sources  # of the latest rest
         self._num_tokens = 0.0
-        self.asked = [True] * num_sources
+        self.asked, self._skips = [True] * num_sources, False
 
     @property
     def next_asked(self) -> list[bool]:
-        """Sources that would be asked in the next step."""
-        return [left == 0 for left in self._left]
+        """Sources that would be asked in the next step; none if this one asks none on purpose."""
+        return [left == 0 and not self._skips for left in self._left]
 
-    def begin_step(self) -> None:
-        """Decide which sources are asked in the step that begins."""
+    def begin_step(self) -> bool:
+        """Decide which sources are asked in the step that begins; return whether any is."""
+        self._skips = False
         self.asked = self.next_asked
         self._left = [max(0, left - 1) for left in self._left]
+        return any(self.asked)
+
+    def skip_step(self) -> None:
+        """Ask no source in the step that begins."""
+        self.asked, self._skips = [False] * len(self._left), True
 
     def observe(
         self, seconds: Sequence[float], alone: Sequence[int], num_tokens: int, step_seconds: float
