@@ -17,11 +17,7 @@ from lookahead_hf.batching.queues import RequestQueue, Router, Waiting
 from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects, request_seed
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
-from lookahead_hf.compat.batching import (
-    GenerationOutput,
-    QueueManager,
-    fill,
-)
+from lookahead_hf.compat.batching import GenerationOutput, QueueManager, fill
 from lookahead_hf.generation.decode import run
 from lookahead_hf.stats import SpeculativeStats
 

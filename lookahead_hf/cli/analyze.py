@@ -22,14 +22,7 @@ from lookahead_hf.cli.analysis.prompts import OUTPUTS, Sample, read_samples
 from lookahead_hf.cli.comparison import Stage
 from lookahead_hf.cli.loading import load_tokenizer, model_name, open_model
 from lookahead_hf.cli.measuring import Call
-from lookahead_hf.cli.parsing import (
-    DTYPE,
-    NEW_FILE,
-    POSITIVE,
-    Arguments,
-    command,
-    model_options,
-)
+from lookahead_hf.cli.parsing import DTYPE, NEW_FILE, POSITIVE, Arguments, command, model_options
 from lookahead_hf.cli.screen import CommandError, PageScreen, Screen
 
 if TYPE_CHECKING:

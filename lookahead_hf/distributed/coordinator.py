@@ -163,12 +163,7 @@ class FollowingProcess(_Shared):
 
 
 def of_call(
-    model: Any,
-    device: torch.device,
-    *,
-    synced: bool,
-    draws: bool,
-    assistant: Any = None,
+    model: Any, device: torch.device, *, synced: bool, draws: bool, assistant: Any = None
 ) -> Processes:
     """Return who decides in a call, from the device of its tokens and the models that run.
 
