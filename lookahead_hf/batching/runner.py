@@ -42,8 +42,7 @@ class Prompt:
 
 
 class RefilledRunner(Runner):
-    """Runs steps of texts that come and go; new prompts are run at once or beside the steps of
-    others.
+    """Runs steps of texts that come and go; prompts run at once or beside the steps of others.
 
     A row holds its prompt as long as its text goes on, and after that until `forget` is called or
     another prompt takes the row. Meanwhile other texts of the same prompt begin with a copy.
@@ -59,9 +58,7 @@ class RefilledRunner(Runner):
         flat: bool,
         most_tokens: int | None,
     ) -> None:
-        """Prepare for the requests of one run, of at most `most_tokens` per step if that is a
-        number.
-        """
+        """Prepare for the requests of one run, with at most `most_tokens` per step if given."""
         super().__init__(model, num_rows, None, compiled, flat)
         self._texts = RefilledCache(num_rows)
         self.most_tokens = most_tokens

@@ -151,8 +151,7 @@ class AdoptedCache:
     def _parts(
         self, dropped: np.ndarray, first: int, last: int
     ) -> tuple[list[_Part], dict[torch.device, Any]]:
-        """Return rows, their slots and these slots' columns, of what a layer holds in columns first
-        to last.
+        """Return rows, slots and their columns of what a layer holds in columns first to last.
 
         The other layers of its group hold the same. `dropped`, [rows], counts the tokens before the
         first slot. Beside it comes what `_places` keeps.
@@ -173,8 +172,7 @@ class AdoptedCache:
         return found
 
     def token_columns(self, group: SlotGroup, slots: int | None = None) -> np.ndarray:
-        """Column of the token in every slot of a group, [rows, slots] int64; of the visible ones
-        where no number is given."""
+        """Return the token's column in every slot, by default visible ones, [rows, slots] int64."""
         tokens = group.dropped[:, None] + np.arange(group.visible if slots is None else slots)
         rows = np.broadcast_to(np.arange(len(tokens))[:, None], tokens.shape)
         return self.columns_of(rows, tokens)
@@ -189,8 +187,9 @@ class AdoptedCache:
 
     @property
     def views(self) -> list[tuple[int | None, np.ndarray]]:
-        """For every layer: most columns before its own that a token sees in plain's cache, and how
-        many tokens of each row our cache has dropped.
+        """The columns before its own that a token sees in plain's cache, at most, for every layer.
+
+        Beside it stand the tokens of each row that our cache has dropped.
         """
         whole = None, np.zeros_like(self.slots.lengths)
         return [

@@ -42,8 +42,7 @@ class SlotLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the block's K and V, [rows, kv_heads, width, head_dim]; return those of all visible
-        slots.
+        """Write the block's K and V, [rows, kv_heads, width, head_dim]; return all visible ones.
 
         A flat block has [1, kv_heads, tokens, head_dim].
         """

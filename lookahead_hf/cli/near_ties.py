@@ -74,8 +74,7 @@ def find_partings(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> list[list[Parting | None]]:
-    """Compare texts with those of plain decoding; where they part, run it once more and look
-    closely.
+    """Compare texts with those of plain decoding; where they part, decode again and look closely.
 
     The logits are those of plain decoding itself: its batch, its cache, one token per step. One
     logit after the other is then shifted, and plain's own processors and its own choice (the

@@ -21,8 +21,7 @@ class BestTokens:
     """Finds the k best logits of nodes: with a kernel for all at once, otherwise on demand."""
 
     def __init__(self, logits: torch.Tensor, top_k: int, few: int | None = None) -> None:
-        """Take the logits, [rows, width, vocab]; the search for `top_k` tokens per node comes
-        later.
+        """Take the logits, [rows, width, vocab]; the search for `top_k` tokens comes later.
 
         `few` tokens suffice at nodes where no accepted path ends.
         """

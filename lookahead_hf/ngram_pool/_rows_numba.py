@@ -58,8 +58,7 @@ def _arrays(state):
 
 @jit
 def insert_rows(states, offsets, token_ids, done):
-    """Append to each row's index its tokens from `done` on, as far as it has room; return if all
-    fit.
+    """Append to each row's index its tokens from `done` on; return whether all had room.
 
     `done`, [rows], is counted up; `offsets`, [rows + 1], tell where the rows' tokens lie, and the
     indexes' states are [rows, 7] int64.

@@ -41,9 +41,7 @@ class Likeliest:
         """Nothing to prepare."""
 
     def pick(self, logits: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> Picked:
-        """Pick tokens to follow the places, [places], of some rows, [places]; logits are [rows,
-        width, vocab].
-        """
+        """Pick tokens after places of rows, [places] each; logits are [rows, width, vocab]."""
         best = BestTokens(logits[..., : self._vocab_size], self._num_picks)
         tokens, probs = best.take(rows, places)
         return tokens, np.minimum(probs * TENTHS, TENTHS - 1).astype(np.int32), None

@@ -71,8 +71,7 @@ class AssistantModel:
     def feed(
         self, chains: Sequence[Sequence[int]], branches: Sequence[Branches] | None = None
     ) -> torch.Tensor:
-        """Run each row's next tokens and the nodes below their end in one forward, without keeping
-        them.
+        """Run each row's next tokens, and the nodes below their end, in one forward; keep nothing.
 
         Returns logits, [rows, width, vocab]: place i follows a row's i-th token, chain before
         branches.

@@ -25,9 +25,7 @@ BROKEN = "\ufffd"
 
 
 class SameTokens:
-    """A row whose tokens `ids` are also the assistant's; `num_settled` of them cannot change any
-    more.
-    """
+    """A row whose tokens `ids` are also the assistant's; `num_settled` of them cannot change."""
 
     def __init__(self, vocab_size: int) -> None:
         """`vocab_size`: this id and higher ones (images, a larger padding) become 0."""
@@ -94,8 +92,7 @@ class Bridge:
         self.num_settled = count
 
     def translate(self, drafted: Sequence[int], context: np.ndarray) -> list[int]:
-        """Translate a draft that follows `ids` into target tokens that follow the context,
-        [tokens].
+        """Translate a draft after `ids` into target tokens that follow the context, [tokens].
 
         There are none if the two texts do not agree.
         """
