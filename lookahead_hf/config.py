@@ -197,8 +197,7 @@ class SpeculativeConfig:
         """Turn the argument `speculative=` into a configuration; None means plain `generate`.
 
         Args:
-            value: True, False, None, the name of a preset or of a drafter, a dict of fields, or a
-                configuration.
+            value: A bool, None, a preset's or drafter's name, a dict of fields, or a configuration.
 
         Raises:
             ValueError: `value` is anything else.
