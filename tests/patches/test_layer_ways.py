@@ -256,7 +256,7 @@ def test_with_amx_a_width_goes_the_faster_way(
     assert trials[0].execution == "compiled" and trials[0].own_code == ()
     assert trials[1].execution == ("model" if is_faster else "compiled")
     assert trials[1].own_code == ((execution.SLOWER,) if is_faster else ())
-    kept = state_of(model).compiled
+    kept = state_of(model).get(CompiledLayers)
     assert kept is not None and kept.trial.lost == ({1} if is_faster else set())
 
 

@@ -520,7 +520,7 @@ def test_a_dropout_that_comes_on_counts() -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     assert run(model, True).execution == "compiled"
-    kept = state_of(model).compiled
+    kept = state_of(model).get(layers.CompiledLayers)
     assert kept is not None and kept.is_current()
     model.train()
     assert not kept.is_current()
