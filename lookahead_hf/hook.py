@@ -19,7 +19,7 @@ from lookahead_hf.drafting.control.calibration import LearnedRate
 from lookahead_hf.drafting.memory import memory_of
 from lookahead_hf.generation.strategy import run
 from lookahead_hf.model_state import state_of
-from lookahead_hf.wrappers import unwrap
+from lookahead_hf.utils.wrappers import unwrap
 
 _Model = TypeVar("_Model")
 

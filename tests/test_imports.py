@@ -17,9 +17,8 @@ PACKAGE = Path(lookahead_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 ROOMS = (
-    {"places", "spelling", "structured", "warn"},
-    {"vllm_config"},
-    {"config", "draft", "model_state", "rows", "trace", "wrappers"},
+    {"structured", "utils"},
+    {"config", "draft", "model_state", "rows", "trace"},
     {"ngram_pool"},
     {"compat", "fallback", "kernels", "quantization", "stats"},
     {"cache", "call", "distributed", "logits"},
@@ -54,6 +53,7 @@ LAYERS = {
         "adopt",
         "column_map refilled",
     ),
+    "config": ("vllm", "__init__"),
     "drafting": (
         """_heap control._learning_numba control.cost_model control.source_backoff drafter
         sources.assistant.model sources.assistant.tokens sources.grammar.probe
@@ -140,12 +140,12 @@ LAYERS = {
 """Modules of the larger packages, lowest first; those of a layer see no other."""
 
 NARROW = {
-    "stats": {"draft", "model_state", "spelling", "trace", "wrappers"},
-    "fallback": {"model_state", "warn"},
-    "quantization": {"model_state", "warn"},
+    "stats": {"draft", "model_state", "trace", "utils"},
+    "fallback": {"model_state", "utils"},
+    "quantization": {"model_state", "utils"},
     "compat": {"model_state"},
     "call": {"compat"},
-    "ngram_pool": {"places"},
+    "ngram_pool": {"utils"},
     "kernels": {"ngram_pool"},  # how numba compiles
     "": set(),
 }
@@ -156,14 +156,12 @@ PACKAGES = {
     "draft": {"numpy"},
     "rows": {"numpy"},
     "config": set(),
-    "vllm_config": set(),
     "fallback": set(),
     "model_state": set(),
     "quantization": set(),
-    "spelling": set(),
     "stats": {"numpy"},
     "trace": set(),
-    "warn": set(),
+    "utils": {"torch", "transformers"},  # both where a model is unwrapped
 }
 """Rooms that import nothing else from outside but the standard library and these packages."""
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from lookahead_hf import vllm_config
-from lookahead_hf.spelling import known_names
+from lookahead_hf.config import vllm
+from lookahead_hf.utils.spelling import known_names
 
 BUILT_IN_DRAFTERS = (
     "ngram",
@@ -185,8 +185,8 @@ class SpeculativeConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
-        if vllm_config.is_vllm(values):
-            values = vllm_config.fields_of(values)
+        if vllm.is_vllm(values):
+            values = vllm.fields_of(values)
         _check_fields(values, ValueError)
         for name, value in values.items():
             _as_json(value, name)

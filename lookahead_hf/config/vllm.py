@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from lookahead_hf.spelling import known_names
+from lookahead_hf.utils.spelling import known_names
 
 _logger = logging.getLogger(__name__)
 
