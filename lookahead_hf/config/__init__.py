@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from lookahead_hf.config import vllm
-from lookahead_hf.utils.spelling import known_names
+from lookahead_hf.utils.spelling import check_names, known_names, spelt_right
 
 BUILT_IN_DRAFTERS = (
     "ngram",
@@ -59,32 +58,6 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """The fields that take one of a few values."""
 
 
-_Class = TypeVar("_Class", bound=type)
-
-
-def _spelt_right(cls: _Class) -> _Class:
-    """Let a data class say which field an unknown argument may mean."""
-    original = cls.__init__  # type: ignore[misc]
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **fields: Any) -> None:
-        _check_fields(fields, TypeError)
-        original(self, *args, **fields)
-
-    cls.__init__ = init  # type: ignore[misc]
-    return cls
-
-
-def _check_fields(given: Iterable[str], kind: type[Exception]) -> None:
-    names = [each.name for each in dataclasses.fields(SpeculativeConfig)]
-    for name in given:
-        if name not in names:
-            raise kind(
-                f"a speculative configuration has no field {name!r}; {known_names(name, names)}"
-            )
-
-
-@_spelt_right
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How to speculate: which drafters, how many draft tokens, and what to do about a fallback.
@@ -187,7 +160,8 @@ class SpeculativeConfig:
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
         if vllm.is_vllm(values):
             values = vllm.fields_of(values)
-        _check_fields(values, ValueError)
+        names = (each.name for each in dataclasses.fields(cls))
+        check_names(cls.__name__, values, names, ValueError)
         for name, value in values.items():
             _as_json(value, name)
         return cls(**values)
@@ -233,6 +207,9 @@ class SpeculativeConfig:
                 "pass an object in the call, as in `generate(..., speculative=config)`"
             )
         return cls.resolve(value)
+
+
+SpeculativeConfig.__init__ = spelt_right(SpeculativeConfig.__init__)  # type: ignore[method-assign]
 
 
 def drafter_name(drafter: Any) -> str:
