@@ -264,7 +264,7 @@ def _check_pool(pool: Any) -> None:
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if not _is_one_of(value, allowed):
-        raise ValueError(f"{name}={value!r} is not known; {known_names(value, allowed)}")
+        raise ValueError(f"{name} cannot be {value!r}; {known_names(value, allowed)}")
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
