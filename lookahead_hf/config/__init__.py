@@ -63,8 +63,8 @@ class SpeculativeConfig:
     """How to speculate: which drafters, how many draft tokens, and what to do about a fallback.
 
     Attributes:
-        drafters: Names of built-in drafters, or Drafter objects, or a single one of them; None
-            takes the default drafters.
+        drafters: Names of built-in drafters or Drafter objects, or a single one; None takes the
+            default drafters.
         max_draft_nodes: The most draft tokens per row and step, up to 4,096.
         budget: "auto" measures what draft tokens cost and drafts as many as pay. An int drafts up
             to that many tokens per row in every step, whatever they cost.
@@ -78,10 +78,10 @@ class SpeculativeConfig:
             if the text may become long enough for that to pay off, True always, False never.
             Captured graphs stay with the model, and so do their K and V. If steps cannot be
             captured, the statistics give the reason.
-        compiled_layers: Whether compiled kernels compute the model's layers in steps on a CPU,
-            where they know the code of the layers. They read weights where the model has them, and
-            sum in an order of their own, which is the same for every block; float32 results agree
-            with the model's own up to rounding, bfloat16 texts part at near ties alone.
+        compiled_layers: Whether compiled kernels compute layers whose code they know, in steps on a
+            CPU. They read the model's own weights. Their sums have an order of their own, the same
+            in every block: float32 results agree with the model's up to rounding, and bfloat16
+            texts differ only at near ties.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the
@@ -294,7 +294,7 @@ def _why_not(name: Any) -> str:
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """Return `value` with tuples as lists; raise ValueError if a part of it is not a JSON value."""
+    """Return a value with tuples as lists; raise ValueError if a part is no JSON value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
