@@ -288,6 +288,13 @@ def test_the_check_finds_what_is_wrong(module: str, source: str) -> None:
     assert forbidden(f"lookahead_hf.{module}", source) == [f"line {line}: {name}"]
 
 
+def test_the_design_names_every_room() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    house = page.partition("## The house\n")[2]
+    rooms = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\* [^:]+:", house, re.M))))
+    assert rooms == set().union(*ROOMS) - {"__main__"}
+
+
 def circle_in(modules: dict[str, Path]) -> list[str]:
     """Modules that import each other in a circle, the first at both ends; [] if there are none."""
     graph = {
