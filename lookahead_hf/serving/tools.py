@@ -72,7 +72,7 @@ def calling(tools: Mapping[str, Any], model: Any, tokenizer: Any, prompt: Any) -
     if markers is None:
         raise ValueError('tool_choice: how this model writes a call is not known: use "auto"')
     thinking = fields.get("reasoning_content", {})
-    text = getattr(tokenizer, "tokenizer", tokenizer).decode(_last(prompt))
+    text = tokenizer.decode(_last(prompt))
 
     def compiled(compiler: Any, each: Any) -> Any:
         return compiler.compile_grammar(_grammar(each, markers, thinking, text))
