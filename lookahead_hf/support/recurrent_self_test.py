@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 """Largest difference allowed, in standard deviations of the logits. Rounding gives about 1e-5, a
 state that is ignored 2e-2 in a tiny Jamba."""
 
-MIXER_TOLERANCE, MIXER_TOLERANCE_HALF = 1e-3, 0.1
+MIXER_TOLERANCE, MIXER_TOLERANCE_HALF = 1e-4, 0.1
 """Largest difference of a mixer's outputs and states that counts as rounding, in standard
 deviations."""
 
