@@ -1,4 +1,4 @@
-"""Generate from prompts plainly or speculatively, and show the text live."""
+"""Generates from prompts plainly or speculatively, and shows the text live."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A model, its tokenizer, its settings and the screen: what all texts of a command share."""
+    """A model, its tokenizer, its settings and the screen, shared by all texts of a command."""
 
     model: Any
     tokenizer: Any
@@ -41,11 +41,7 @@ class Stage:
         return self.drafting.get("speculative") or SpeculativeConfig()
 
     def encode(self, *chats: str | Messages) -> dict[str, Any]:
-        """Encode questions or conversations as arguments of `generate`.
-
-        Returns:
-            Ids and mask, [rows, columns], and the pad token.
-        """
+        """Encode questions or conversations as arguments of `generate`: ids, mask, pad token."""
         tokenizer = self.tokenizer
         conversations = [user(chat) if isinstance(chat, str) else list(chat) for chat in chats]
         is_chat = bool(tokenizer.chat_template)

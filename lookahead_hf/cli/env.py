@@ -55,7 +55,7 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the platform and of the packages that matter."""
+    """Return the versions of Python, the platform and the packages that matter."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Show a text while it is generated, with accepted draft tokens marked."""
+"""Shows a text while it is generated, with accepted draft tokens marked."""
 
 from __future__ import annotations
 

@@ -122,11 +122,7 @@ class PageScreen(Screen):
 
 
 class JsonScreen(Screen):
-    """Results as JSON on stdout and nothing else there, for programs.
-
-    Args:
-        indent: As in `json.dumps`; None writes JSON lines.
-    """
+    """Writes results as JSON on stdout and nothing else there; without `indent`, as JSON lines."""
 
     def __init__(self, indent: int | None = 2) -> None:
         super().__init__()

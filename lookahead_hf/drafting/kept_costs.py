@@ -19,7 +19,7 @@ from lookahead_hf.drafting.control.cost_model import KeptCurve
 from lookahead_hf.places import cache_root, replacing
 
 MOST_FILES = 64
-"""Most models whose costs are kept; beyond that the file that was written longest ago goes."""
+"""Most models whose costs are kept; the file written longest ago goes first."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def file_of(model: Any) -> Path | None:
     """Return the file for a model, None for one that was not loaded from a folder or the hub.
 
-    The name stands for all that changes what a step costs or how it is run: the model and its
-    configuration, the type of its weights, the device, torch's threads, and the versions.
+    Its name is a hash of all that changes the cost of a step: the model and its configuration, its
+    dtype, the device, torch's threads, and the versions.
     """
     config = model.config
     name = compat.loaded_from(model)
@@ -48,7 +48,7 @@ def file_of(model: Any) -> Path | None:
 
 
 def read(file: Path | None) -> list[KeptCurve]:
-    """Return the curves that a file holds; none if it is missing or damaged."""
+    """Return the curves in a file; none if it is missing or damaged."""
     try:
         return [] if file is None else [KeptCurve.from_json(each) for each in _content(file)]
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -61,10 +61,7 @@ def _content(file: Path) -> list[Any]:
 
 
 def write(file: Path, curves: Sequence[KeptCurve]) -> None:
-    """Replace a file by one with these curves; a folder that cannot be written to stays as it is.
-
-    Processes may write at the same time: each reader finds a whole file.
-    """
+    """Replace a file by one with these curves, atomically; log errors of the file system."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as opened:

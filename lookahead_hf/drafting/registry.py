@@ -1,4 +1,4 @@
-"""Makes the drafters of a call, from names and from objects of the user."""
+"""Builds the drafters of a call from names and from the user's objects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLASSES = {
     "prediction": "PredictionDrafter",
     "recycling": "RecyclingDrafter",
 }
-"""The public class of each drafter that a configuration names."""
+"""The public class of each name."""
 
 
 def build(
@@ -53,20 +53,20 @@ def build(
 ) -> list[Drafter]:
     """Make the drafters of one call.
 
-    Predictions, an assistant, a pool and `use_mtp` add the drafters of their names to those that
-    the configuration names, and so does a grammar. Without predictions, "prediction" is left out.
+    A prediction, an assistant, a pool, `use_mtp` and a grammar add their drafters to those that the
+    configuration names. Without a prediction, "prediction" is left out.
 
     Args:
         request: What the caller asked for.
-        model: The target, whose heads and whose own pool may draft.
+        model: The target.
         vocab_size: Token ids of the target.
         encoder_inputs: Inputs of the target's encoder by row, and their attention mask.
         processors: The call's logits processors.
-        grammar_of: Makes the grammar of a row, None for a row without one. None: no row has one.
+        grammar_of: Makes the grammar of a row, None if it has none.
         draws: Whether rejection sampling verifies drafts by the probabilities of their draws.
 
     Raises:
-        NumbaMissingError: A pool cannot be opened, since numba is missing or does not work.
+        NumbaMissingError: A pool cannot be opened because numba is missing or broken.
         ValueError: An option is unknown or wrong, or "assistant" is named without a model.
     """
     config = request.config
@@ -134,7 +134,7 @@ def _by_name(name: str, request: Request, model: Any, of_call: dict[str, Any]) -
 def _given(
     name: str, request: Request, model: Any, of_call: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What a call gives a drafter: positional arguments, and options that users cannot set."""
+    """Return what a call passes to a drafter: positional arguments, and options closed to users."""
     vocab_size, config = of_call["vocab_size"], request.config
     if name == "prediction":
         return [request.prediction], {}

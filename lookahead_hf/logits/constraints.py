@@ -1,7 +1,4 @@
-"""Recognises the logits processors of libraries that constrain a text by a grammar.
-
-Classes are known by their paths, so that nothing is imported that the caller has not.
-"""
+"""Recognises processors that constrain a text by a grammar, by class paths, without imports."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ class Constraint:
     """A processor that constrains each row by a grammar of its own.
 
     Attributes:
-        processor: The caller's processor, which nobody has called yet.
-        shadow: Makes a row's grammar for drafting, apart from what the processor holds.
+        processor: The caller's processor, which has not been called yet.
+        shadow: Makes a row's grammar for drafting, independent of the processor's own.
         alone: Makes a processor that does to a single row what the caller's does to this row of a
-            batch. None: nobody knows how, so that only the caller's may be called.
-        matchers: The attribute that holds what the processor keeps of each row.
-        advance: Moves one of these over a token, as the processor does.
+            batch; None if that is unknown, so that only the caller's may be called.
+        matchers: The attribute with the processor's state of each row.
+        advance: Moves such a state over a token, as the processor does.
         columns: The attribute with the number of columns that the processor saw last, if any.
     """
 
@@ -38,12 +35,12 @@ class Constraint:
     columns: str = ""
 
     def settle(self, ids: torch.Tensor, scores: torch.Tensor, texts: Sequence[list[int]]) -> None:
-        """Leave the caller's processor as plain's calls leave it, if its class is known.
+        """Leave the caller's processor as plain generation leaves it, if its class is known.
 
         Args:
-            ids: The prompts as plain holds them, [rows, columns].
+            ids: The prompts as plain generation holds them, [rows, columns].
             scores: Any scores, [rows, vocab] float32, which are overwritten.
-            texts: The tokens of each row that plain's processor was shown.
+            texts: The tokens of each row that the processor would have been shown.
         """
         if self.advance is None:
             return
@@ -56,12 +53,11 @@ class Constraint:
 
 
 def recognise(processor: Any, num_rows: int) -> Constraint | None:
-    """Return the constraint that a processor stands for in a batch, None if it is not known.
+    """Return the constraint that a processor stands for in a batch, None if it is unknown.
 
-    A class of the caller's own may have a method `row_grammars(num_rows)`, which returns a
-    `Grammar` for each row; they draft, and the processor is called as any other. If it also has a
-    method `row_processors(num_rows)`, the processors for single rows that this returns are called
-    in its place in batches.
+    A caller's class may have a method `row_grammars(num_rows)` that returns a `Grammar` for each
+    row for drafting. If it also has `row_processors(num_rows)`, batches call the processors for
+    single rows that this returns; otherwise the processor is called as any other.
     """
     kind = type(processor)
     known = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -83,7 +79,7 @@ def recognise(processor: Any, num_rows: int) -> Constraint | None:
 
 
 def of_call(processors: Any, num_rows: int) -> Constraint | None:
-    """Return the constraint of the first processor that is recognised, None if none is."""
+    """Return the constraint of the first recognised processor, None if there is none."""
     found = (recognise(processor, num_rows) for processor in processors)
     return next((constraint for constraint in found if constraint is not None), None)
 

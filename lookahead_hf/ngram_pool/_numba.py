@@ -39,7 +39,7 @@ NUM_FIELDS = 6
 
 @jit
 def insert(text, links, heads, place, token_id, context):
-    """Write a token to its place, which ends the text; returns the number of new entries.
+    """Write a token to its place, which ends the text; return the number of new entries.
 
     `context`, [LONGEST_KEY] int32, is scratch.
     """
@@ -82,9 +82,9 @@ def rehash(text, heads, larger):
 
 @jit
 def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
-    """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; returns how many.
+    """Fill `nodes` [max_nodes, 6] and `scores` [max_nodes], best first; return their number.
 
-    `scores` and `order` hold the nodes so far and, behind them, the best candidates by score: the
+    `scores` and `order` hold the nodes so far and, after them, the best candidates by score: the
     first candidate becomes the next node.
     """
     min_ngram, max_ngram = limits
@@ -124,7 +124,7 @@ def bucket_of(level, count, total):
 
 @jit
 def _gather(text, place, context):
-    """Fill `context`, newest first, with the tokens before `place`; returns how many there are."""
+    """Fill `context`, newest first, with the tokens before `place`; return their number."""
     known = 0
     while known < len(context) and place > known and text[place - 1 - known] > BORDER:
         context[known] = text[place - 1 - known]
@@ -142,7 +142,7 @@ def _write_path(nodes, node, context):
 
 @jit
 def longer_key(key, context, k):
-    """Hash of the context's last `2**k` tokens, computed from that of the next shorter key."""
+    """Return the hash of the context's last `2**k` tokens, from that of the next shorter key."""
     for i in range((1 << k) >> 1, 1 << k):
         key = (key ^ np.uint64(context[i] + 1)) * np.uint64(0x9E3779B97F4A7C15)
         key ^= key >> np.uint64(32)
@@ -156,7 +156,7 @@ def _first_slot(key, num_slots):
 
 @jit
 def _find(text, heads, context, k, key):
-    """Slot of the context's last `2**k` tokens: that of their entry, or where it belongs."""
+    """Return the slot of the context's last `2**k` tokens: that of their entry, or a free one."""
     slot = _first_slot(key, len(heads))
     while True:
         entry = heads[slot]
@@ -172,7 +172,7 @@ def _find(text, heads, context, k, key):
 
 @jit
 def _match_len(text, place, context, equal, most):
-    """Length of the match before `place`, at most `most`; its newest `equal` tokens are known."""
+    """Return the match length before `place`, at most `most`, of which `equal` is known."""
     while equal < most and text[place - 1 - equal] == context[equal]:
         equal += 1
     return equal
@@ -180,9 +180,9 @@ def _match_len(text, place, context, equal, most):
 
 @jit
 def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
-    """Fill `found` with the tokens that followed the context; returns how many there are.
+    """Fill `found` with the tokens that followed the context; return their number.
 
-    Occurrences are visited from the longest key down to `shortest`, without those that a longer key
+    Occurrences are visited from the longest key down to `shortest`, except those that a longer key
     finds too.
     """
     newest, occurrences, found = scratch
@@ -211,7 +211,7 @@ def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
 
 @jit
 def _newest_places(text, heads, context, newest):
-    """Fill `newest[k]` with each key's newest occurrence; returns the longest `k`, or -1."""
+    """Fill `newest[k]` with each key's newest occurrence; return the longest `k`, or -1."""
     key = np.uint64(0)
     for k in range(NUM_KEYS):
         if len(context) < 1 << k:
@@ -226,7 +226,7 @@ def _newest_places(text, heads, context, newest):
 
 @jit
 def _note(found, num_found, token, level):
-    """Count an occurrence for the token after it, unless one of a higher level decides about it."""
+    """Count an occurrence for the token after it, unless a longer match decides about it."""
     for i in range(num_found):
         if found[i, TOKEN] == token:
             if level > found[i, LEVEL]:
@@ -241,7 +241,7 @@ def _note(found, num_found, token, level):
 
 @jit
 def _best_rate_of_keys(rates):
-    """Highest rate among the matches that each key finds, [keys]."""
+    """Return the highest rate among the matches that each key finds, [keys]."""
     best = np.zeros(NUM_KEYS)
     for bucket in range(len(rates)):
         k = KEY_OF_LEVEL[bucket // (NUM_SHARES * NUM_TOTALS)]
@@ -251,7 +251,7 @@ def _best_rate_of_keys(rates):
 
 @jit
 def _shortest_key(best_rates, score, min_score, scores, num_ranked):
-    """First key that may find a child good enough for the tree; `NUM_KEYS` if none may."""
+    """Return the first key that may find a child good enough for the tree, or `NUM_KEYS`."""
     for k in range(NUM_KEYS):
         reach = score * best_rates[k]
         if reach >= min_score and (num_ranked < len(scores) or reach > scores[-1]):

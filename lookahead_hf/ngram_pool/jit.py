@@ -25,12 +25,12 @@ class _OnThread(threading.local):
 
 
 on_thread = _OnThread()
-"""`only_loads`: whether a function that is not on disk raises NotSaved on this thread. One that no
+"""`only_loads`: whether functions that are not on disk raise NotSaved on this thread. One that no
 folder can keep is compiled nevertheless."""
 
 
 class NotSaved(BaseException):
-    """A function is not on disk. Code that handles a failing compilation must not catch this."""
+    """A function is not on disk; code that handles a failing compilation must not catch this."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -64,10 +64,7 @@ class EntryPoint:
 
 
 def _folder_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return what tells whether a file beside that of a function has changed.
-
-    The functions that it calls are in these files. numba looks at the function's own file.
-    """
+    """Return names, times and sizes of the files beside a function's, which numba ignores."""
     try:
         files = sorted(Path(function.__code__.co_filename).parent.glob("*.py"))
         return tuple((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in files)
@@ -76,7 +73,7 @@ def _folder_of(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _kept(compiled: Any, function: Callable[..., Any], depends_on: tuple[Any, ...] = ()) -> Any:
-    """Give a function of numba's our cache, which is what `cache=True` does with numba's own."""
+    """Give a numba function our cache, as `cache=True` gives it numba's own."""
     try:
         compiled._cache = TolerantCache(function)
         compiled._cache.depends_on = depends_on
@@ -86,9 +83,7 @@ def _kept(compiled: Any, function: Callable[..., Any], depends_on: tuple[Any, ..
 
 
 class TolerantCache(FunctionCache):
-    """numba's cache on disk; after a full disk or a damaged file it compiles again.
-
-    With numba's own cache, such an error ends the call of the function to be compiled.
+    """numba's cache on disk, which compiles again after a full disk or a damaged file.
 
     Attributes:
         depends_on: What else the compiled code depends on, besides the function's own file.

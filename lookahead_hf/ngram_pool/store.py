@@ -1,8 +1,7 @@
 """Contents of a pool, and its file: safetensors, opened by memory map, replaced as a whole.
 
 Tensors: `table` U32 [buckets, 16], `links` U32 [tokens, 4] and `log` I32 [tokens], as described in
-`_pool_table`. `__metadata__` holds the numbers of `Contents` and a SHA-256 of everything, as
-decimal and hexadecimal text.
+`_pool_table`. `__metadata__` holds the numbers of `Contents` and a SHA-256 of everything, as text.
 
 A process that has a file open keeps its contents when the file is replaced, but not when the file
 is written into. If it was cut short, the system even ends a process that reads on (SIGBUS), so
@@ -39,12 +38,12 @@ FEWEST_BUCKETS = 256
 """A power of two."""
 
 ROOM_TO_GROW = 6
-"""Entries per token that a growing table has room for. Natural text needs 1 to 2, of 4 that are
-possible, but a bucket that is not split yet is twice as full as the others."""
+"""Entries per token that a growing table has room for. Natural text needs 1 to 2 of 4 possible
+ones, but a bucket that is not split yet is twice as full as the others."""
 
 ROOM_AT_MOST = 4.5
 """Entries per token of a full pool that the largest table has room for. Its number of buckets is a
-power of two, so the actual room may be as little as half of that."""
+power of two, so the actual room may be half of that."""
 
 MOST_VOCABULARY = 2**31 - 1
 
@@ -55,7 +54,7 @@ _ALIGNMENT = 64
 
 
 class OpenFile:
-    """A mapped file: detects whether it was written into since it was opened."""
+    """A mapped file that detects whether it was written into since it was opened."""
 
     def __init__(self, path: str | os.PathLike[str], file: BinaryIO) -> None:
         self._path, self._number = os.fspath(path), os.dup(file.fileno())
@@ -78,7 +77,7 @@ class OpenFile:
 
 @dataclass(eq=False)
 class Contents:
-    """The arrays of a pool and the facts that its file stores.
+    """The arrays of a pool and the numbers that its file stores.
 
     Attributes:
         num_added: Tokens and borders that were ever added; `num_texts` borders are in the log.
@@ -237,7 +236,7 @@ def _parsed(path: str | os.PathLike[str], header: bytes) -> tuple[dict[str, str]
 
 
 def _contents(metadata: dict[str, str], file: OpenFile) -> Contents:
-    """Return contents with the numbers of the metadata and without arrays; check the numbers."""
+    """Return contents with the numbers of the metadata, which are checked, and without arrays."""
     vocab_size, fingerprint = metadata.get("vocab_size"), metadata.get("tokenizer_fingerprint")
     contents = Contents(
         max_tokens=int(metadata["max_tokens"]),

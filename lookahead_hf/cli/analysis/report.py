@@ -1,4 +1,4 @@
-"""Report of the estimates to the user: expected speeds, reasons, settings, a verdict."""
+"""Reports the estimates: expected speeds, reasons, settings, a verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORTH = 1.1
 """The speed-up from which on speculation is worth switching on."""
 
 MUCH = 0.15
-"""The share of the tokens or of the time from which on it is named as a reason."""
+"""Share of the tokens or of the time that is named as a reason."""
 
 
 @dataclass(frozen=True)

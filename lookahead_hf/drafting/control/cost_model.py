@@ -1,4 +1,4 @@
-"""Costs of a step of the target by the number of draft nodes, measured while decoding."""
+"""Measured costs of a step of the target by its size."""
 
 from __future__ import annotations
 
@@ -11,37 +11,35 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Draft nodes per row whose costs are told apart, in blocks padded to their widest row."""
+"""Draft nodes per row whose costs are told apart in padded blocks."""
 
 FLAT_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of all rows whose costs are told apart in flat blocks. In float32, four tokens take a
-fifth longer than three, and the next ones much less."""
+fifth longer than three, and the next ones add much less."""
 
 KEPT_SAMPLES = 9
 """Latest durations kept per size."""
 
 DUE_AFTER = 32
-"""Steps until a size measured once is due again; measured twice it waits twice as long, and so on
-up to `KEPT_SAMPLES` times."""
+"""Steps after which a size measured once is due again; this grows up to `KEPT_SAMPLES` times."""
 
 TRY_EVERY = 16
-"""Steps between those in which a size that is due may be tried."""
+"""Steps between two tries of sizes that are due."""
 
 SLOPE = 0.02
-"""Assumed cost of one more token in a step, relative to a plain step."""
+"""Assumed cost of one more token, relative to a plain step."""
 
 
 class CostCurve:
-    """Seconds of a step by its size, in one setting (rows, length of the texts).
+    """Seconds of a step by its size, in one setting of rows and text length.
 
-    The size is the number of draft nodes per row if blocks are padded to the widest row, and the
-    number of tokens of all rows if they are flat. The estimate of a size is a low quantile of its
-    latest durations, since disturbances only make steps longer, and no more than that of a larger
-    size. Sizes that were never measured follow the curve of a similar setting, or a line of slope
-    `SLOPE` per row, scaled to the measured sizes around them.
+    The size is the draft nodes per row if blocks are padded, and the tokens of all rows if they are
+    flat. The estimate is a low quantile of the latest durations, since disturbances only make steps
+    longer, and at most that of a larger size. Unmeasured sizes follow the curve of a similar
+    setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
 
     Attributes:
-        greatest_size: The greatest size that was measured, here or in the similar setting.
+        greatest_size: The greatest size measured, here or in the similar setting.
         is_kept: Whether an earlier process measured the setting.
     """
 
@@ -88,12 +86,12 @@ class CostCurve:
             self.greatest_size = max(self.greatest_size, size)
 
     def start_from(self, seconds: np.ndarray, greatest_size: int) -> None:
-        """Assume what an earlier process knew: seconds of all sizes, and the greatest measured."""
+        """Assume the seconds of all sizes, and the greatest measured, from an earlier process."""
         self._assumed, self.greatest_size, self.is_kept = seconds, greatest_size, True
 
     @property
     def num_observed(self) -> int:
-        """How many steps were measured."""
+        """Number of measured steps."""
         return self._clock
 
     def num_samples(self, size: int) -> int:
@@ -105,7 +103,7 @@ class CostCurve:
         return self._clock >= self._due.get(self.size_for(size), 0)
 
     def seconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Estimated seconds of steps of these sizes."""
+        """Estimate the seconds of steps of these sizes."""
         factors = self._factors
         estimates = self._assumed
         if factors:
@@ -118,10 +116,10 @@ class CostCurve:
         return seconds
 
     def hopeful_seconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Estimated seconds of steps of these sizes, of which the first is a plain step.
+        """Estimate the seconds of steps of these sizes, the first a plain step.
 
-        Every `TRY_EVERY` steps, a size that is due is assumed to cost less than its estimate: the
-        geometric mean of that and of a plain step. So it is tried unless it seems far too dear.
+        Every `TRY_EVERY` steps, due sizes are assumed to cost the geometric mean of their estimate
+        and of a plain step. So they are tried unless they seem far too dear.
         """
         seconds = self.seconds(sizes)
         if self._clock % TRY_EVERY != TRY_EVERY - 1:
@@ -130,7 +128,7 @@ class CostCurve:
         return np.where(due, np.minimum(seconds, (seconds * seconds[0]) ** 0.5), seconds)
 
     def size_for(self, size: int) -> int:
-        """Return the smallest of `sizes` that is as large, the greatest if none is."""
+        """Return the smallest of `sizes` that is at least `size`, or the greatest."""
         return next((each for each in self.sizes if each >= size), self.sizes[-1])
 
 
@@ -142,9 +140,9 @@ class CostModel:
     """The cost curves of one model, shared by all its calls."""
 
     def __init__(self, capacity: int = 64, kept: Sequence[KeptCurve] = ()) -> None:
-        """Start from what `kept` returned in an earlier process, of at most `capacity` curves.
+        """Start from at most `capacity` curves that `kept` returned in an earlier process.
 
-        The first step that is measured in a setting scales the whole curve to what steps take now.
+        The first step that is measured in a setting scales its whole curve to the present speed.
         """
         self._capacity = capacity
         self._lock = threading.Lock()
@@ -154,15 +152,12 @@ class CostModel:
 
     @property
     def num_observed(self) -> int:
-        """How many steps were measured in this process, in the settings that are known."""
+        """Number of steps measured in this process."""
         with self._lock:
             return sum(curve.num_observed for curve in self._curves.values())
 
     def kept(self) -> list[KeptCurve]:
-        """Return what is known for a later process; curves of which nothing is known are left out.
-
-        The setting that was asked for last comes last.
-        """
+        """Return what is known for a later process, the setting used last at the end."""
         with self._lock:
             known = [each for each in self._curves.items() if each[1].greatest_size]
         return [
@@ -192,7 +187,7 @@ class CostModel:
             placement: Whatever else changes the cost of a forward: device, dtype.
             mode: How the runner runs its steps, which may change from step to step.
             sizes: The node counts that drafts are padded to, from 0 on; None if they are not.
-            is_flat: Whether blocks are flat, and the curve counts the tokens of all rows together.
+            is_flat: Whether blocks are flat, and the curve counts the tokens of all rows.
         """
         length = max(context_length, 1).bit_length()
         rows = (num_rows - 1).bit_length() if is_flat else num_rows
@@ -209,7 +204,7 @@ class CostModel:
 
 
 class _Setting(NamedTuple):
-    """The setting of a curve: rows and length are classes, as in `CostModel.curve`."""
+    """The setting of a curve; rows and length are classes, as in `CostModel.curve`."""
 
     placement: str
     is_flat: bool
@@ -219,7 +214,7 @@ class _Setting(NamedTuple):
     sizes: tuple[int, ...] | None
 
     def is_like(self, other: _Setting) -> bool:
-        """Return whether the curve of the other setting tells something about this one."""
+        """Return whether the other setting's curve is a start for this one."""
         is_same = self[:2] == other[:2]
         return is_same and (self.is_flat or self.rows == other.rows)
 
@@ -230,7 +225,8 @@ class _Setting(NamedTuple):
 
 
 class KeptCurve(NamedTuple):
-    """A curve as JSON values: its setting, the seconds of its sizes, and the greatest measured."""
+    """A curve for another process: its setting, the seconds of its sizes, and the greatest
+    measured."""
 
     setting: _Setting
     seconds: tuple[float, ...]
@@ -242,11 +238,7 @@ class KeptCurve(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Any) -> KeptCurve:
-        """Return the curve that `to_json` has turned into values.
-
-        Raises:
-            ValueError: The values are no curve; TypeError likewise.
-        """
+        """Read the values of `to_json`; ValueError or TypeError if they are no curve."""
         (placement, is_flat, rows, mode, length, sizes), seconds, greatest = values
         sizes = None if sizes is None else tuple(map(int, sizes))
         setting = _Setting(str(placement), bool(is_flat), int(rows), str(mode), int(length), sizes)
@@ -257,7 +249,7 @@ class KeptCurve(NamedTuple):
         return kept
 
     def curve(self) -> CostCurve:
-        """Return a curve that knows these seconds and has measured nothing."""
+        """Return an unmeasured curve of these seconds."""
         curve = CostCurve(None, 1, self.setting.sizes, self.setting.is_flat)
         curve.start_from(np.array(self.seconds), self.greatest_size)
         return curve

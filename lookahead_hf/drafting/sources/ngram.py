@@ -33,9 +33,9 @@ SHARES_LEFT = (0.08, 0.22, 0.45, 1.0)
 class NgramDrafter(BuiltInDrafter):
     """Grows one tree per row from an index of the row's text and of its encoder's text, if any.
 
-    With `keep` the index of a text outlives the call, for texts that several calls write one after
-    the other, such as a conversation. A call of one row then adds to the index what its prompt adds
-    to the text before. If the prompt differs from some token on, the earlier text stays known.
+    With `keep` the index outlives the call, for texts that several calls continue, such as a
+    conversation. A call of one row then adds what is new in its prompt. If the prompt differs from
+    some token on, the earlier text stays known.
 
     Attributes:
         limits: The shortest and the longest match length that are told apart.
@@ -56,7 +56,7 @@ class NgramDrafter(BuiltInDrafter):
             keep: Whether the index of a single row outlives a call of this object.
 
         Raises:
-            ValueError: An option is of the wrong type, or not `1 <= min_ngram <= max_ngram <= 32`.
+            ValueError: An option has the wrong type, or not `1 <= min_ngram <= max_ngram <= 32`.
         """
         check_limits(min_ngram, max_ngram)
         if not isinstance(keep, bool):
@@ -97,7 +97,7 @@ class NgramDrafter(BuiltInDrafter):
         self._indexes.extend(*flat(texts))
 
     def _beyond_known(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
-        """Return what a kept index lacks of the context, behind a border if another text begins."""
+        """Return what a kept index lacks of the context, after a border if another text begins."""
         shorter = min(len(self._known), len(context))
         differs = np.flatnonzero(self._known[:shorter] != context[:shorter])
         num_same = int(differs[0]) if len(differs) else shorter
@@ -124,7 +124,7 @@ class NgramDrafter(BuiltInDrafter):
 
 
 def flat(texts: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Lay texts out one after the other: where each begins, [texts + 1], and all their tokens."""
+    """Concatenate texts: the offset of each, [texts + 1], and all their tokens."""
     return np.array([0, *accumulate(map(len, texts))]), np.concatenate(texts)
 
 

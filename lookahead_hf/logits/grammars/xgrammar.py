@@ -13,7 +13,7 @@ class XGrammar:
     """A matcher made from a compiled grammar; see `Grammar`."""
 
     def __init__(self, compiled: Any) -> None:
-        """`compiled`: a `CompiledGrammar`, which matchers may share."""
+        """Match a `CompiledGrammar`, which matchers may share."""
         self._info = compiled.tokenizer_info
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._num_tokens = self._info.vocab_size  # a model may have more logits

@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Row:
-    """A row's grammar behind the text that it has read.
-
-    Attributes:
-        grammar: The grammar.
-        vocabulary: The texts of its tokens, None if they are not known.
-        whitespace: What the text puts between the parts of its JSON.
-        num_read: Tokens that were read.
-    """
+    """A row's grammar after the `num_read` tokens of the text that it has read."""
 
     grammar: Grammar
     vocabulary: Vocabulary | None
@@ -39,7 +32,7 @@ class _Row:
     num_read: int = 0
 
     def read(self, emitted: np.ndarray) -> None:
-        """Go over the newest tokens of a text, [emitted]."""
+        """Read the newest tokens of a text, [emitted]."""
         for token in emitted[self.num_read :].tolist():
             self.num_read += 1
             if not self.grammar.ended() and not self.grammar.advance(token):
@@ -67,7 +60,7 @@ class GrammarDrafter(BuiltInDrafter):
 
         Args:
             grammar_of: Makes the grammar of a row, None if the row has none.
-            vocabularies: What calls of the model keep of their tokenizers, by `Grammar.vocabulary`.
+            vocabularies: What the model's calls share of their tokenizers, by `Grammar.vocabulary`.
         """
         self._grammar_of, self._vocabularies = grammar_of, vocabularies
         self._rows: dict[int, _Row] = {}
@@ -129,7 +122,7 @@ class GrammarDrafter(BuiltInDrafter):
         return _tree(drafts)
 
     def _refine(self, row: int, draft: Refinement, emitted: np.ndarray, max_nodes: int) -> bool:
-        """Prune and grow a row's draft behind its text, [emitted]."""
+        """Prune and grow a row's draft after its text, [emitted]."""
         state = self._rows[row]
         state.read(emitted)
         draft.run(Probe(state.grammar), state.whitespace, state.vocabulary, max_nodes)
@@ -146,7 +139,7 @@ def _warn(error: Exception) -> None:
 
 
 def _tree(drafts: list[tuple[Refinement, list[int], list[int], list[float]]]) -> DraftTree:
-    """The draft of all rows, from the nodes that each of them keeps."""
+    """Return the draft of all rows, from the nodes that each of them keeps."""
     tree = DraftTree.from_rows(
         ([draft.tokens[node] for node in order], parents) for draft, order, parents, _ in drafts
     )

@@ -1,4 +1,4 @@
-"""Asks a grammar what may follow, and counts the questions."""
+"""The questions that drafting asks of a grammar."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from lookahead_hf.drafting.sources.grammar.vocabulary import Vocabulary
 from lookahead_hf.drafting.sources.grammar.whitespace import Whitespace
 
 LIKELY = 0.02
-"""Probability of a path from which on something is grown below it."""
+"""Least probability of a path below which something is grown."""
 
 OPERATIONS = 24
-"""Operations of the grammar per node of the draft after which nothing more is grown. An operation
-takes 1 to 5 us, so that the refinement stays far below the time of a forward."""
+"""Operations of the grammar per node of the draft after which nothing more is grown. Each takes 1
+to 5 us, so the refinement takes far less time than a forward."""
 
 Entry = tuple[int, int]
 """A source and a bucket."""
@@ -28,14 +28,7 @@ class Refinement:
     """The nodes of one row while they are pruned and grown."""
 
     def __init__(self, tree: DraftTree, row: int, source: int, rates: np.ndarray) -> None:
-        """Begin with the nodes of a row.
-
-        Args:
-            tree: The merged draft.
-            row: The row.
-            source: The number of the source "grammar".
-            rates: Its rates, [buckets] float32.
-        """
+        """Begin with the nodes of a row; the drafter is number `source`, with `rates` by bucket."""
         nodes, evidence = tree.row(row), tree.evidence
         assert evidence is not None
         self._source, self._rates = source, rates.tolist()
@@ -56,7 +49,7 @@ class Refinement:
         self.operations = 0
 
     def add(self, parent: int, token: int, bucket: int) -> int:
-        """Add a node of the grammar; where another source proposes the same, both are counted."""
+        """Add a node of the grammar, or count both sources if another one proposes the same."""
         rate, known = self._rates[bucket], self._children.setdefault(parent, {})
         entry = self._source, bucket
         if (node := known.get(token)) is not None:
@@ -78,7 +71,7 @@ class Refinement:
         vocabulary: Vocabulary | None,
         max_nodes: int,
     ) -> None:
-        """Prune and grow; the probe stands behind the last token, and does so again afterwards."""
+        """Prune and grow; the probe stands after the last token, and does so again afterwards."""
         growth = Growth(probe, whitespace, vocabulary, self.add)
         texts: Sequence[bytes] = () if vocabulary is None else vocabulary.texts
         most = OPERATIONS * max_nodes
@@ -99,15 +92,7 @@ class Refinement:
         visit(ROOT, b"", 1.0)
 
     def best(self, max_nodes: int, max_depth: int) -> tuple[list[int], list[int], list[float]]:
-        """Choose the likeliest nodes, parents first.
-
-        Args:
-            max_nodes: Most nodes.
-            max_depth: Greatest depth.
-
-        Returns:
-            The nodes, their parents among these, and the chances of their paths.
-        """
+        """Return the likeliest nodes, parents first, with their parents and path chances."""
         order, parents, chances = list[int](), list[int](), list[float]()
         queue = [(-1.0, ROOT, ROOT, 0)]
         while queue and len(order) <= max_nodes:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 _SPLIT = re.compile(rb"(?<=\s)(?= \S)")
-"""Tokenizers leave the last space of several to the word behind it."""
+"""Tokenizers leave the last of several spaces to the next word."""
 
 
 _MOST_KEPT = 4096
@@ -14,10 +14,9 @@ _MOST_KEPT = 4096
 
 
 class Vocabulary:
-    """Texts of tokens as far as drafting needs them."""
+    """The bytes of every token id, `texts`, and the tokens of texts."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        """`texts`: the bytes of every token id."""
         self.texts = texts
         # SentencePiece has tokens of single bytes first; later ids are the usual ones.
         self._token_of = {bytes(text): token for token, text in enumerate(texts)}
@@ -26,8 +25,8 @@ class Vocabulary:
     def encode(self, text: bytes) -> list[int]:
         """Return the tokens that a tokenizer makes of a text, up to the first byte it lacks.
 
-        Tokens of byte pair encodings are numbered in the order in which they are merged, so the
-        numbers are enough. Where they are not, a draft is wrong and nothing else.
+        Byte pair encodings number tokens in the order of their merges, so the numbers are enough.
+        For other tokenizers a draft may be wrong, nothing else.
         """
         if text not in self._encoded:
             merged = [piece for part in _SPLIT.split(text) for piece in self._merged(part)]
@@ -50,7 +49,7 @@ class Vocabulary:
         return pieces
 
     def longest(self, tokens: list[int]) -> list[int]:
-        """Return those tokens whose text begins no other one's: `name` of `n`, `na`, `name`."""
+        """Return the tokens whose text begins no other one's: `name` of `n`, `na`, `name`."""
         texts = {bytes(self.texts[token]): token for token in tokens}
         return [
             token
