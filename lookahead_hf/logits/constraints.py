@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def recognise(processor: Any, num_rows: int) -> Constraint | None:
 
     if num_rows == 1 or not hasattr(kind, "row_processors"):
         return Constraint(processor, shadow)
-    each = functools.cache(lambda: processor.row_processors(num_rows))
+    each = cache(lambda: processor.row_processors(num_rows))
     return Constraint(processor, shadow, lambda row: each()[row])
 
 
@@ -101,47 +102,36 @@ def _xgrammar(processor: Any, num_rows: int) -> Constraint | None:
     )
 
 
-def _outlines_xgrammar(processor: Any, num_rows: int) -> Constraint | None:
+def _outlines(
+    grammar: Callable[[Any], Grammar],
+    matchers: str,
+    advance: Callable[[Any, int], Any],
+    processor: Any,
+    num_rows: int,
+) -> Constraint | None:
+    """Recognise a processor of outlines, which makes its matchers when it is first called."""
+    if not processor.is_first_token:
+        return None
+    shadow, alone = lambda row: grammar(processor), lambda row: copy.copy(processor)
+    return Constraint(processor, shadow, alone, matchers, advance)
+
+
+def _outlines_xgrammar(processor: Any) -> Grammar:
     from lookahead_hf.logits.grammars.xgrammar import XGrammar
 
-    compiled, library = processor.compiled_grammar, processor.tensor_library_name
-    return _of_outlines(
-        processor,
-        lambda row: XGrammar(compiled),
-        lambda row: type(processor)(compiled, library),
-        compat.OUTLINES_MATCHERS,
-        _accept,
-    )
+    return XGrammar(processor.compiled_grammar)
 
 
-def _outlines_llguidance(processor: Any, num_rows: int) -> Constraint | None:
+def _outlines_llguidance(processor: Any) -> Grammar:
     from lookahead_hf.logits.grammars.llguidance import LLGuidance
 
-    given = processor.grammar, processor.llg_tokenizer, processor.tensor_library_name
-    return _of_outlines(
-        processor,
-        lambda row: LLGuidance(given[1], given[0]),
-        lambda row: type(processor)(*given),
-        "ll_matchers",
-        lambda matcher, token: matcher.consume_token(token),
-    )
+    return LLGuidance(processor.llg_tokenizer, processor.grammar)
 
 
-def _outlines_core(processor: Any, num_rows: int) -> Constraint | None:
+def _outlines_core(processor: Any) -> Grammar:
     from lookahead_hf.logits.grammars.outlines_core import OutlinesCore
 
-    index, library = processor.index, processor.tensor_library_name
-    return _of_outlines(
-        processor,
-        lambda row: OutlinesCore(index),
-        lambda row: type(processor)(index, library),
-        compat.OUTLINES_GUIDES,
-        _advance_guide,
-    )
-
-
-def _of_outlines(processor: Any, *rest: Any) -> Constraint | None:
-    return Constraint(processor, *rest) if processor.is_first_token else None
+    return OutlinesCore(processor.index)
 
 
 def _accept(matcher: Any, token: int) -> None:
@@ -157,8 +147,17 @@ def _advance_guide(guide: Any, token: int) -> None:
 _KNOWN: dict[str, Callable[[Any, int], Constraint | None]] = {
     "lookahead_hf.structured.Processor": _xgrammar,
     "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
-    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": _outlines_core,
-    "outlines.backends.xgrammar.XGrammarLogitsProcessor": _outlines_xgrammar,
-    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _outlines_llguidance,
+    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": partial(
+        _outlines, _outlines_core, compat.OUTLINES_GUIDES, _advance_guide
+    ),
+    "outlines.backends.xgrammar.XGrammarLogitsProcessor": partial(
+        _outlines, _outlines_xgrammar, compat.OUTLINES_MATCHERS, _accept
+    ),
+    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": partial(
+        _outlines,
+        _outlines_llguidance,
+        "ll_matchers",
+        lambda matcher, token: matcher.consume_token(token),
+    ),
 }
 """Constraints by the path of the processor's class; subclasses do not count."""
