@@ -155,11 +155,10 @@ class Guard:
         return None
 
 
-def warn_of_failure(name: str, error: Exception) -> None:
-    """Warn that a drafter is left out of a call, since it raised an error."""
+def warn_of_failure(name: str, error: Exception, part: str = "this call") -> None:
+    """Warn that a drafter is left out of a call or a part of it, since it raised an error."""
     warnings.warn(
-        f"the drafter {name!r} failed and is left out of this call: "
-        f"{type(error).__name__}: {error}",
+        f"the drafter {name!r} failed and is left out of {part}: {type(error).__name__}: {error}",
         RuntimeWarning,
         stacklevel=3,
     )

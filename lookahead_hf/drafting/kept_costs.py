@@ -18,9 +18,6 @@ from lookahead_hf import compat
 from lookahead_hf.drafting.control.cost_model import KeptCurve
 from lookahead_hf.places import cache_root, replacing
 
-MOST_FILES = 64
-"""Most models whose costs are kept; the file written longest ago goes first."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -60,14 +57,17 @@ def _content(file: Path) -> list[Any]:
     return list(json.loads(file.read_text())) if file.exists() else []
 
 
-def write(file: Path, curves: Sequence[KeptCurve]) -> None:
-    """Replace a file by one with these curves, atomically; log errors of the file system."""
+def write(file: Path, curves: Sequence[KeptCurve], most_files: int = 64) -> None:
+    """Replace a file by one with these curves, atomically; log errors of the file system.
+
+    Files of `most_files` models are kept; the one written longest ago goes first.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as opened:
-            opened.write(json.dumps([curve.to_json() for curve in curves]).encode())
+            opened.write(json.dumps(curves).encode())
         kept = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for oldest in kept[:-MOST_FILES]:
+        for oldest in kept[:-most_files]:
             oldest.unlink(missing_ok=True)
     except OSError as error:
         logger.info("costs are not kept in %s: %r", file, error)

@@ -24,6 +24,7 @@ from lookahead_hf.spelling import known_names
 
 if TYPE_CHECKING:
     from lookahead_hf.call.prepared import Request
+    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall
     from lookahead_hf.logits.grammars.protocol import Grammar
     from lookahead_hf.rows import EncoderInputs
 
@@ -79,18 +80,15 @@ def build(
         "mtp": request.use_mtp,
     }
     wanted += [name for name, asked in is_asked.items() if asked and name not in wanted]
-    of_call = {
-        "vocab_size": vocab_size,
-        "encoder_inputs": encoder_inputs,
-        "processors": processors,
-        "draws": draws,
-    }
+    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall  # imports torch
+
+    call = TargetCall(vocab_size, encoder_inputs, processors, draws, request.assistant_settings)
     built: list[Drafter] = []
     for drafter in wanted:
         if not isinstance(drafter, str):
             built += _adapted(drafter, vocab_size, draws)
         elif drafter != "prediction" or request.prediction is not None:
-            built.append(_by_name(drafter, request, model, of_call))
+            built.append(_by_name(drafter, request, model, call))
     # Rejection compares drafts with what they were drawn from, which a grammar would change.
     if grammar_of is not None and wanted and not draws:
         built.append(GrammarDrafter(grammar_of, memory_of(model).vocabularies))
@@ -108,9 +106,9 @@ def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]
         return []
 
 
-def _by_name(name: str, request: Request, model: Any, of_call: dict[str, Any]) -> Drafter:
+def _by_name(name: str, request: Request, model: Any, call: TargetCall) -> Drafter:
     """Make a drafter from its name."""
-    first, own = _given(name, request, model, of_call)
+    first, own = _given(name, request, model, call)
     make = getattr(importlib.import_module("lookahead_hf.drafting"), CLASSES[name])
     options = request.config.options.get(name, {})
     if clash := options.keys() & own.keys():
@@ -132,10 +130,10 @@ def _by_name(name: str, request: Request, model: Any, of_call: dict[str, Any]) -
 
 
 def _given(
-    name: str, request: Request, model: Any, of_call: dict[str, Any]
+    name: str, request: Request, model: Any, call: TargetCall
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return what a call passes to a drafter: positional arguments, and options closed to users."""
-    vocab_size, config = of_call["vocab_size"], request.config
+    vocab_size, config = call.vocab_size, request.config
     if name == "prediction":
         return [request.prediction], {}
     if name == "pool":
@@ -148,8 +146,6 @@ def _given(
         return [model], {"vocab_size": vocab_size}
     if name != "assistant":
         return [], {}
-    from lookahead_hf.drafting.sources.assistant.drafter import TargetCall
-
     if request.assistant_model is None:
         raise ValueError(
             'the drafter "assistant" needs a model to draft with: pass assistant_model= in the call'
@@ -157,7 +153,7 @@ def _given(
     return [request.assistant_model], {
         "target_tokenizer": request.tokenizer,
         "assistant_tokenizer": request.assistant_tokenizer,
-        "call": TargetCall(**of_call, settings=request.assistant_settings),
+        "call": call,
     }
 
 

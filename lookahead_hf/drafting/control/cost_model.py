@@ -159,12 +159,11 @@ class CostModel:
     def kept(self) -> list[KeptCurve]:
         """Return what is known for a later process, the setting used last at the end."""
         with self._lock:
-            known = [each for each in self._curves.items() if each[1].greatest_size]
+            known = list(self._curves.items())
         return [
-            KeptCurve(
-                key, tuple(curve.seconds(np.array(curve.sizes)).tolist()), curve.greatest_size
-            )
+            KeptCurve(key, tuple(curve.seconds(np.array(curve.sizes)).tolist()), greatest)
             for key, curve in known
+            if (greatest := curve.greatest_size)
         ]
 
     def curve(
@@ -232,18 +231,14 @@ class KeptCurve(NamedTuple):
     seconds: tuple[float, ...]
     greatest_size: int
 
-    def to_json(self) -> list[Any]:
-        """Return the curve as JSON values."""
-        return [list(self.setting), list(self.seconds), self.greatest_size]
-
     @classmethod
     def from_json(cls, values: Any) -> KeptCurve:
-        """Read the values of `to_json`; ValueError or TypeError if they are no curve."""
+        """Read a curve that was written as JSON; ValueError or TypeError if it is none."""
         (placement, is_flat, rows, mode, length, sizes), seconds, greatest = values
         sizes = None if sizes is None else tuple(map(int, sizes))
         setting = _Setting(str(placement), bool(is_flat), int(rows), str(mode), int(length), sizes)
         kept = cls(setting, tuple(map(float, seconds)), int(greatest))
-        is_whole = len(kept.seconds) == len(CostCurve(None, 1, sizes, setting.is_flat).sizes)
+        is_whole = len(kept.seconds) == len(kept.curve().sizes)
         if not is_whole or not all(math.isfinite(each) and each > 0 for each in kept.seconds):
             raise ValueError("this is no curve")
         return kept

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Evidence
-from lookahead_hf.drafting.drafter import BuiltInDrafter, Guard
+from lookahead_hf.drafting.drafter import BuiltInDrafter, Guard, warn_of_failure
 from lookahead_hf.drafting.sources.grammar.growth import PRIOR
 from lookahead_hf.drafting.sources.grammar.probe import Probe
 from lookahead_hf.drafting.sources.grammar.refinement import Refinement
@@ -64,7 +64,8 @@ class GrammarDrafter(BuiltInDrafter):
         """
         self._grammar_of, self._vocabularies = grammar_of, vocabularies
         self._rows: dict[int, _Row] = {}
-        self._guard = Guard(_warn)  # which warns once for all rows
+        lost = "a text whose grammar it cannot follow"
+        self._guard = Guard(partial(warn_of_failure, self.name, part=lost))  # once for all rows
         self.is_listed = False
 
     @property
@@ -97,12 +98,9 @@ class GrammarDrafter(BuiltInDrafter):
 
     def _vocabulary(self, grammar: Grammar) -> Vocabulary | None:
         key = grammar.vocabulary
-        if key not in self._vocabularies:
-            texts = grammar.texts()
-            if texts is None:
-                return None
+        if key not in self._vocabularies and (texts := grammar.texts()) is not None:
             self._vocabularies[key] = Vocabulary(texts)
-        return self._vocabularies[key]
+        return self._vocabularies.get(key)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
         return DraftTree.empty(rows.num_rows)
@@ -127,15 +125,6 @@ class GrammarDrafter(BuiltInDrafter):
         state.read(emitted)
         draft.run(Probe(state.grammar), state.whitespace, state.vocabulary, max_nodes)
         return True
-
-
-def _warn(error: Exception) -> None:
-    warnings.warn(
-        "the drafter 'grammar' failed and is left out of a text whose grammar it cannot follow: "
-        f"{type(error).__name__}: {error}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
 
 
 def _tree(drafts: list[tuple[Refinement, list[int], list[int], list[float]]]) -> DraftTree:

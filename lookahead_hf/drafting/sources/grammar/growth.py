@@ -52,9 +52,9 @@ class Growth:
                 if not self._probe.advance(token):
                     self._probe.back(moved)
                     return
-                moved += 1
-                bucket = bucket if guesses or bucket == CERTAIN else AFTER
-                node, text = self._add(node, token, bucket), text + self._bytes(token)
+                moved, text = moved + 1, text + self._bytes(token)
+                is_after = not guesses and bucket != CERTAIN
+                node = self._add(node, token, AFTER if is_after else bucket)
         if guesses and not self._probe.grammar.ended():
             self._guess(node, text)
         self._probe.back(moved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -34,19 +35,16 @@ class Refinement:
         self._source, self._rates = source, rates.tolist()
         self.tokens: list[int] = tree.token_ids[nodes].tolist()
         self.parents: list[int] = tree.parents[nodes].tolist()
-        paths = [*tree.score[nodes].tolist(), 1.0]  # the last one is the root's
-        given = zip(paths, self.parents, strict=False)
-        self._chances = [path / max(paths[parent], 1e-9) for path, parent in given]
+        paths = np.append(tree.score[nodes], 1.0)  # the last one is the root's
+        chances = paths[:-1] / paths[tree.parents[nodes]].clip(min=1e-9)
+        self._chances: list[float] = chances.tolist()
         offsets = evidence.offsets[nodes.start : nodes.stop + 1].tolist()
-        sources, buckets = evidence.source.tolist(), evidence.bucket.tolist()
-        entries = list(zip(sources, buckets, strict=True))
-        ends = zip(offsets, offsets[1:], strict=False)
-        self.entries: list[list[Entry]] = [entries[begin:end] for begin, end in ends]
+        entries = list(zip(evidence.source.tolist(), evidence.bucket.tolist(), strict=True))
+        self.entries: list[list[Entry]] = [entries[a:b] for a, b in pairwise(offsets)]
         self._given = len(self.tokens)
         self._children: dict[int, dict[int, int]] = {}
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             self._children.setdefault(parent, {})[token] = node
-        self.operations = 0
 
     def add(self, parent: int, token: int, bucket: int) -> int:
         """Add a node of the grammar, or count both sources if another one proposes the same."""
@@ -65,11 +63,7 @@ class Refinement:
         return node
 
     def run(
-        self,
-        probe: Probe,
-        whitespace: Whitespace,
-        vocabulary: Vocabulary | None,
-        max_nodes: int,
+        self, probe: Probe, whitespace: Whitespace, vocabulary: Vocabulary | None, max_nodes: int
     ) -> None:
         """Prune and grow; the probe stands after the last token, and does so again afterwards."""
         growth = Growth(probe, whitespace, vocabulary, self.add)

@@ -9,15 +9,11 @@ _SPLIT = re.compile(rb"(?<=\s)(?= \S)")
 """Tokenizers leave the last of several spaces to the next word."""
 
 
-_MOST_KEPT = 4096
-"""Texts whose tokens are remembered."""
-
-
 class Vocabulary:
-    """The bytes of every token id, `texts`, and the tokens of texts."""
+    """The bytes of every token id, `texts`, and the tokens of the `most_kept` latest texts."""
 
-    def __init__(self, texts: Sequence[bytes]) -> None:
-        self.texts = texts
+    def __init__(self, texts: Sequence[bytes], most_kept: int = 4096) -> None:
+        self.texts, self._most_kept = texts, most_kept
         # SentencePiece has tokens of single bytes first; later ids are the usual ones.
         self._token_of = {bytes(text): token for token, text in enumerate(texts)}
         self._encoded: dict[bytes, list[int]] = {}
@@ -32,7 +28,7 @@ class Vocabulary:
             merged = [piece for part in _SPLIT.split(text) for piece in self._merged(part)]
             tokens = [self._token_of.get(piece) for piece in merged]
             end = tokens.index(None) if None in tokens else len(tokens)
-            if len(self._encoded) >= _MOST_KEPT:
+            if len(self._encoded) >= self._most_kept:
                 self._encoded.clear()
             self._encoded[text] = [token for token in tokens[:end] if token is not None]
         return self._encoded[text]
