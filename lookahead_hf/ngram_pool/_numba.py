@@ -117,12 +117,6 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
 
 
 @jit
-def bucket_of(level, count, total):
-    share = (NUM_SHARES * count + total - 1) // total - 1
-    return (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
-
-
-@jit
 def _gather(text, place, context):
     """Fill `context`, newest first, with the tokens before `place`; return their number."""
     known = 0
@@ -201,12 +195,20 @@ def _look_up(text, links, heads, context, min_ngram, shortest, scratch):
             place = links[place, k]
             if place == FREE:
                 break
+    set_buckets(found, num_found, occurrences)
+    return num_found
+
+
+@jit
+def set_buckets(found, num_found, occurrences):
+    """Set the bucket of each token, from its COUNT of the `occurrences` of its LEVEL or more."""
     for level in range(NUM_LEVELS - 1, 0, -1):
         occurrences[level - 1] += occurrences[level]
     for i in range(num_found):
         level = found[i, LEVEL]
-        found[i, BUCKET] = bucket_of(level, found[i, COUNT], occurrences[level])
-    return num_found
+        total = occurrences[level]
+        share = (NUM_SHARES * found[i, COUNT] + total - 1) // total - 1
+        found[i, BUCKET] = (level * NUM_SHARES + share) * NUM_TOTALS + min(NUM_TOTALS, total) - 1
 
 
 @jit

@@ -23,9 +23,9 @@ from lookahead_hf.ngram_pool._numba import (
     PARENT,
     TOKEN,
     VISITS,
-    bucket_of,
     longer_key,
     rank,
+    set_buckets,
 )
 from lookahead_hf.ngram_pool._pool_table import (
     append,
@@ -168,11 +168,7 @@ def _sort_children(found, first, last, max_ngram, children):
             found[LENGTH, i] = min(match_len + 1, max_ngram)
         num_children += 1
         first = end
-    for level in range(NUM_LEVELS - 1, 0, -1):
-        occurrences[level - 1] += occurrences[level]
-    for i in range(num_children):
-        child = children[i]
-        child[BUCKET] = bucket_of(child[LEVEL], child[COUNT], occurrences[child[LEVEL]])
+    set_buckets(children, num_children, occurrences)
     return num_children
 
 

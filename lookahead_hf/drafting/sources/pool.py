@@ -12,7 +12,6 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +22,7 @@ import numpy as np
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.drafting.drafter import BuiltInDrafter
 from lookahead_hf.drafting.sources.ngram import rates_of
-from lookahead_hf.ngram_pool import Continuations, NgramPool
+from lookahead_hf.ngram_pool import NgramPool
 from lookahead_hf.ngram_pool.matches import LONGEST_MATCH, NUM_BUCKETS, check_limits
 
 if TYPE_CHECKING:
@@ -86,11 +85,19 @@ class PoolDrafter(BuiltInDrafter):
         return rates_of(ONLY_CONTINUATION)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
-        def grown(row: int) -> Continuations:
-            return self._pool.grow(rows.context(row), self.rates, max_nodes, **self._limits)
+        most = np.where(rows.live, max_nodes, 0).tolist()
+        grown = [
+            self._pool.grow(rows.context(row), self.rates, size, **self._limits)
+            for row, size in enumerate(most)
+        ]
 
-        finished = enumerate(rows.finished.tolist())
-        return _tree_of([None if has_ended else grown(row) for row, has_ended in finished])
+        def flat(name: str, dtype: type[np.generic]) -> np.ndarray:
+            return np.concatenate([getattr(tree, name) for tree in grown], dtype=dtype)
+
+        offsets = np.array([0, *accumulate(len(tree.score) for tree in grown)])
+        ids, score = flat("token_ids", np.int64), flat("score", np.float32)
+        tree = DraftTree(offsets, ids, flat("parents", np.int32), flat("depth", np.int32), score)
+        return tree.with_buckets(flat("bucket", np.int32))
 
     def begin_row(self, rows: Rows, row: int) -> None:
         """Do nothing: no state is kept of single rows."""
@@ -104,25 +111,6 @@ class PoolDrafter(BuiltInDrafter):
     def end(self, rows: Rows) -> None:
         for row in range(rows.num_rows):
             self.end_row(rows, row)
-
-
-def _tree_of(grown: Sequence[Continuations | None]) -> DraftTree:
-    """Join the trees of all rows, None for rows without one; buckets become evidence."""
-    parts = [tree for tree in grown if tree is not None]
-    if not parts:
-        return DraftTree.empty(len(grown))
-
-    def flat(name: str, dtype: type[np.generic]) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts], dtype=dtype)
-
-    tree = DraftTree(
-        np.array([0, *accumulate(0 if tree is None else len(tree.score) for tree in grown)]),
-        flat("token_ids", np.int64),
-        flat("parents", np.int32),
-        flat("depth", np.int32),
-        flat("score", np.float32),
-    )
-    return tree.with_buckets(flat("bucket", np.int32))
 
 
 def open_pool(pool: NgramPool | str | os.PathLike[str]) -> NgramPool:
