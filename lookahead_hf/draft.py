@@ -197,7 +197,6 @@ class RowDraft:
         self._nodes: dict[tuple[int, int], int] = {}
 
     def depth_below(self, parent: int) -> int:
-        """Return the depth of a node's children."""
         return 1 if parent == ROOT else self.depths[parent] + 1
 
     def child(self, parent: int, token: int, bucket: int = 0, score: float = 1.0) -> int:

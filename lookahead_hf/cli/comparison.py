@@ -16,7 +16,6 @@ Messages = Sequence[dict[str, str]]
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
 
 
@@ -37,7 +36,6 @@ class Stage:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """How to speculate."""
         return self.drafting.get("speculative") or SpeculativeConfig()
 
     def encode(self, *chats: str | Messages) -> dict[str, Any]:

@@ -87,7 +87,6 @@ def COMMAND(arguments: Arguments, screen: Screen) -> None:
 
 
 def _show_prompts(stage: Stage, title: str, prompts: tuple[str, ...]) -> Outcome:
-    """Generate from prompts of one call, plainly and speculatively, and compare."""
     screen = stage.screen
     inputs = stage.encode(*prompts)
     length = inputs["input_ids"].shape[1]

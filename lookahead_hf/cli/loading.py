@@ -38,7 +38,6 @@ def open_model(arguments: Arguments, screen: Screen, warms_up: bool = True) -> t
 
 
 def warm_up(screen: Screen, model: Any) -> None:
-    """Warm an enabled model up."""
     import lookahead_hf
     from lookahead_hf.warmup import SECONDS
 
@@ -75,7 +74,6 @@ def load(name: str, option: str, arguments: Arguments, screen: Screen) -> tuple[
 
 
 def load_tokenizer(name: str, option: str) -> Any:
-    """Load a tokenizer alone; `option` is the option that names it."""
     from transformers import AutoTokenizer
 
     with _explained(name, option, "the tokenizer of "):

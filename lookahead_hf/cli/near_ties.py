@@ -50,7 +50,6 @@ class Parting:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains the difference."""
         return self.ulps is not None and self.ulps <= MOST_ULPS
 
 

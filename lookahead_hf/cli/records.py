@@ -20,7 +20,6 @@ def read_lines(file: Path) -> list[tuple[str, str]]:
 
 
 def is_record(file: Path, line: str) -> bool:
-    """Return whether a line of a file is a JSON record, not a plain text."""
     return file.suffix == ".jsonl" or line.lstrip().startswith("{")
 
 

@@ -51,7 +51,6 @@ class Screen:
             self._out.width = PIPE_WIDTH
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Write one line of the result."""
         self.write(f"{text}\n", style)
 
     def write(self, text: str, style: str = "") -> None:
@@ -117,7 +116,6 @@ class PageScreen(Screen):
         self.has_colour = True
 
     def to_html(self) -> str:
-        """Return the page."""
         return self._out.export_html(inline_styles=True)
 
 

@@ -136,7 +136,6 @@ class Guard:
     """Runs functions of one part of drafting, which is left out of the call once one raises."""
 
     def __init__(self, warn: Callable[[Exception], None]) -> None:
-        """Pass the first exception to `warn`."""
         self._warn, self.works, self.seconds = warn, True, 0.0
 
     def run(self, function: Callable[..., Any], *arguments: Any, always: bool = False) -> Any:
@@ -165,5 +164,4 @@ def warn_of_failure(name: str, error: Exception, part: str = "this call") -> Non
 
 
 def class_path(drafter: object) -> str:
-    """Return the module and name of an object's class."""
     return f"{type(drafter).__module__}.{type(drafter).__qualname__}"

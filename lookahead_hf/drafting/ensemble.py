@@ -195,6 +195,5 @@ class Ensemble(Drafter):
 
 
 def _show(source: Drafter, hidden_states: torch.Tensor | None) -> None:
-    """Give a source the hidden states that it reads."""
     if isinstance(source, BuiltInDrafter) and source.reads_hidden_states:
         source.hidden_states = hidden_states

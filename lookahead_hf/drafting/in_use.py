@@ -37,7 +37,6 @@ def take(session: Any, sources: Sequence[Drafter]) -> list[Drafter]:
 
 
 def release(sources: Sequence[Drafter]) -> None:
-    """Let other sessions use the sources."""
     with _lock:
         for source in sources:
             _users.pop(_key(source), None)

@@ -54,14 +54,12 @@ class ModelMemory:
         kept_costs.write(self._file, self.costs.kept())
 
     def own_pool(self) -> ngram_pool.NgramPool:
-        """Return the model's own pool, created on first use."""
         with _lock:
             self._pool = self._pool or ngram_pool.NgramPool(max_tokens=OWN_POOL_TOKENS)
             return self._pool
 
 
 def memory_of(model: Any) -> ModelMemory:
-    """Return the model's memory, created on first use."""
     return kept(model, ModelMemory, lambda: ModelMemory(model))
 
 

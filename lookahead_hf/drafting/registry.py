@@ -107,7 +107,6 @@ def _adapted(drafter: Any, vocab_size: int | None, draws: bool) -> list[Drafter]
 
 
 def _by_name(name: str, request: Request, model: Any, call: TargetCall) -> Drafter:
-    """Make a drafter from its name."""
     first, own = _given(name, request, model, call)
     make = getattr(importlib.import_module("lookahead_hf.drafting"), CLASSES[name])
     options = request.config.options.get(name, {})

@@ -51,7 +51,6 @@ def compile_or_warn() -> None:
 
 
 def _check_numba() -> None:
-    """Warn if numba is missing or has failed to compile."""
     try:
         ngram_pool.check_available()
     except ngram_pool.NumbaMissingError as error:
@@ -147,7 +146,6 @@ class DraftSession:
         return self._begun and self._guard.works
 
     def source_stats(self, row: int | None = None) -> dict[str, SourceStats]:
-        """Return what each source contributed to one row or to all rows, by name."""
         return self._ensemble.source_stats(row)
 
     def begin(self, rows: Rows) -> None:
@@ -269,7 +267,6 @@ def most_nodes(config: SpeculativeConfig, runner: Runner | SteadySteps) -> int:
 
 
 def _warn_of_end(error: Exception) -> None:
-    """Warn that the call goes on without drafts."""
     warnings.warn(
         f"drafting failed and stops for this call, whose text is not affected: "
         f"{type(error).__name__}: {error}",

@@ -101,7 +101,6 @@ class Adapted(BuiltInDrafter):
 
 
 def _copied(record: _Record) -> _Record:
-    """Copy a record with its arrays."""
     values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}

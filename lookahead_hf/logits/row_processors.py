@@ -80,7 +80,6 @@ class RowProcessors:
 
     @functools.cached_property
     def _by_row(self) -> list[list[Processor]]:
-        """The processors of each row."""
         return [[self._bound(p, row) for p in self._processors] for row in range(self.num_rows)]
 
     def _bound(self, processor: Any, row: int) -> Processor:
@@ -95,7 +94,6 @@ class RowProcessors:
 
     @property
     def empty(self) -> bool:
-        """Whether the processors leave the logits unchanged."""
         return len(self._processors) == 0 and self._unknown is None
 
     @property

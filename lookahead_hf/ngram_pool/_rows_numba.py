@@ -49,7 +49,6 @@ def _pointer(_, address):
 
 @jit
 def _arrays(state):
-    """Return `text`, `links` and `heads` of an index."""
     room = state[TEXT_ROOM]
     text = carray(_pointer(state[TEXT]), (room,), np.int32)
     links = carray(_pointer(state[LINKS]), (room, NUM_KEYS), np.int32)

@@ -56,7 +56,6 @@ class EntryPoint:
 
     @cached_property
     def address(self) -> int:
-        """Return the address of the compiled function."""
         compiled: Any = CFunc(*self._arguments)
         _kept(compiled, self._arguments[0], _folder_of(self._arguments[0])).compile()
         self._compiled = compiled  # which owns the code
@@ -95,7 +94,6 @@ class TolerantCache(FunctionCache):
         return (*super()._index_key(sig, codegen), self.depends_on)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled function, None if the cache does not have it."""
         found = None
         try:
             found = super().load_overload(sig, target_context)
@@ -108,7 +106,6 @@ class TolerantCache(FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a compiled function, if that is possible."""
         try:
             super().save_overload(sig, data)
         except Exception as error:

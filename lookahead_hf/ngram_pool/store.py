@@ -62,7 +62,6 @@ class OpenFile:
         self._state = self._look()
 
     def check(self) -> None:
-        """Raise ValueError if the file was written into."""
         if self._look() != self._state:
             raise ValueError(
                 f"{self._path}: the file was written into while it was open, so this pool can no "
@@ -104,7 +103,6 @@ class Contents:
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the table that are in use."""
         wanted = max(FEWEST_BUCKETS, ROOM_TO_GROW * self.live // WAYS)
         largest = max(FEWEST_BUCKETS, int(ROOM_AT_MOST * self.max_tokens / WAYS))
         return min(wanted, 1 << largest.bit_length() - 1)
@@ -119,7 +117,6 @@ class Contents:
         return replace(self, num_added=self.num_added + num_tokens)
 
     def make_room(self, num_tokens: int) -> None:
-        """Enlarge the arrays if `num_tokens` more do not fit into them."""
         after = self.later(num_tokens)
         # Room for twice as many, so that the arrays are seldom copied.
         ahead = after.later(after.num_added)
@@ -130,7 +127,6 @@ class Contents:
             self.table = enlarged(self.table, ahead.num_buckets)
 
     def check_file(self) -> None:
-        """Raise ValueError if the arrays are mapped from a file that was written into."""
         if self.file is not None:
             self.file.check()
 
@@ -155,7 +151,6 @@ class Contents:
         return layout
 
     def numbers(self) -> dict[str, str]:
-        """Return everything but the arrays, as text."""
         names = ("max_tokens", "num_added", "num_texts", "vocab_size", "tokenizer_fingerprint")
         values = {name: getattr(self, name) for name in names}
         return {name: str(value) for name, value in values.items() if value is not None}
@@ -217,7 +212,6 @@ def read(path: str | os.PathLike[str], verifies: bool = False) -> Contents:
 
 
 def _parsed(path: str | os.PathLike[str], header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the metadata and the tensors of a header."""
     try:
         tensors = json.loads(header)
         metadata = tensors.pop("__metadata__")

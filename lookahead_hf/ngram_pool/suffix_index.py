@@ -44,7 +44,6 @@ class SuffixIndexes:
             self.clear(row)
 
     def clear(self, row: int) -> None:
-        """Forget the text of a row."""
         self._states[row] = 0
         text, links = np.empty(0, np.int32), np.empty((0, NUM_KEYS), np.int32)
         self._set(row, text, links, np.full(64, -1, np.int32))

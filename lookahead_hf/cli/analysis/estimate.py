@@ -50,7 +50,6 @@ class Traced:
     missing: float = 1.0
 
     def steps(self, setting: str) -> dict[int, float]:
-        """Return the number of steps by draft tokens."""
         if setting == DEFAULT and self.called is not None:
             return {nodes: float(count) for nodes, count in self.called.items()}
         recycles = self.text.has_logits and setting in (DEFAULT, LEARN)
@@ -58,14 +57,12 @@ class Traced:
         return {nodes: factor * n for nodes, n in self.replayed[setting].budgets.items()}
 
     def seconds(self, setting: str, costs: Costs) -> float:
-        """Return the estimated time of the call."""
         drafting = 0.0 if setting == NO_DRAFTS else costs.drafting
         steps = self.steps(setting).items()
         in_steps = sum(count * (costs.step(nodes) + drafting) for nodes, count in steps)
         return costs.prefill * len(self.text.prompt) + in_steps
 
     def plain_seconds(self, costs: Costs) -> float:
-        """Return the estimated time of plain `generate`."""
         prefill = costs.plain_prefill * len(self.text.prompt)
         return prefill + costs.plain_step * (len(self.text.output) - 1)
 

@@ -49,7 +49,6 @@ class Text:
 
     @property
     def has_logits(self) -> bool:
-        """Whether it was recorded what the model expected."""
         return self.top_ids.shape[1] > 0
 
 
@@ -117,7 +116,6 @@ class Replayed:
 
     @property
     def steps(self) -> int:
-        """Steps of the text."""
         return self.budgets.total()
 
 

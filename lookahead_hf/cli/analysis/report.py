@@ -78,12 +78,10 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """The argument of `generate` to use."""
         return f"speculative={self.best.config if self.best.speed_up > 1.0 else False}"
 
     @property
     def why(self) -> str:
-        """The reasons, as sentences."""
         *known, new = self.repeats.items()
         named = [f"{share:.0%} repeat {place}" for place, share in known if share >= MUCH]
         said = [f"Of the output's tokens, {', '.join([*named, f'{new[1]:.0%} are new'])}."]
@@ -100,13 +98,11 @@ class Finding:
         return " ".join(said)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
         derived = {"verdict": self.verdict, "why": self.why, "use": self.advice}
         return {**asdict(self), **derived, "best": self.best.setting}
 
 
 def findings(texts: Sequence[Traced], costs: CostsOf) -> list[Finding]:
-    """Sum up the texts of each group."""
     groups = dict.fromkeys(traced.text.family for traced in texts)
     return [_finding(group, texts, costs) for group in groups]
 
@@ -149,7 +145,6 @@ def _finding(group: str, texts: Sequence[Traced], costs: CostsOf) -> Finding:
 
 
 def config_line(setting: str) -> str:
-    """Return the Python expression of a setting."""
     fields = ", ".join(f"{name}={value!r}" for name, value in SETTINGS[setting].items())
     return f"SpeculativeConfig({fields})".replace("'", '"')
 

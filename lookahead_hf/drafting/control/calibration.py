@@ -130,8 +130,6 @@ class KeptRates:
 
 
 class _Key(NamedTuple):
-    """The key of one source's rates."""
-
     do_sample: bool
     name: str
     kept_as: str
@@ -150,7 +148,6 @@ def _keys(sources: Sequence[Drafter], do_sample: bool) -> list[_Key]:
 
 
 def _learned(key: _Key, counts: np.ndarray, prior: np.ndarray) -> list[LearnedRate]:
-    """Return the rows of one source."""
     accepted, tested = counts
     rates = (accepted + PRIOR_WEIGHT * prior) / (tested + PRIOR_WEIGHT)
     return [

@@ -65,7 +65,6 @@ class CostCurve:
         self.greatest_size: int = 0 if like is None else like.greatest_size
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learn how long a step of a size took."""
         exact, size = size, self.size_for(size)
         if exact != size:  # what it would have taken with the size that it counts for
             of_exact, of_size = self.seconds(np.array([exact, size])).tolist()
@@ -91,7 +90,6 @@ class CostCurve:
 
     @property
     def num_observed(self) -> int:
-        """Number of measured steps."""
         return self._clock
 
     def num_samples(self, size: int) -> int:
@@ -103,7 +101,6 @@ class CostCurve:
         return self._clock >= self._due.get(self.size_for(size), 0)
 
     def seconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Estimate the seconds of steps of these sizes."""
         factors = self._factors
         estimates = self._assumed
         if factors:
@@ -152,7 +149,6 @@ class CostModel:
 
     @property
     def num_observed(self) -> int:
-        """Number of steps measured in this process."""
         with self._lock:
             return sum(curve.num_observed for curve in self._curves.values())
 
@@ -218,7 +214,6 @@ class _Setting(NamedTuple):
         return is_same and (self.is_flat or self.rows == other.rows)
 
     def distance(self, other: _Setting) -> tuple[bool, int, int]:
-        """Return how unlike the other setting is."""
         rows, length = abs(self.rows - other.rows), abs(self.length - other.length)
         return self.mode != other.mode, rows, length
 

@@ -47,7 +47,6 @@ class SourceBackoff:
         return any(self.asked)
 
     def skip_step(self) -> None:
-        """Ask no source in the new step."""
         self.asked, self._skips = [False] * len(self._left), True
 
     def observe(

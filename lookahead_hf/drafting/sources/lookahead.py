@@ -31,7 +31,6 @@ class WindowNgrams:
     """The newest n-grams of a row by their first token, each once."""
 
     def __init__(self, num_kept: int) -> None:
-        """Keep at most `num_kept` n-grams per first token."""
         self._num_kept = num_kept
         self._ngrams: dict[int, list[tuple[int, ...]]] = {}
 

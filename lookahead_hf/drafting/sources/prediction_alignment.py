@@ -193,7 +193,6 @@ class Alignment:
 
 
 def _replace(tokens: list[int], old: list[int], new: list[int]) -> list[int]:
-    """Return the tokens with every `old` replaced by `new`."""
     replaced: list[int] = []
     at = 0
     while at < len(tokens):

@@ -217,7 +217,6 @@ class AssistantDrafter(BuiltInDrafter):
             growth.extend(picked, self.rates, self._beam, self._min_reach)
 
     def _translated(self, rows: Rows, row: int, growth: Growth) -> Growth:
-        """Translate a draft into the target's tokens."""
         text = self._texts[row]
         if isinstance(text, SameTokens) or not growth.tokens:
             return growth

@@ -173,7 +173,6 @@ def prior_rates() -> np.ndarray:
 
 
 def tree_of(growths: Sequence[Growth]) -> DraftTree:
-    """Join the rows' drafts in one tree."""
     drawn_from = [probs for growth in growths for probs in growth.drawn_from]
     tree = DraftTree.from_drafts(growths)
     return replace(tree, probs=torch.stack(drawn_from)) if drawn_from else tree

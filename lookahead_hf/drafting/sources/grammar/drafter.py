@@ -32,7 +32,6 @@ class _Row:
     num_read: int = 0
 
     def read(self, emitted: np.ndarray) -> None:
-        """Read the newest tokens of a text, [emitted]."""
         for token in emitted[self.num_read :].tolist():
             self.num_read += 1
             if not self.grammar.ended() and not self.grammar.advance(token):
@@ -120,7 +119,6 @@ class GrammarDrafter(BuiltInDrafter):
         return _tree(drafts)
 
     def _refine(self, row: int, draft: Refinement, emitted: np.ndarray, max_nodes: int) -> bool:
-        """Prune and grow a row's draft after its text, [emitted]."""
         state = self._rows[row]
         state.read(emitted)
         draft.run(Probe(state.grammar), state.whitespace, state.vocabulary, max_nodes)
@@ -128,7 +126,6 @@ class GrammarDrafter(BuiltInDrafter):
 
 
 def _tree(drafts: list[tuple[Refinement, list[int], list[int], list[float]]]) -> DraftTree:
-    """Return the draft of all rows, from the nodes that each of them keeps."""
     tree = DraftTree.from_rows(
         ([draft.tokens[node] for node in order], parents) for draft, order, parents, _ in drafts
     )

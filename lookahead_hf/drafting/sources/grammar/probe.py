@@ -42,7 +42,6 @@ class Probe:
         return self.grammar.allowed(_MOST_ALLOWED)
 
     def allows(self, text: bytes) -> bool:
-        """Return whether a text may follow."""
         steps = self.advance_text(text)
         self.back(steps)
         return steps > 0
@@ -52,7 +51,6 @@ class Probe:
         return self.allows(b"~")
 
     def is_number(self) -> bool:
-        """Return whether a digit may follow."""
         return self.allows(b"0")
 
     def only_structure(self) -> bytes:

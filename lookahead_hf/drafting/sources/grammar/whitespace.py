@@ -18,7 +18,6 @@ class Whitespace:
         self._last, self._space = 0, b""  # what came before the whitespace that is being read
 
     def learn(self, text: bytes) -> None:
-        """Read more of the text."""
         for char in text:
             if self._is_quoted:
                 is_end = char == _QUOTE and not self._is_escaped

@@ -33,7 +33,6 @@ class HeadsDrafter(BuiltInDrafter):
     reads_hidden_states: ClassVar[bool] = True
 
     def __init__(self, top_k: int, beam: int, vocab_size: int | None) -> None:
-        """Check the options; ValueError if one is out of its range."""
         check_int(f"{self.name}: top_k", top_k, 1, MOST_TOKENS)
         check_int(f"{self.name}: beam", beam, 1, MOST_TOKENS)
         self._picks, self._beam = Likeliest(top_k, vocab_size), beam

@@ -111,7 +111,6 @@ def _checked(path: Any) -> Path:
 
 
 def _read(path: Path, move: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Read the tensors of a file."""
     try:
         with torch.inference_mode(False):  # later calls may run outside of it
             if path.suffix == ".safetensors":
