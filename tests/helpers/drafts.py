@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lookahead_hf.call.prepared import Request
+from lookahead_hf.cli.analysis.replay import accepted_path
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.control.calibration import Calibration
@@ -47,12 +48,7 @@ def paths(draft: DraftTree, row: int = 0) -> list[list[int]]:
 
 def decided(draft: DraftTree, truth: Sequence[int]) -> Verdict:
     """The verdict on a draft of one row whose text goes on like this."""
-    path: list[int] = []
-    for token in truth[:-1]:
-        child = draft.child_of(0, path[-1] if path else ROOT, token)
-        if child is None:
-            break
-        path.append(child)
+    path = accepted_path(draft, np.array(truth[:-1]))
     return Verdict.from_rows([truth[: len(path) + 1]], [path])
 
 
