@@ -46,15 +46,13 @@ def file_of(model: Any) -> Path | None:
 
 def read(file: Path | None) -> list[KeptCurve]:
     """Return the curves in a file; none if it is missing or damaged."""
+    if file is None or not file.exists():
+        return []
     try:
-        return [] if file is None else [KeptCurve.from_json(each) for each in _content(file)]
+        return [KeptCurve.from_json(each) for each in json.loads(file.read_text())]
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.info("costs in %s are not read: %r", file, error)
         return []
-
-
-def _content(file: Path) -> list[Any]:
-    return list(json.loads(file.read_text())) if file.exists() else []
 
 
 def write(file: Path, curves: Sequence[KeptCurve], most_files: int = 64) -> None:

@@ -82,12 +82,17 @@ class RowProcessors:
     def _by_row(self) -> list[list[Processor]]:
         return [[self._bound(p, row) for p in self._processors] for row in range(self.num_rows)]
 
-    def _bound(self, processor: Any, row: int) -> Processor:
+    def _bound(self, processor: Any, row: int) -> Any:
+        """Return the processor of one row; a repetition penalty holds a length for each."""
         constraint = self._constraints.get(id(processor))
-        if constraint is None or constraint.alone is None or self.num_rows == 1:
-            return _bound(processor, row)
-        alone: Processor = constraint.alone(row)
-        return alone
+        if constraint is not None and constraint.alone is not None and self.num_rows > 1:
+            return constraint.alone(row)
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if not isinstance(ignored, torch.Tensor):
+            return processor
+        bound = copy.copy(processor)
+        bound.prompt_ignore_length = ignored[row : row + 1]
+        return bound
 
     def __iter__(self) -> Iterator[Processor]:
         return iter(self._processors)
@@ -192,16 +197,6 @@ def knows_processor(processor: Any, num_rows: int = 1) -> bool:
     ignored = getattr(processor, "prompt_ignore_length", None)
     fits = not isinstance(ignored, torch.Tensor) or len(ignored) == num_rows
     return fits and type(processor) in SCORES_ONLY | _BY_PREFIX
-
-
-def _bound(processor: Any, row: int) -> Processor:
-    """Return the processor of one row; a repetition penalty holds a length for each."""
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(ignored, torch.Tensor):
-        return processor
-    bound = copy.copy(processor)
-    bound.prompt_ignore_length = ignored[row : row + 1]
-    return bound
 
 
 def _as_in_batch(processor: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

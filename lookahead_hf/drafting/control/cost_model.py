@@ -39,6 +39,7 @@ class CostCurve:
     setting, or a line of slope `SLOPE` per row, scaled to the measured sizes around them.
 
     Attributes:
+        num_observed: Number of measured steps.
         greatest_size: The greatest size measured, here or in the similar setting.
         is_kept: Whether an earlier process measured the setting.
     """
@@ -58,7 +59,7 @@ class CostCurve:
         self._samples: dict[int, deque[float]] = {}
         self._counts: dict[int, int] = {}
         self._due: dict[int, int] = {}
-        self._clock = 0
+        self.num_observed = 0
         self._factors: dict[int, float] = {}  # estimate of a measured size over the assumed cost
         known = np.array(self.sizes)
         self._assumed = 1.0 + SLOPE * num_rows * known if like is None else like.seconds(known)
@@ -76,9 +77,9 @@ class CostCurve:
                 samples.clear()
                 samples.append(known)
             samples.append(seconds)
-            self._clock += 1
+            self.num_observed += 1
             self._counts[size] = count = min(self._counts.get(size, 0) + 1, KEPT_SAMPLES)
-            self._due[size] = self._clock + DUE_AFTER * count
+            self._due[size] = self.num_observed + DUE_AFTER * count
             factor = _low_quantile(samples) / float(self._assumed[self.sizes.index(size)])
             # Readers take no lock: what they iterate over must not change.
             self._factors = dict(sorted({**self._factors, size: factor}.items()))
@@ -88,17 +89,13 @@ class CostCurve:
         """Assume the seconds of all sizes, and the greatest measured, from an earlier process."""
         self._assumed, self.greatest_size, self.is_kept = seconds, greatest_size, True
 
-    @property
-    def num_observed(self) -> int:
-        return self._clock
-
     def num_samples(self, size: int) -> int:
         """Return how often a size was measured, at most `KEPT_SAMPLES`."""
         return self._counts.get(self.size_for(size), 0)
 
     def is_due(self, size: int) -> bool:
         """Return whether a size was never measured, or too long ago."""
-        return self._clock >= self._due.get(self.size_for(size), 0)
+        return self.num_observed >= self._due.get(self.size_for(size), 0)
 
     def seconds(self, sizes: np.ndarray) -> np.ndarray:
         factors = self._factors
@@ -119,7 +116,7 @@ class CostCurve:
         and of a plain step. So they are tried unless they seem far too dear.
         """
         seconds = self.seconds(sizes)
-        if self._clock % TRY_EVERY != TRY_EVERY - 1:
+        if self.num_observed % TRY_EVERY != TRY_EVERY - 1:
             return seconds
         due = [self.is_due(size) for size in sizes.tolist()]
         return np.where(due, np.minimum(seconds, (seconds * seconds[0]) ** 0.5), seconds)
