@@ -28,7 +28,7 @@ class Stage:
     generation: dict[str, Any]  # arguments of `generate`
     screen: Screen
     drafting: dict[str, Any] = field(default_factory=dict)  # further ones of speculative calls
-    seed: int | None = None  # of every call; None goes on with the generator as it is
+    seed: int | None = None  # of every call; None keeps the generator as it is
 
     @property
     def dtype(self) -> str:

@@ -20,7 +20,7 @@ class Line:
     ratio: float
     tokens_per_step: float
     outside_forward: float | None  # share of the time after the prefill
-    identical: float  # share of the texts that equal plain's
+    identical: float  # share of the texts that equal the plain ones
 
 
 def summarize(runs: list[Run]) -> list[Line]:

@@ -105,26 +105,6 @@ class BuiltInDrafter(Drafter):
     reads_hidden_states: ClassVar[bool] = False
     hidden_states: torch.Tensor | None = None
 
-    @property
-    def kept_as(self) -> str:
-        """With the name, the key of its learned rates between calls: by default the class."""
-        return class_path(self)
-
-    @property
-    def refines(self) -> bool:
-        """Whether `refine` changes the merged draft of all sources."""
-        return False
-
-    def refine(
-        self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
-    ) -> DraftTree:
-        """Change the merged draft of all sources, with its scores and evidence.
-
-        `source` is this source's number in the evidence. A row keeps at most `max_nodes` nodes,
-        none deeper than `max_depth`, [rows].
-        """
-        return tree
-
     def prepare(self, logits: torch.Tensor) -> None:  # noqa: B027 (an optional hook)
         """Begin to read the logits of a launched step, whose verdict is not known yet."""
 
@@ -133,7 +113,10 @@ class BuiltInDrafter(Drafter):
 
 
 class Guard:
-    """Runs functions of one part of drafting, which is left out of the call once one raises."""
+    """Runs functions of one part of drafting, which is left out of the call once one raises.
+
+    `works` says whether none has raised so far, `seconds` how long they took.
+    """
 
     def __init__(self, warn: Callable[[Exception], None]) -> None:
         self._warn, self.works, self.seconds = warn, True, 0.0

@@ -116,6 +116,6 @@ def _take_evidence(evidence: Evidence | None, order: np.ndarray) -> Evidence | N
     begin = evidence.offsets[order]
     sizes = evidence.offsets[order + 1] - begin
     offsets = np.concatenate([np.zeros(1, np.int64), sizes.cumsum()])
-    # Entry i of the result comes from the same distance behind its node's first entry.
+    # Entry i of the result is as far from its node's first entry as in the old evidence.
     entries = np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], sizes)
     return Evidence(offsets, evidence.source[entries], evidence.bucket[entries])

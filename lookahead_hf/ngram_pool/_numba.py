@@ -90,7 +90,7 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
     min_ngram, max_ngram = limits
     max_nodes = len(scores)
     buffer = np.empty(max_nodes + max_ngram, np.int32)
-    behind = _gather(text, length, buffer[max_nodes:])
+    known = _gather(text, length, buffer[max_nodes:])
     found = np.empty((MOST_VISITS, NUM_FIELDS), np.int32)
     ranked, order = np.empty((max_nodes, NUM_FIELDS), np.int32), np.empty(max_nodes, np.int32)
     scratch = np.empty(NUM_KEYS, np.int64), np.empty(NUM_LEVELS, np.int32), found
@@ -99,7 +99,7 @@ def grow(text, links, heads, length, limits, rates, min_score, nodes, scores):
     while node + 1 < max_nodes:
         shortest = _shortest_key(best_rates, score, min_score, scores, num_ranked)
         if shortest < NUM_KEYS:
-            context = buffer[max_nodes - depth :][: min(depth + behind, max_ngram)]
+            context = buffer[max_nodes - depth :][: min(depth + known, max_ngram)]
             _write_path(nodes, node, context[:depth])
             num_found = _look_up(text, links, heads, context, min_ngram, shortest, scratch)
             for i in range(num_found):

@@ -39,7 +39,7 @@ from lookahead_hf.ngram_pool.matches import BORDER, NUM_KEYS
 
 __all__ = ["append", "grow"]
 
-# Columns of `ranked` and `children` behind those of a node: the occurrences of its path in `found`.
+# Columns of `ranked` and `children` after those of a node: the occurrences of its path in `found`.
 FIRST, LAST = NUM_FIELDS, NUM_FIELDS + 1
 NUM_COLUMNS = NUM_FIELDS + 2
 # Rows of `found`: age of the next token, length of the match before it, the token itself.

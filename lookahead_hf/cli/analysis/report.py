@@ -89,10 +89,11 @@ class Finding:
             can = "can foresee some of these" if self.recycles else "are not in this estimate"
             said.append(f"The model's own earlier guesses {can}.")
         if self.prefill_share >= MUCH:
-            said.append(f"The prompt takes {self.prefill_share:.0%} of plain's time; that stays.")
+            share = f"{self.prefill_share:.0%} of the plain time"
+            said.append(f"The prompt takes {share}, which stays.")
         alone = self.expected[NO_DRAFTS].speed_up
         if alone >= WORTH or alone <= 1 / WORTH:
-            said.append(f"Without drafts, the library reaches {alone:.2f} times plain's speed.")
+            said.append(f"Without drafts, the library reaches {alone:.2f} times the plain speed.")
         if self.best.setting == LEARN:
             said.append("With a learning pool, a text may change the speed of other users' texts.")
         return " ".join(said)

@@ -44,7 +44,7 @@ class Calibration:
 
     Each rate has a Beta prior around the source's own estimate. The emitted text updates it, also
     in steps without a draft. `counts`, [2, buckets], are accepted and tested with forgetting;
-    `gained` are those of this call without.
+    `gained` counts this call alone, without forgetting.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class KeptRates:
                 _, gained, prior = calibration.of_source(index)
                 kept = self._kept.pop(key, None)
                 total = gained if kept is None else kept[0] + gained
-                # The same rates from at most so many tests.
+                # The same rates from at most `MEMORY` tests.
                 total = total * np.minimum(1.0, MEMORY / np.maximum(total[1], 1.0))
                 self._kept[key] = total, prior
             while len(self._kept) > self._capacity:
@@ -132,7 +132,7 @@ class KeptRates:
 class _Key(NamedTuple):
     do_sample: bool
     name: str
-    kept_as: str
+    kept_as: str  # tells sources of one name apart, by default their class
     num_buckets: int
 
 

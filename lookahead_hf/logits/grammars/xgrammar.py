@@ -46,7 +46,7 @@ class XGrammar:
             return b""
         try:
             return self._matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError:  # behind a token that is half a character
+        except UnicodeDecodeError:  # after a token that is half a character
             return b""
 
     def allowed(self, limit: int) -> list[int] | None:

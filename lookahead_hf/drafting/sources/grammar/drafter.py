@@ -76,6 +76,7 @@ class GrammarDrafter(BuiltInDrafter):
 
     @property
     def refines(self) -> bool:
+        """Whether `refine` is to see the draft of all sources."""
         return bool(self._rows)
 
     def begin(self, rows: Rows) -> None:
@@ -107,6 +108,10 @@ class GrammarDrafter(BuiltInDrafter):
     def refine(
         self, rows: Rows, tree: DraftTree, source: int, max_nodes: int, max_depth: np.ndarray
     ) -> DraftTree:
+        """Change the merged draft of all sources, of which this is number `source`.
+
+        A row keeps at most `max_nodes` nodes, none deeper than `max_depth`, [rows].
+        """
         drafts = []
         for row in range(rows.num_rows):
             draft = Refinement(tree, row, source, self.rates)

@@ -137,7 +137,7 @@ class Growth:
         probe = self._probe
         char = next((each for each in closing if probe.allows(each)), b"")
         steps = probe.advance_text(char) if char else 0
-        is_value = steps > 0 and not probe.is_free()  # free text goes on behind a quote
+        is_value = steps > 0 and not probe.is_free()  # free text continues after a quote
         text = char + self._following(before + char)[0] if is_value else b""
         probe.back(steps)
         moved, bucket = 0, CLOSE

@@ -77,8 +77,8 @@ class Refinement:
                 if child >= self._given:
                     continue  # it was checked when it grew
                 if probe.advance(token):
-                    behind = text + texts[token] if texts else b""
-                    visit(child, behind, chance * min(self._chances[child], 1.0))
+                    longer = text + texts[token] if texts else b""
+                    visit(child, longer, chance * min(self._chances[child], 1.0))
                     probe.back(1)
                 else:
                     del self._children[node][token]
