@@ -46,10 +46,12 @@ def file_of(model: Any) -> Path | None:
 
 def read(file: Path | None) -> list[KeptCurve]:
     """Return the curves in a file; none if it is missing or damaged."""
-    if file is None or not file.exists():
+    if file is None:
         return []
     try:
         return [KeptCurve.from_json(each) for each in json.loads(file.read_text())]
+    except FileNotFoundError:
+        return []
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.info("costs in %s are not read: %r", file, error)
         return []
