@@ -211,34 +211,26 @@ def verified_contexts(
         if not live[row]:
             continue
         first, num_nodes = row_offsets[row], row_offsets[row + 1] - row_offsets[row]
-        accepted = path[path_offsets[row] : path_offsets[row + 1]]
-        start = count
         is_accepted[: num_nodes + 1] = False
         is_accepted[0] = True
-        for node in accepted:
+        end = -1
+        for node in path[path_offsets[row] : path_offsets[row + 1]]:
             is_accepted[1 + node] = True
-        for node in range(num_nodes):
-            counts = below_rejected or is_accepted[1 + parents[first + node]]
-            if counts and not is_accepted[1 + node]:
-                place[count] = 1 + node
-                count += 1
-        place[count] = 0
-        count += 1
-        for node in accepted:
-            place[count] = 1 + node
-            count += 1
-        end, count = count - 1, start
-        for at in range(start, end + 1):
-            node = place[at] - 1
-            parent = parents[first + node] if node >= 0 else -1
-            if node < 0:
-                before[count], last[count] = last_two[row, 0], last_two[row, 1]
-            else:
-                before[count] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
-                last[count] = token_ids[first + node]
-            if at == end or find(keys, before[count], last[count]) < 0:
-                of_row[count], place[count] = row, place[at]
-                count += 1
+            end = node
+        for is_path in (False, True):
+            for node in range(-1, num_nodes):
+                parent = parents[first + node] if node >= 0 else -1
+                counts = below_rejected or is_accepted[1 + parent]
+                if is_accepted[1 + node] != is_path or not counts:
+                    continue
+                if node < 0:
+                    before[count], last[count] = last_two[row, 0], last_two[row, 1]
+                else:
+                    before[count] = token_ids[first + parent] if parent >= 0 else last_two[row, 1]
+                    last[count] = token_ids[first + node]
+                if node == end or find(keys, before[count], last[count]) < 0:
+                    of_row[count], place[count] = row, 1 + node
+                    count += 1
         ends[num_ends] = count - 1
         num_ends += 1
     return before[:count], last[:count], of_row[:count], place[:count], ends[:num_ends]
