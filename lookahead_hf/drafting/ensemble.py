@@ -78,7 +78,7 @@ class Ensemble(Drafter):
             if getattr(source, "is_listed", True)
         }
 
-    def settle(self, num_tokens: int = 0, step_seconds: float | None = None) -> None:
+    def weigh_sources(self, num_tokens: int = 0, step_seconds: float | None = None) -> None:
         """Weigh each source's time against its tokens; see `SourceBackoff.observe`."""
         if step_seconds is not None:
             seconds = [guard.seconds for guard in self._guards]
@@ -89,9 +89,9 @@ class Ensemble(Drafter):
 
     def begin(self, rows: Rows, hidden_states: torch.Tensor | None = None) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
-            _show(source, hidden_states)
+            _pass_states(source, hidden_states)
             guard.run(methodcaller("begin", rows), source)
-        self.settle()
+        self.weigh_sources()
 
     def begin_row(self, rows: Rows, row: int) -> None:
         for guard, source in zip(self._guards, self._sources, strict=True):
@@ -138,8 +138,8 @@ class Ensemble(Drafter):
         hidden_states: torch.Tensor | None = None,
     ) -> None:
         """Let the sources begin to read a step's outputs."""
-        for guard, source in self._seeing():
-            _show(source, hidden_states)
+        for guard, source in self._observers():
+            _pass_states(source, hidden_states)
             if isinstance(source, BuiltInDrafter):
                 guard.run(methodcaller("prepare", logits), source)
                 if copy is not None:
@@ -160,7 +160,7 @@ class Ensemble(Drafter):
                 draft.row_offsets, draft.evidence.offsets, draft.evidence.source,
                 of_text.path_offsets, of_text.path, self.counts,
             ).tolist()  # fmt: skip
-        for guard, source in self._seeing():
+        for guard, source in self._observers():
             guard.run(methodcaller("observe", rows, draft, verdict, logits), source)
 
     def count_chains(self, draft: DraftTree, verdict: Verdict) -> None:
@@ -176,7 +176,7 @@ class Ensemble(Drafter):
         for guard, source in zip(self._guards, self._sources, strict=True):
             guard.run(methodcaller("end", rows), source, always=True)
 
-    def _seeing(self) -> list[tuple[Guard, Drafter]]:
+    def _observers(self) -> list[tuple[Guard, Drafter]]:
         """Return the sources that observe this step, with their guards."""
         return [
             (guard, source)
@@ -194,6 +194,6 @@ class Ensemble(Drafter):
         return depth
 
 
-def _show(source: Drafter, hidden_states: torch.Tensor | None) -> None:
+def _pass_states(source: Drafter, hidden_states: torch.Tensor | None) -> None:
     if isinstance(source, BuiltInDrafter) and source.reads_hidden_states:
         source.hidden_states = hidden_states

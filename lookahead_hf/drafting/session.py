@@ -244,7 +244,7 @@ class DraftSession:
                 self._ensemble.count_chains(draft, verdict)
             return
         self._ensemble.observe(rows, draft, verdict, logits)
-        self._ensemble.settle(len(verdict.of_text.token_ids), step_seconds)
+        self._ensemble.weigh_sources(len(verdict.of_text.token_ids), step_seconds)
         self._budget.observe(draft, step_seconds)
 
     def end(self, rows: Rows) -> None:

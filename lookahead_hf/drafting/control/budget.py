@@ -148,7 +148,7 @@ class Budget:
         known = SIZES if self._is_flat else curve.sizes
         nodes = np.array([*(n for n in known if n < most), most])
         tokens = live + np.concatenate([np.zeros(1), gain.cumsum()])[nodes]
-        return int(nodes[(tokens / curve.hopeful_seconds(plain + nodes)).argmax()])
+        return int(nodes[(tokens / curve.optimistic_seconds(plain + nodes)).argmax()])
 
     def observe(self, draft: DraftTree, step_seconds: float | None) -> None:
         """Learn from a step and its time without drafting, None if it also did other work."""

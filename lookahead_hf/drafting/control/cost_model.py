@@ -109,7 +109,7 @@ class CostCurve:
         seconds: np.ndarray = np.interp(sizes, self.sizes, estimates)
         return seconds
 
-    def hopeful_seconds(self, sizes: np.ndarray) -> np.ndarray:
+    def optimistic_seconds(self, sizes: np.ndarray) -> np.ndarray:
         """Estimate the seconds of steps of these sizes, the first a plain step.
 
         Every `TRY_EVERY` steps, due sizes are assumed to cost the geometric mean of their estimate

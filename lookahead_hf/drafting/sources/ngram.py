@@ -72,7 +72,7 @@ class NgramDrafter(BuiltInDrafter):
 
     def begin(self, rows: Rows) -> None:
         if rows.num_rows == 1 and self._indexes is not None:
-            self._indexes.extend(*flat([self._beyond_known(rows.context(0))]))
+            self._indexes.extend(*flat([self._new_tokens(rows.context(0))]))
         else:
             self._indexes = SuffixIndexes(rows.num_rows, *self.limits)
             self._index(rows, range(rows.num_rows))
@@ -96,7 +96,7 @@ class NgramDrafter(BuiltInDrafter):
             texts[row] = rows.context(row)
         self._indexes.extend(*flat(texts))
 
-    def _beyond_known(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
+    def _new_tokens(self, context: np.ndarray) -> np.ndarray:  # [tokens] both
         """Return what a kept index lacks of the context, after a border if another text begins."""
         shorter = min(len(self._known), len(context))
         differs = np.flatnonzero(self._known[:shorter] != context[:shorter])

@@ -77,7 +77,7 @@ class AssistantModel:
             if chain:
                 self._rows.emit(row, chain[0])
         nodes = branches or [([], [])] * len(chains)
-        draft = DraftTree.from_rows(map(_hung, chains, nodes))
+        draft = DraftTree.from_rows(map(_block_after, chains, nodes))
         with torch.no_grad():
             outputs = self._runner.forward(self._runner.layout(self._rows, draft))
         self._rows.num_emitted[:] = kept
@@ -91,7 +91,7 @@ class AssistantModel:
         self._runner.keep(counts)
 
 
-def _hung(chain: Sequence[int], branches: Branches) -> Branches:
+def _block_after(chain: Sequence[int], branches: Branches) -> Branches:
     """Return a row's block without its first token: the rest of the chain, and nodes below it."""
     tokens, parents = branches
     rest = max(len(chain) - 1, 0)

@@ -66,7 +66,7 @@ class HeadsDrafter(BuiltInDrafter):
         return tree_of(growths)
 
 
-def taken(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+def gather_states(states: torch.Tensor, places: np.ndarray) -> torch.Tensor:
     """Copy the hidden states at `places`, [rows, count] int64, without waiting for the device."""
     return states.take_along_dim(on_device(places, states.device)[..., None], 1)
 

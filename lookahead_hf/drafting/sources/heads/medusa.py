@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 
 from lookahead_hf import compat
 from lookahead_hf.draft import DraftTree, Verdict
-from lookahead_hf.drafting.sources.heads.drafter import HeadsDrafter, kept_heads, taken
+from lookahead_hf.drafting.sources.heads.drafter import HeadsDrafter, gather_states, kept_heads
 from lookahead_hf.rows import Rows
 
 Head = tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
@@ -78,7 +78,7 @@ class MedusaDrafter(HeadsDrafter):
     def _keep(self, rows: Rows, verdict: Verdict, states: torch.Tensor) -> None:
         last = [verdict.accepted(row)[-1:] for row in range(rows.num_rows)]
         places = np.array([1 + int(node[0]) if len(node) else 0 for node in last], np.int64)
-        self._last = taken(states, places[:, None])[:, 0]
+        self._last = gather_states(states, places[:, None])[:, 0]
 
     @torch.no_grad()
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:

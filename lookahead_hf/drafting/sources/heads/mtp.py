@@ -19,9 +19,9 @@ from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.drafting.sources.heads.drafter import (
     MOST_TOKENS,
     HeadsDrafter,
+    gather_states,
     kept_heads,
     on_device,
-    taken,
 )
 from lookahead_hf.rows import Rows
 
@@ -104,7 +104,7 @@ class MtpDrafter(HeadsDrafter):
             places[row, 1:count] = verdict.accepted(row) + 1
             end = len(rows.context(row)) - 1
             columns[row, :count] = np.arange(end - count, end)
-        self._states.append(taken(states, places))
+        self._states.append(gather_states(states, places))
         self._columns.append(columns)
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class MtpDrafter(HeadsDrafter):
         columns, places = self._unread()
         if not columns.size:
             return DraftTree.empty(rows.num_rows)
-        states = taken(torch.cat(self._states, 1), places)
+        states = gather_states(torch.cat(self._states, 1), places)
         if self._cache is None:
             self._cache = compat.mtp_cache(rows.num_rows, states.device)
         ahead = columns + 1 + np.arange(self._num_layers)[:, None, None]  # what each layer reads
