@@ -12,10 +12,29 @@ from lookahead_hf.cli.analysis.replay import accepted_path
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import ROOT, DraftTree, Verdict
 from lookahead_hf.drafting.control.calibration import Calibration
+from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.ensemble import Ensemble
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.tree import head
 from lookahead_hf.rows import Rows
+
+
+class Fixed(Drafter):
+    """A source that only has acceptance rates, one per bucket."""
+
+    def __init__(self, *rates: float, name: str = "fixed") -> None:
+        self.name = name  # type: ignore[misc]
+        self._rates = rates
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._rates)
+
+    def prior(self) -> np.ndarray:
+        return np.array(self._rates, np.float32)
+
+    def propose(self, rows: Rows, max_nodes: int) -> DraftTree:
+        raise NotImplementedError
 
 
 def rows_of(texts: Sequence[Sequence[int]], num_emitted: int = 1) -> Rows:
