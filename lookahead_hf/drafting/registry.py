@@ -55,16 +55,9 @@ def build(
     """Make the drafters of one call.
 
     A prediction, an assistant, a pool, `use_mtp` and a grammar add their drafters to those that the
-    configuration names. Without a prediction, "prediction" is left out.
-
-    Args:
-        request: What the caller asked for.
-        model: The target.
-        vocab_size: Token ids of the target.
-        encoder_inputs: Inputs of the target's encoder by row, and their attention mask.
-        processors: The call's logits processors.
-        grammar_of: Makes the grammar of a row, None if it has none.
-        draws: Whether rejection sampling verifies drafts by the probabilities of their draws.
+    configuration names. Without a prediction, "prediction" is left out. `grammar_of` makes the
+    grammar of a row, None if it has none; `draws` says whether rejection sampling verifies by
+    probabilities.
 
     Raises:
         NumbaMissingError: A pool cannot be opened because numba is missing or broken.

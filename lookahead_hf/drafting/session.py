@@ -70,8 +70,6 @@ class Limits:
     """The drafts that a call can use.
 
     Attributes:
-        do_sample: Whether tokens are drawn.
-        vocab_size: Token ids of the target.
         max_new_tokens: Length of the texts; [rows] if other texts take over finished rows.
         chains: Whether a row's draft must be a chain.
     """

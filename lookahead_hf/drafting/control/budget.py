@@ -69,13 +69,10 @@ class Budget:
         placement: str = "",
         num_new: int | None = None,
     ) -> None:
-        """Budget one call.
+        """Budget one call with at most `max_nodes` per row.
 
         Args:
             size: "auto", or the number of nodes that every step drafts if it can.
-            max_nodes: Most nodes per row.
-            costs: The model's measured costs.
-            rows: The texts of the call.
             runner: Runs the steps; its mode and its sizes may change from step to step.
             placement: Whatever else changes the cost of a forward, such as the device.
             num_new: Most tokens of each text; None if other texts take over finished rows.

@@ -174,8 +174,6 @@ class CostModel:
         do rows in flat blocks, where a token costs much the same beside any number of rows.
 
         Args:
-            num_rows: Rows of the block.
-            context_length: Tokens of the longest row.
             placement: Whatever else changes the cost of a forward: device, dtype.
             mode: How the runner runs its steps, which may change from step to step.
             sizes: The node counts that drafts are padded to, from 0 on; None if they are not.

@@ -55,11 +55,9 @@ class GrammarDrafter(BuiltInDrafter):
         grammar_of: Callable[[int], Grammar | None],
         vocabularies: MutableMapping[str, Vocabulary],
     ) -> None:
-        """Draft for the texts of a call.
+        """Draft with the grammars that `grammar_of` makes of rows, None for rows without one.
 
-        Args:
-            grammar_of: Makes the grammar of a row, None if the row has none.
-            vocabularies: What the model's calls share of their tokenizers, by `Grammar.vocabulary`.
+        `vocabularies` is what the model's calls share of their tokenizers, by `Grammar.vocabulary`.
         """
         self._grammar_of, self._vocabularies = grammar_of, vocabularies
         self._rows: dict[int, _Row] = {}
