@@ -55,18 +55,9 @@ class Adapted(BuiltInDrafter):
     def prior(self) -> np.ndarray:
         return self._prior
 
-    @property
-    def rates(self) -> np.ndarray:
-        """Learned rates, which a `Drafter` sees as well."""
-        return self._rates
-
-    @rates.setter
-    def rates(self, rates: np.ndarray) -> None:
-        self._rates = rates
-        if isinstance(self.adapted, Drafter):
-            self.adapted.rates = rates
-
     def begin(self, rows: Rows) -> None:
+        if isinstance(self.adapted, Drafter):
+            self.adapted.rates = self.rates
         self._call("begin", rows)
 
     def propose(self, rows: Rows, max_nodes: int) -> DraftTree:

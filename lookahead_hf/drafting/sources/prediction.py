@@ -32,7 +32,7 @@ class PredictionDrafter(BuiltInDrafter):
     num_buckets = NUM_BUCKETS
 
     def __init__(self, predictions: Sequence[np.ndarray]) -> None:
-        """Take the ids of the answers, [length] each: one per row, or per prompt of several rows."""
+        """Take the ids of the answers, [length] each: one per row, or one per prompt's rows."""
         self._predictions = [np.asarray(prediction, np.int64) for prediction in predictions]
         self._alignments: list[Alignment] = []
         self.rates = self.prior()
