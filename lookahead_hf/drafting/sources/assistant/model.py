@@ -22,10 +22,7 @@ Branches = tuple[list[int], list[int]]
 
 
 class AssistantModel:
-    """A model that has read every row up to some token, and can forget the newest ones.
-
-    The rows are texts in the assistant's tokens.
-    """
+    """A model that has read every row up to some token, and can forget the newest ones."""
 
     def __init__(
         self,
@@ -35,9 +32,7 @@ class AssistantModel:
     ) -> None:
         """Read the rows' first tokens, [tokens] int64 each, in one forward; some may have none.
 
-        Raises:
-            Unserved: The model cannot run such rows.
-            ValueError: It has an encoder, but there is no input for it.
+        Unserved if the model cannot run such rows; ValueError if it lacks the input of its encoder.
         """
         checks.check_setup(model)
         checks.check_trees(model)
@@ -82,7 +77,7 @@ class AssistantModel:
             if chain:
                 self._rows.emit(row, chain[0])
         nodes = branches or [([], [])] * len(chains)
-        draft = DraftTree.from_rows(map(_hung, chains, nodes))
+        draft = DraftTree.from_rows(map(_block_after, chains, nodes))
         with torch.no_grad():
             outputs = self._runner.forward(self._runner.layout(self._rows, draft))
         self._rows.num_emitted[:] = kept
@@ -96,7 +91,7 @@ class AssistantModel:
         self._runner.keep(counts)
 
 
-def _hung(chain: Sequence[int], branches: Branches) -> Branches:
+def _block_after(chain: Sequence[int], branches: Branches) -> Branches:
     """Return a row's block without its first token: the rest of the chain, and nodes below it."""
     tokens, parents = branches
     rest = max(len(chain) - 1, 0)
@@ -104,7 +99,7 @@ def _hung(chain: Sequence[int], branches: Branches) -> Branches:
 
 
 def _left_padded(contexts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and whether they are attended, [rows, longest] each."""
+    """Return token ids and whether they are attended, [rows, longest] each."""
     width = max(map(len, contexts))
     ids = np.zeros((len(contexts), width), np.int64)
     attended = np.zeros((len(contexts), width), bool)
