@@ -13,7 +13,6 @@ from torch import nn
 from transformers import cache_utils
 
 from lookahead_hf.compat.caches import EmptyLayer
-from lookahead_hf.compat.forwards import is_offloaded
 
 _HYBRIDS = (
     "LinearAttentionAndFullAttentionLayer",
@@ -62,12 +61,10 @@ def without_padding(mixer: Any) -> Callable[..., Any]:
 
     In torch, transformers computes the delta rule and Mamba 2 in chunks, and pads a block to a
     whole chunk of 64 or 256 tokens. At 17 tokens of Qwen3.5-0.8B chunks of 17 take 1 ms instead of
-    13. The forward is the module's own where it has no such function, runs on another device, or
-    was replaced.
+    13. A mixer without such a function, or on another device, keeps its own forward.
     """
     own: Callable[..., Any] = mixer.forward
-    is_stock = not any("forward" in vars(m) or is_offloaded(m) for m in mixer.modules())
-    if not is_stock or any(parameter.device.type != "cpu" for parameter in mixer.parameters()):
+    if any(parameter.device.type != "cpu" for parameter in mixer.parameters()):
         return own
     function = inspect.unwrap(type(mixer).forward)
     found = {name: function.__globals__.get(name) for name in function.__code__.co_names}

@@ -67,7 +67,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
     if request.draws(call.do_sample):
         checks.check_trees(model)
     checks.check_trial(model)
-    shape, by_kernel = _block_shape(call)
+    shape = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)
     mask = call.model_kwargs.get(compat.decoder_names(model).mask)
@@ -90,7 +90,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
             call.do_sample,
             int(compat.text_config(model).vocab_size),
             position_limits.num_draftable(model, position_ids, call.num_new),
-            chains=runner.only_chains or (shape is not None and not by_kernel),
+            chains=runner.only_chains or (shape is not None and not shape.by_kernel),
         ),
         runner,
         processes,
@@ -107,7 +107,6 @@ def assemble(call: PreparedCall) -> DecodingSession:
         outputs=outputs,
         stats=stats,
         tracer=Tracer(stats.milliseconds) if request.config.trace else None,
-        by_kernel=by_kernel,
     )
 
 
@@ -159,19 +158,15 @@ def _checked_positions(call: PreparedCall) -> torch.Tensor:
     return position_ids
 
 
-def _block_shape(call: PreparedCall) -> tuple[BlockShape | None, bool]:
-    """The shape of all blocks where the text may not depend on the drafts, else None.
-
-    Returns:
-        The shape, and whether our kernel does all attention, whatever else would be faster.
-    """
+def _block_shape(call: PreparedCall) -> BlockShape | None:
+    """Return the shape of all blocks if the text may not depend on the drafts, else None."""
     if not call.request.config.draft_invariant:
-        return None, False
+        return None
     checks.check_invariance(call.model)
     # The kernel has no attention weights to return.
     by_kernel = not call.model_kwargs.get("output_attentions")
     by_kernel = by_kernel and self_test.keeps_bits_in_trees(call.model, INVARIANT_WIDTH)
-    return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH), by_kernel
+    return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH, by_kernel)
 
 
 def _runner(

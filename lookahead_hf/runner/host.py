@@ -115,14 +115,14 @@ class Runner(PromptRunner):
         given, device = inputs.model_inputs, self._next_position.device
         experts = compat.set_up_for_step(self.model, *given[self._names.ids].shape)
         mixers = {} if self.recurrent is None else self.recurrent.forwards
-        context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers)
+        context = ForwardContext(inputs.trees, inputs.flat, inputs.columns, mixers, self.by_kernel)
         steps = None if is_prompt else self._steps
 
         def run() -> Any:
             return self.model(**given, return_dict=True)
 
         with running(context, device), experts:
-            outputs = run() if steps is None else steps.run(run, inputs.num_tokens, inputs.flat)
+            outputs = run() if steps is None else steps.run(run, inputs.num_tokens)
         if steps is not None:
             self.execution = execution.COMPILED if steps.is_used else execution.MODEL
         self.num_fed += inputs.num_tokens
@@ -235,9 +235,9 @@ def node_counts(widths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _ahead(rows: Rows) -> np.ndarray:
-    """Tokens of each row that were fed since the prompt, [rows].
+    """Return the tokens of each row that were fed since the prompt, [rows].
 
-    The last token of a text that has ended may be the end of a table of positions.
+    A finished row may already be at the last learned position and must not move past it.
     """
     ahead = rows.num_fed
     return np.minimum(ahead, ahead[rows.live].max(initial=0))

@@ -27,10 +27,12 @@ class BlockShape:
     Attributes:
         width: Tokens per row; padding that no token sees fills what a draft leaves free.
         room: Slots behind the longest prompt.
+        by_kernel: Whether our kernel does all attention, even where torch is faster.
     """
 
     width: int
     room: int
+    by_kernel: bool = False
 
 
 @dataclass(frozen=True, slots=True)

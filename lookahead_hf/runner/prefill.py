@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ class PromptRunner(ABC):
     Attributes:
         execution: How the steps were run, as in `SpeculativeStats`.
         num_fed: Tokens that the model was fed, padding included.
+        by_kernel: Counts attentions by whether our kernel did them, if the shape of blocks asks for
+            it everywhere; else None.
         only_chains: Whether drafts must be chains, as a recurrent state has one past.
         recurrent: The layers that keep such a state, None without any or before the prompt.
         is_flat: Whether blocks hold the tokens of live rows alone, without padding.
@@ -58,6 +61,7 @@ class PromptRunner(ABC):
         self.num_rows = num_rows
         self._cache: AdoptedCache | None = None
         self._shape, self._is_compiled = shape, compiled.is_compiled(model)
+        self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
         self._steps = steps
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft

@@ -16,6 +16,7 @@ from lookahead_hf import compat
 from lookahead_hf.model import numerics
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
+from lookahead_hf.patches.mixers import without_padding
 
 MOST_PENDING = 16
 """Tokens of a row that wait for its state; as soon as there are so many, the state advances."""
@@ -223,7 +224,7 @@ class Compared(TokenByToken):
         own = self._run
         for bias in HARSH:
             if (harsh := _with_biases(self._module, bias)) is not None:
-                self._run = compat.without_padding(harsh)
+                self._run = without_padding(harsh)
                 self._compare(inputs)
         self._run = own
         return self._compare(inputs)

@@ -15,7 +15,6 @@ from lookahead_hf.model import numerics
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches import tree_attention
-from lookahead_hf.patches.forward import left_to_kernel
 from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
@@ -85,11 +84,13 @@ def keeps_bits_in_trees(model: Any, width: int) -> bool:
 @torch.no_grad()
 def _is_all_by_kernel(model: Any, width: int) -> bool:
     ids = torch.arange(PROMPT, device=model.device)[None]
-    runner, rows = Runner(model, 1, BlockShape(width, width)), Rows(ids.to("cpu").numpy())
-    with patched(model), left_to_kernel() as counts:
+    runner = Runner(model, 1, BlockShape(width, width, by_kernel=True))
+    rows, counts = Rows(ids.to("cpu").numpy()), runner.by_kernel
+    with patched(model):
         runner.start(ids, compat.DynamicCache(config=model.config))
         rows.emit(0, PROMPT)
         runner.launch(rows, DraftTree.empty(1))
+    assert counts is not None
     return counts[True] >= len(runner.cache.slots.layers) and not counts[False]
 
 

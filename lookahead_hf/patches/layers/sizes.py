@@ -14,7 +14,7 @@ import torch
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
-from lookahead_hf.patches.layer_programs import Program, Unknown
+from lookahead_hf.patches.layers.programs import Program, Unknown
 
 is_checked = os.environ.get("LOOKAHEAD_HF_CHECK_BOUNDS") == "1"
 """Whether every call of the kernels is checked, which takes longer than the call."""

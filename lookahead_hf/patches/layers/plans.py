@@ -10,7 +10,7 @@ import torch
 
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels.cpu.program import Plan
-from lookahead_hf.patches import layer_sizes
+from lookahead_hf.patches.layers import sizes
 
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -45,8 +45,8 @@ def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Pl
     if len(slots) != rows * width or not _fit(slots, parts, len(group.dropped), capacity):
         return None
     plan = Plan(slots, parts)
-    if layer_sizes.is_checked:
-        layer_sizes.check_plan(plan, len(group.dropped), capacity)
+    if sizes.is_checked:
+        sizes.check_plan(plan, len(group.dropped), capacity)
     return plan
 
 

@@ -13,7 +13,7 @@ from lookahead_hf import compat
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.kernels.cpu.program import KINDS
-from lookahead_hf.patches.layer_code import NORM, is_known, is_own, own_names, unwrapped
+from lookahead_hf.patches.layers.code import NORM, is_known, is_own, own_names, unwrapped
 
 PIECE, LARGE_PIECE, LARGE = 32, 128, 8192
 """Outputs of a piece of a linear layer, and of a layer with more outputs than `LARGE`."""

@@ -10,8 +10,8 @@ from transformers.activations import ACT2FN
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
-from lookahead_hf.patches.layer_programs import Program, Unknown, check_shape, piece_of
-from lookahead_hf.patches.layer_sizes import check_sizes
+from lookahead_hf.patches.layers.programs import Program, Unknown, check_shape, piece_of
+from lookahead_hf.patches.layers.sizes import check_sizes
 
 
 def of_linear(module: nn.Linear) -> Program:
