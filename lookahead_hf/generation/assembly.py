@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lookahead_hf import compat, ngram_pool
 from lookahead_hf.call import execution
 from lookahead_hf.call.outputs import RequestedOutputs
@@ -53,7 +51,6 @@ def assemble(call: PreparedCall) -> DecodingSession:
         draws=request.draws(call.do_sample),
         assistant=request.assistant_model,
     )
-    position_ids = _checked_positions(call)
     constraint = constraints.of_call(call.processors, call.num_rows)
     drafters = build_drafters(
         model,
@@ -64,9 +61,10 @@ def assemble(call: PreparedCall) -> DecodingSession:
         call.processors,
         None if constraint is None else constraint.shadow,
     )
-    if request.draws(call.do_sample):
-        checks.check_trees(model)
-    checks.check_trial(model)
+    checks.admit_call(call)
+    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
+    assert position_ids is not None
+    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
     shape = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)
@@ -147,22 +145,10 @@ def build_drafters(
         return []
 
 
-def _checked_positions(call: PreparedCall) -> torch.Tensor:
-    """The prompt's positions, [..., rows, columns]; raises Unserved where the call has to."""
-    model = call.model
-    checks.check_call(model, call.generation_config, call.model_kwargs, is_checked=call.is_checked)
-    checks.check_room(model, call.input_ids, call.generation_config, call.model_kwargs)
-    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
-    assert position_ids is not None
-    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
-    return position_ids
-
-
 def _block_shape(call: PreparedCall) -> BlockShape | None:
     """Return the shape of all blocks if the text may not depend on the drafts, else None."""
     if not call.request.config.draft_invariant:
         return None
-    checks.check_invariance(call.model)
     # The kernel has no attention weights to return.
     by_kernel = not call.model_kwargs.get("output_attentions")
     by_kernel = by_kernel and self_test.keeps_bits_in_trees(call.model, INVARIANT_WIDTH)
