@@ -1,4 +1,4 @@
-"""What a decoder layer does, as a program for the compiled kernels."""
+"""Describes layers as programs for the compiled kernels."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def of_layer(layer: Any) -> Program:
 
 @dataclass
 class _Ends:
-    """How the results of a layer's halves are added to the stream."""
+    """The ends of a layer's halves, whose results are added to the stream."""
 
     program: Program
     factor: int
 
     def add(self, half: tuple[Any, str], norm: Any) -> None:
-        """Multiply by the last weight of a half, and add the result, or its norm."""
+        """Multiply by the last weight of a half, and add the result or its norm."""
         linear, source = half
         if norm:
             self.program.linear(linear, source, "mixed")
@@ -80,7 +80,7 @@ class _Ends:
 
 
 def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
-    """Add the operations of attention up to its last linear layer, which is returned."""
+    """Add the operations of attention; return its last linear layer and the input of that."""
     program.replace(module, "Attention")
     dim = program.head_dim = module.head_dim
     if hasattr(module, "qkv_proj"):
@@ -138,8 +138,8 @@ def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **g
     """Add the rotation of heads, after their norm."""
     addresses: dict[int, Any] = {fields.SOURCE: source, fields.TARGET: target, fields.PLAN: "plan"}
     if program.is_rotated:
-        told = {fields.COS: "cos", fields.SIN: "sin"}
-        addresses |= told | {fields.ROTATED: "rotated", fields.FLAVOUR: "wide"}
+        addresses |= {fields.COS: "cos", fields.SIN: "sin"}
+        addresses |= {fields.ROTATED: "rotated", fields.FLAVOUR: "wide"}
     if norm is not None:
         flavour, epsilon = program.norm_of(norm)
         addresses[fields.WEIGHT] = norm, "weight"
@@ -148,7 +148,7 @@ def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **g
 
 
 def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
-    """Add the operations of a feed-forward network up to its last linear layer."""
+    """Add the operations of a feed-forward network, as `_attention` does."""
     program.replace(module, "MLP")
     if hasattr(module, "c_fc"):
         flavour = _activation(program, module.act)

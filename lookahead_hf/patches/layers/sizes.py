@@ -1,4 +1,4 @@
-"""What the operations of a program read and write, and whether it lies within what they are given.
+"""Checks that the operations of a program stay within the tensors that they are given.
 
 The kernels compute addresses from sizes, and nothing else stops them at the end of a tensor.
 """
@@ -17,11 +17,11 @@ from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
 from lookahead_hf.patches.layers.programs import Program, Unknown
 
 is_checked = os.environ.get("LOOKAHEAD_HF_CHECK_BOUNDS") == "1"
-"""Whether every call of the kernels is checked, which takes longer than the call."""
+"""Whether every call of the kernels is checked, which takes longer than the call itself."""
 
 
 def numbers_at(op: dict[int, int]) -> dict[int, int]:
-    """Return how many numbers an operation takes of each address: of a token, or of a weight."""
+    """Return the numbers that an operation uses at each address: per token, or of a weight."""
     size, outputs, heads = (op.get(at, 0) for at in (fields.SIZE, fields.OUTPUTS, fields.HEADS))
     if op[fields.KIND] in (fields.LINEAR, fields.GATED):
         weight = size * outputs
@@ -36,11 +36,7 @@ def numbers_at(op: dict[int, int]) -> dict[int, int]:
 
 
 def check_sizes(program: Program) -> None:
-    """Check that operations write what others read, and that weights have what they read.
-
-    Raises:
-        Unknown: They do not.
-    """
+    """Raise Unknown unless the sizes of operations, buffers and weights agree."""
     stored = program.shared_heads * program.head_dim
     of_token = {"stream": program.size, "out": program.outputs}
     of_token |= {"k_store": stored, "v_store": stored} | program.buffers
@@ -76,12 +72,12 @@ def check_bounds(
     num_tokens: int,
     floats: int,
 ) -> None:
-    """Check that all that a program is about to read and write lies where it belongs.
+    """Check that a program reads and writes only inside its tensors.
 
     Args:
         program: The program.
         ops: Its operations with all addresses, [operations, fields].
-        memory: That of each weight, by its place, and of each buffer, by its name.
+        memory: Memory of each weight, by its number, and of each buffer, by its name.
         num_tokens: Tokens of the block.
         floats: Float32 numbers that a thread has room for.
     """
@@ -99,7 +95,7 @@ def check_bounds(
 
 
 def _scratch(op: np.ndarray, num_tokens: int) -> int:
-    """Return how many float32 numbers a thread writes to carry out an operation."""
+    """Return the float32 numbers that a thread writes during an operation."""
     kind = op[fields.KIND]
     if kind in (fields.LINEAR, fields.GATED):
         return int(op[fields.PIECE]) * num_tokens * (2 if kind == fields.GATED else 1)

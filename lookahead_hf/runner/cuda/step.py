@@ -18,7 +18,7 @@ from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compiled
 from lookahead_hf.patches import lazy_mask, tree_attention
 from lookahead_hf.patches.forward import ForwardContext, running
-from lookahead_hf.patches.lazy_mask import UnreadMask
+from lookahead_hf.patches.lazy_mask import LazyMask
 from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
@@ -353,7 +353,7 @@ class StepFunction:
         rows, width = draft.tokens.shape
         like = self._model.dtype, draft.tokens.device
         return {
-            name: UnreadMask.of(make, (rows, 1, width, held[name].visible), *like)
+            name: LazyMask.of(make, (rows, 1, width, held[name].visible), *like)
             for name, make in made.items()
         }
 
