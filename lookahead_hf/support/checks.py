@@ -30,7 +30,7 @@ ENCODER_DECODERS = frozenset(
     {"bart", "blenderbot", "blenderbot-small", "florence2", "longt5", "m2m_100", "marian", "mbart"}
     | {"moonshine", "mt5", "mvp", "pegasus", "plbart", "t5", "t5gemma", "umt5", "whisper"}
 )
-"""Types whose decoder looks positions up in a table, weighs distances, or takes positions."""
+"""Types whose decoder positions we know: by a table, by distances, or by position ids."""
 
 _SCALARS = (bool, int, float, str)
 
@@ -95,10 +95,10 @@ def _check_blocks(model: Any) -> None:
 
 
 def takes_flat(model: Any, position_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Return whether a call's tokens may be fed as one row, whose attention alone we divide.
+    """Return whether a call may run in flat blocks, whose attention alone tells rows apart.
 
-    Nothing else may couple the tokens or tell the rows apart, such as an argument with an entry for
-    every row, or a hook of the caller's.
+    So nothing else may couple tokens or depend on rows, such as an argument with an entry for every
+    row, or a hook.
 
     Args:
         model: The model.
@@ -206,7 +206,7 @@ def _check_room(call: PreparedCall) -> None:
 
 
 def on_device(model: Any, input_ids: torch.Tensor) -> bool:
-    """Return whether steps can stay on the device: the model is there, and counts no columns."""
+    """Return whether steps can stay on the device of the prompt."""
     facts = facts_of(model)
     counts = facts.needs_columns or prefix_tuning.of_model(model).count
     return facts.all_on(input_ids.device) and not counts and not facts.mixers

@@ -1,4 +1,4 @@
-"""Plain's own forwards, a token a step, to which the self tests compare."""
+"""Plain generation's forwards of single tokens, which self tests compare with."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lookahead_hf import compat
 def plain_by_steps(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, num_prompt: int
 ) -> torch.Tensor:
-    """Return plain's logits of the tokens behind the prompt, [rows, tokens, vocab]; a token a step.
+    """Return the logits of plain generation behind a prompt, [rows, tokens, vocab].
 
-    The inputs of a step are prepared as in `generate`, since a class may do so in its own way.
+    The inputs of each step are prepared as in `generate`, which a class may override.
 
     Args:
         model: The model.
         ids: The text, [rows, columns].
         mask: Its mask, of the same shape.
-        num_prompt: Columns that one forward reads at first.
+        num_prompt: Columns of the prompt, which one forward reads.
     """
     given: dict[str, Any] = {"use_cache": True, "attention_mask": mask[:, :num_prompt]}
     names = compat.decoder_names(model)

@@ -1,4 +1,4 @@
-"""The self test of a model with recurrent states: do ragged chains give plain's logits?"""
+"""The self test of a model with recurrent states: do ragged chains give plain logits?"""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from lookahead_hf.support.plain_steps import plain_by_steps
 
 PROMPT = 6
 RIGHT = ((3, 0, 2, 0, 1, 3, 2, 3), (1, 2, 0, 3, 0, 2, 3, 3))
-"""Right tokens of the chains of two rows, step by step; a wrong one follows, but in the first.
-
-They are more than wait for a state."""
+"""Right tokens in the chains of two rows, step by step; from the second step on a wrong one follows.
+They are more than `MOST_PENDING`."""
 
 TOLERANCE = 1e-3
-"""Largest difference allowed, in standard deviations of the logits. Rounding gives about 1e-5, a
-state that is ignored 2e-2 in a tiny Jamba."""
+"""Largest difference allowed, in standard deviations of the logits. Rounding gives about 1e-5, an
+ignored state 2e-2 in a tiny Jamba."""
 
 MIXER_TOLERANCE, MIXER_TOLERANCE_HALF = 1e-3, 0.1
 """Largest difference of a mixer's outputs and states that counts as rounding, in standard
@@ -33,9 +32,9 @@ deviations."""
 
 @torch.no_grad()
 def differs_by(model: Any) -> float:
-    """Return the largest difference to plain's logits, in standard deviations of these.
+    """Return the largest difference from plain logits, in their standard deviations.
 
-    Before that, find out and remember which mixers have to get the tokens of a block one by one.
+    This also finds the mixers that have to get the tokens of a block one by one.
     """
     vocab = compat.text_config(model).vocab_size
     length = PROMPT + 2 + max(sum(each) + len(each) for each in RIGHT)
@@ -51,7 +50,7 @@ def differs_by(model: Any) -> float:
 
 
 def _decide(model: Any, text: np.ndarray) -> None:
-    """Find out which mixers go on from their state with several tokens, and remember the others."""
+    """Find and remember the mixers that do not go on from their state with several tokens."""
     known, key = state_of(model).stepwise_mixers, numerics.of_model(model)
     known.pop(key, None)
     runner = Runner(model, 2)
@@ -63,7 +62,7 @@ def _decide(model: Any, text: np.ndarray) -> None:
 
 
 def _ragged(runner: Runner, text: np.ndarray) -> list[tuple[int, torch.Tensor]]:
-    """Logits of two rows that advance by different counts, each with its place in the text."""
+    """Return logits of two rows that advance by different counts, each with its place."""
     prompt = torch.from_numpy(text[:PROMPT])[None].repeat(2, 1)
     rows, got = Rows(prompt.numpy()), []
     runner.start(prompt.to(runner.model.device), compat.DynamicCache(config=runner.model.config))

@@ -1,4 +1,4 @@
-"""A self test for unknown models: does a ragged draft tree give plain's logits?"""
+"""A self test for unknown models: does a ragged draft tree give plain logits?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRIED = frozenset(
     | {"llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3"}
     | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
 )
-"""Text model types that the tests over all architectures cover."""
+"""Text model types that our tests over all architectures cover."""
 
 PROMPT, TEXT = 6, 12
 TOLERANCE, TOLERANCE_HALF = 0.01, 0.15
@@ -37,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 
 def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
-    """Return why blocks of draft trees over ragged rows give other logits than plain forwards.
+    """Return why draft trees over ragged rows give other logits than plain forwards.
 
-    The types in `TRIED` are trusted where transformers' own methods run them. Any other model is
-    tested once in each of the numerics that it is called with, with ten forwards over a dozen
-    tokens. What hooks may have caused is tested anew when the model's hooks are others.
+    Types in `TRIED` are trusted if transformers' own methods run them. Any other model is tested
+    once for each of its numerics, with ten forwards over a dozen tokens. A fault that hooks may
+    have caused is tested again when the model's hooks change.
 
     Args:
         model: The target.
         is_flat: Whether the blocks are flat; see `runner.flat`.
 
     Returns:
-        What was found, empty for no fault; and what to do about it, empty where nothing helps.
+        The fault, and what to do about it; each may be empty.
     """
     if compat.text_config(model).model_type in TRIED and compat.is_stock(model):
         return "", ""
@@ -71,7 +71,7 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
 def keeps_bits_in_trees(model: Any, width: int) -> bool:
     """Return whether a token has the same bits in any draft tree, in blocks of `width` tokens.
 
-    That is so where our kernel does all attention; one forward over a few tokens shows it.
+    It has if our kernel does all attention, as one forward over a few tokens shows.
     """
     if compat.counts_positions(model) or not tree_attention.serves(model.device, width):
         return False
@@ -95,10 +95,10 @@ def _is_all_by_kernel(model: Any, width: int) -> bool:
 
 
 def _try(model: Any, is_flat: bool) -> str:
-    """Return what was found, empty for no fault.
+    """Return the fault, empty for none.
 
-    Any exception counts as a fault, since a call would meet it too, but lack of memory and what the
-    system cannot do are raised.
+    Exceptions count, since a call would meet them too; lack of memory and failures of the system
+    are raised.
     """
     name, is_recurrent = type(model).__name__, bool(facts_of(model).mixers)
     try:
@@ -128,7 +128,7 @@ def _try(model: Any, is_flat: bool) -> str:
 
 @torch.no_grad()
 def _differs_by(model: Any, is_flat: bool) -> float:
-    """Largest difference to plain's logits, in standard deviations of these."""
+    """Return the largest difference from plain logits, in their standard deviations."""
     vocab = compat.text_config(model).vocab_size
     text = np.random.default_rng(0).integers(vocab // 8, vocab, TEXT)
     ids = torch.from_numpy(text)[None].repeat(2, 1).to(model.device)
@@ -143,8 +143,7 @@ def _differs_by(model: Any, is_flat: bool) -> float:
 def _ragged(
     model: Any, text: np.ndarray, prompt: torch.Tensor, mask: torch.Tensor, is_flat: bool
 ) -> list[tuple[tuple[int, int], torch.Tensor]]:
-    """Logits of two rows that advance by different counts, each with its row and place behind the
-    prompt."""
+    """Return logits of two rows that advance by different counts, each with its row and place."""
     runner, rows = Runner(model, 2, flat=is_flat), Rows(prompt.to("cpu").numpy())
     decoy = int(text[0])
     with patched(model):

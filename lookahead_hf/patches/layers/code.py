@@ -33,8 +33,8 @@ _PREFIXES = {
     "smollm3": "SmolLM3",
     "starcoder2": "Starcoder2",
 }
-"""Modules of transformers whose code the kernels compute, with the prefix of their classes. They are
-imported in this order until one has the code in question."""
+"""Modules of transformers whose code the kernels compute, and the prefixes of their classes. They
+are imported in this order until one has the code in question."""
 
 _PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "Model", "TextModel")
 
