@@ -18,8 +18,8 @@ from lookahead_hf.support.plain_steps import plain_by_steps
 
 PROMPT = 6
 RIGHT = ((3, 0, 2, 0, 1, 3, 2, 3), (1, 2, 0, 3, 0, 2, 3, 3))
-"""Right tokens in the chains of two rows, step by step; from the second step on a wrong one follows.
-They are more than `MOST_PENDING`."""
+"""Right tokens in the chains of two rows, step by step, more than `MOST_PENDING` in all. From the
+second step on a wrong token follows."""
 
 TOLERANCE = 1e-3
 """Largest difference allowed, in standard deviations of the logits. Rounding gives about 1e-5, an
