@@ -202,7 +202,7 @@ def _run(rows: slice, first: int, counts: np.ndarray) -> Run:
 
 
 def _by_row(flat: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    """Return the entries of `flat`, [any, size], at `places`, [rows, width], copied if necessary."""
+    """Return entries of `flat`, [any, size], at `places`, [rows, width], copied if necessary."""
     if places.size == len(flat) and (places.ravel() == np.arange(places.size)).all():
         return flat.view(*places.shape, -1)
     at = torch.from_numpy(places.ravel()).to(flat.device)
