@@ -109,7 +109,7 @@ LAYERS = {
     "patches": (
         "install layers.code layers.trial lazy_mask tree_attention trust",
         "forward layers.programs",
-        "attention implicit_positions layers.sizes mixers",
+        "attention implicit_positions mixers",
         "layers.descriptions layers.plans layers.room patched",
         "layers.step",
         "layers.compiled",

@@ -11,7 +11,6 @@ from transformers.activations import ACT2FN
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.patches.layers.programs import Program, Unknown, check_shape, piece_of
-from lookahead_hf.patches.layers.sizes import check_sizes
 
 
 def of_linear(module: nn.Linear) -> Program:
@@ -58,7 +57,7 @@ def of_layer(layer: Any) -> Program:
             raise Unknown("a layer has something else in place of a dropout")
     program.size = len(layer.post_attention_layernorm.weight)
     program.buffers |= {"normed": program.size, "mixed": program.size}
-    check_sizes(program)
+    _check_sizes(program)
     return program
 
 
@@ -191,3 +190,37 @@ def _activation(program: Program, module: Any) -> int:
     if kind is type(ACT2FN["gelu_pytorch_tanh"]):
         return fields.GELU_TANH
     raise Unknown(f"there is no kernel for the activation {kind.__name__}")
+
+
+def numbers_at(op: dict[int, int]) -> dict[int, int]:
+    """Return the numbers that an operation uses at each address: per token, or of a weight."""
+    size, outputs, heads = (op.get(at, 0) for at in (fields.SIZE, fields.OUTPUTS, fields.HEADS))
+    if op[fields.KIND] in (fields.LINEAR, fields.GATED):
+        weight = size * outputs
+        of_weights = {fields.WEIGHT: weight, fields.WEIGHT_2: weight}
+        of_biases = {fields.BIAS: outputs, fields.BIAS_2: outputs}
+        return {fields.SOURCE: size, fields.TARGET: outputs} | of_weights | of_biases
+    of_token = {fields.SOURCE: heads * size, fields.TARGET: heads * size}
+    if op[fields.KIND] == fields.ATTEND:
+        stored = op[fields.SHARED] * size
+        return of_token | {fields.WEIGHT: stored, fields.WEIGHT_2: stored}
+    return of_token | {fields.WEIGHT: size, fields.BIAS: size}
+
+
+def _check_sizes(program: Program) -> None:
+    """Raise Unknown unless operations, buffers and weights agree in size.
+
+    The kernels compute addresses from sizes, and nothing else stops them at the end of a tensor.
+    """
+    stored = program.shared_heads * program.head_dim
+    of_token = {"stream": program.size, "out": program.outputs}
+    of_token |= {"k_store": stored, "v_store": stored} | program.buffers
+    for op, field, of, offset in program.places:
+        needed = numbers_at(program.ops[op]).get(field)
+        if isinstance(of, int):
+            assert needed is not None
+            fits = offset + needed * program.dtype.itemsize <= program.weights[of].num_bytes
+        else:
+            fits = needed is None or needed == of_token[of]
+        if not fits:
+            raise Unknown("weights differ in size from what they are multiplied by")

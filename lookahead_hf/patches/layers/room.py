@@ -10,7 +10,6 @@ import torch
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Workspace
-from lookahead_hf.patches.layers import sizes
 from lookahead_hf.patches.layers.programs import Program
 
 ARGUMENTS = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")
@@ -72,23 +71,14 @@ class Room:
         if key not in self._addresses:
             self._addresses[key] = _Addresses(units)
         held = self._addresses[key].fill(self._flat, given)
-        count = sum(len(unit.program.ops) for unit in units)
         floats = max(floats, *(unit.program.floats(num_tokens) for unit in units))
-        if sizes.is_checked:
-            self._check(units, num_tokens, floats)
-        self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
+        self._launch(units, num_tokens, floats)
         del held  # not before: another thread may replace a weight in the meantime
 
-    def _check(self, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
-        """Check that the kernels stay within weights, buffers and scratch memory."""
-        for unit in units:
-            own = unit.program
-            memory: dict[int | str, torch.UntypedStorage] = {
-                at: weight.tensor.untyped_storage() for at, weight in enumerate(own.weights)
-            }
-            memory |= {name: self._buffer(name, own).untyped_storage() for name in own.buffers}
-            ops = self._ops[unit.first : unit.first + len(own.ops)]
-            sizes.check_bounds(own, ops, memory, num_tokens, floats)
+    def _launch(self, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
+        """Carry out the operations of units, whose addresses are filled in."""
+        count = sum(len(unit.program.ops) for unit in units)
+        self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
 
 
 class _Addresses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +15,12 @@ from lookahead_hf.cache.slot_layer import Block
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import Plan
 from lookahead_hf.patches.forward import ForwardContext
-from lookahead_hf.patches.layers import sizes
 from lookahead_hf.patches.layers.descriptions import of_layer, of_linear
 from lookahead_hf.patches.layers.plans import plan_of
 from lookahead_hf.patches.layers.programs import Unknown
 from lookahead_hf.patches.layers.room import Room, Unit
 from lookahead_hf.patches.layers.step import LayerStep
+from tests.helpers.bounds import bounds_checked, check_plan
 from tests.helpers.changes import freed, on_meta, shrunk
 from tests.helpers.compiled import run
 from tests.helpers.models import tiny
@@ -153,23 +153,19 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Check bounds, and count the checks."""
-    done: list[Any] = []
-    inner = sizes.check_bounds
-    monkeypatch.setattr(sizes, "is_checked", True)
-    monkeypatch.setattr(sizes, "check_bounds", lambda *given: done.append(inner(*given)))
-    return done
+def checked() -> Iterator[list[Unit]]:
+    with bounds_checked() as done:
+        yield done
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_families_stay_within_bounds(name: str, checked: list[Any]) -> None:
+def test_families_stay_within_bounds(name: str, checked: list[Unit]) -> None:
     assert run(tiny(name), True).execution == "compiled"
     assert len(checked) > 20
 
 
 def test_a_program_out_of_bounds_raises(
-    checked: list[Any], monkeypatch: pytest.MonkeyPatch
+    checked: list[Unit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tiny("llama").model.layers[1].mlp.up_proj
     x, out = torch.randn(1, 48), torch.empty(1, 96)
@@ -192,15 +188,15 @@ def test_a_program_out_of_bounds_raises(
 def test_a_plan_out_of_bounds_raises() -> None:
     plan = planned(SEEN)
     assert plan is not None
-    sizes.check_plan(plan, 1, 8)
+    check_plan(plan, 1, 8)
     with pytest.raises(IndexError, match="slots"):
-        sizes.check_plan(plan, 1, 4)
+        check_plan(plan, 1, 4)
     for field, value in ((fields.ROW_SLOT, 8), (fields.END, 9), (fields.COUNT, 3)):
         kept = plan.segments[0, field]
         plan.segments[0, field] = value
         with pytest.raises(IndexError, match="outside of their room"):
-            sizes.check_plan(plan, 1, 8)
+            check_plan(plan, 1, 8)
         plan.segments[0, field] = kept
     plan.tails[:] = 8
     with pytest.raises(IndexError, match="tails"):
-        sizes.check_plan(plan, 1, 8)
+        check_plan(plan, 1, 8)
