@@ -126,7 +126,7 @@ LAYERS = {
         "cuda.runner",
     ),
     "serving": ("metrics openai_fields tools", "fields", "schemas", "middleware", "server"),
-    "support": ("plain_steps", "recurrent_self_test", "self_test", "checks"),
+    "support": ("self_test", "checks"),
     "verification": (
         "node_processors rng stopping verifier",
         "lockstep noise",
