@@ -25,7 +25,7 @@ StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", EmptyLayer)
 """Type of a layer of a cache that holds a state and no K and V."""
 
 STATE_ATTENTION = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""What the attention of layer types with K, V and a state is."""
+"""The attention of layer types with K, V and a state."""
 
 WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mlp", "moe"})
 """Layer types without attention."""
@@ -50,7 +50,7 @@ def _uses_state(module_class: Any) -> bool:
 
 
 def states_of(mixer: Any, cache: Any) -> list[tuple[dict[int, torch.Tensor], int]]:
-    """Return where a mixer's states are: dicts of tensors [rows, ...], each with its key."""
+    """Return the places of a mixer's states: dicts of tensors [rows, ...], each with its key."""
     layer = cache.layers[mixer.layer_idx]
     held = [(kept, key) for kept in (layer.conv_states, layer.recurrent_states) for key in kept]
     return [(kept, key) for kept, key in held if kept[key] is not None]
@@ -101,6 +101,6 @@ def _short(function: Any) -> Callable[..., Any]:
 
 
 def with_states(masks: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | None]:
-    """Add to a block's masks what layers with a state look for: padding is in no block."""
+    """Add the masks that layers with a state look up; blocks hold no padding."""
     names = {name: masks.get(kind) for name, kind in STATE_ATTENTION.items()}
     return {**masks, **names, **dict.fromkeys(WITHOUT_ATTENTION)}
