@@ -84,33 +84,25 @@ def counts_by_mask(model: Any) -> bool:
     return any("cumsum(" in source for source in mask_sources(model))
 
 
-def relative_biases(model: Any) -> list[Any]:
-    """Return the attentions of a decoder that add a bias by the distance of two tokens."""
-    modules = _decoder(model).modules()
-    return [m for m in modules if getattr(m, "has_relative_attention_bias", False)]
+def decoder_modules(model: Any) -> list[Any]:
+    """Return all modules of the decoder alone."""
+    return list(_decoder(model).modules())
 
 
-def windowed_by_slot(model: Any) -> list[Any]:
-    """Return the attentions that cut their window out of a causal matrix, the buffer `bias`."""
-    return [module for module in model.modules() if is_windowed_by_slot(module)]
+def has_relative_bias(module: nn.Module) -> bool:
+    """Return whether an attention adds a bias by the distance of two tokens."""
+    return bool(getattr(module, "has_relative_attention_bias", False))
 
 
 def is_windowed_by_slot(module: nn.Module) -> bool:
-    """Return whether a module is such an attention."""
+    """Return whether an attention cuts its window out of a causal matrix, the buffer `bias`."""
     return "bias" in module._buffers and getattr(module, "attention_type", None) == "local"
 
 
-ALIBI_BUILDERS = ("build_alibi_tensor", "build_mpt_alibi_tensor")
-
-
-def alibi_builders(model: Any) -> list[tuple[Any, str]]:
-    """Return the modules that bias attention by distance, and the methods that make the bias.
-
-    Bloom makes it from a mask, by the number of attended tokens before each one, for every row and
-    head. MPT makes it for its longest text, ending in 0, and slices it to the length of the cache.
-    """
-    modules = model.get_decoder().modules()
-    return [(m, name) for m in modules for name in ALIBI_BUILDERS if hasattr(m, name)]
+BLOOM_ALIBI, MPT_ALIBI = "build_alibi_tensor", "build_mpt_alibi_tensor"
+"""Methods that make a bias by distance. Bloom's makes it from a mask, by the number of attended
+tokens before each one, for every row and head. MPT's makes it for its longest text, ending in 0; it
+is sliced to the length of the cache."""
 
 
 def position_table(model: Any) -> int | None:

@@ -39,13 +39,14 @@ def put_under(model: nn.Module, give: SetOwn) -> None:
         return
     for table in compat.counted_tables(model):
         give(table, "forward", _looked_up(table))
-    for module in compat.relative_biases(model):
-        give(module, "compute_bias", _by_column(module.compute_bias))
-    for module, name in compat.alibi_builders(model):
-        made = _by_order if name == "build_alibi_tensor" else _by_distance
-        give(module, name, made(getattr(module, name)))
-    for module in compat.windowed_by_slot(model):
-        give(module, "bias", _window(module, module.config.window_size))
+    for module in compat.decoder_modules(model):
+        if compat.has_relative_bias(module):
+            give(module, "compute_bias", _by_column(module.compute_bias))
+        for name, made in ((compat.BLOOM_ALIBI, _by_order), (compat.MPT_ALIBI, _by_distance)):
+            if hasattr(module, name):
+                give(module, name, made(getattr(module, name)))
+        if compat.is_windowed_by_slot(module):
+            give(module, "bias", _window(module, module.config.window_size))
 
 
 def _columns() -> Columns | None:
