@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -112,54 +111,57 @@ def _ours(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = current()
-        attend = partial(_attend, context, name, module, dropout, scaling, kwargs)
+        kwargs |= {"dropout": dropout, "scaling": scaling}
+        call = _Call(context, name, module, kwargs)
         if context is None or context.flat is None:
-            return attend(query, key, value, attention_mask)
-        return context.flat.attend(attention_mask, query, key, value, attend), None
+            return call.attend(query, key, value, attention_mask)
+        return context.flat.attend(attention_mask, query, key, value, call.attend), None
 
     return attention
 
 
-def _attend(
-    context: ForwardContext | None,
-    name: str,
-    module: nn.Module,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as the function of this name does, in our way where we have one."""
-    function, is_stock = registered(context, name, module)
-    more = kwargs.get("softcap"), kwargs.get("s_aux")
-    if compat.is_flash(function):
-        if context is None or mask is None or mask.dim() == 2:
-            named = compat.under_own_name(module, name)
-            given = query, key, value, mask
-            return function(named, *given, dropout=dropout, scaling=scaling, **kwargs)
-        # It takes no mask of ours. Its replacement has all that the layer asks for.
-        function = compat.SDPA if more == (None, None) else None
-    if context is not None and is_stock and kwargs.get("position_bias") is None:
-        # Depending on its version, transformers' sdpa refuses or ignores them.
-        has_them = function is None or more == (None, None)
-        tree = context.tree(mask) if has_them else None
-        out = _by_kernel(context, tree, query, key, value, scaling, kwargs)
-        if out is not None:
-            return out, None
-        if function is not None and _folds(query, key, mask, kwargs):
-            groups = query.shape[1] // key.shape[1]
-            mask = None if mask is None else _folded(context, mask, groups)
-            out = fold(query, key, value, mask, groups, scaling)
-            # A flat block copies it into another order anyway.
-            return (out if context.flat else out.contiguous()), None
-    original = function or compat.eager_attention(module)
-    is_replaced = context is not None and function is not None and not is_stock
-    if is_replaced and mask is not None and mask.dtype != torch.bool:
-        mask = mask == 0  # as transformers gives it to sdpa
-    return original(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+class _Call(NamedTuple):
+    """A call of a layer's attention, without queries, keys, values and the mask."""
+
+    context: ForwardContext | None
+    name: str
+    module: nn.Module
+    kwargs: dict[str, Any]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the function of this name does, in our way where we have one."""
+        context, kwargs = self.context, self.kwargs
+        function, is_stock = registered(context, self.name, self.module)
+        is_simple = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+        if compat.is_flash(function):
+            if context is None or mask is None or mask.dim() == 2:
+                named = compat.under_own_name(self.module, self.name)
+                return function(named, query, key, value, mask, **kwargs)
+            # It takes no mask of ours. Its replacement has all that the layer asks for.
+            function = compat.SDPA if is_simple else None
+        if context is not None and is_stock and kwargs.get("position_bias") is None:
+            # Depending on its version, transformers' sdpa refuses or ignores soft caps and sinks.
+            tree = context.tree(mask) if function is None or is_simple else None
+            out = _by_kernel(context, tree, query, key, value, kwargs)
+            if out is not None:
+                return out, None
+            if function is not None and _folds(query, key, mask, kwargs):
+                groups = query.shape[1] // key.shape[1]
+                mask = None if mask is None else _folded(context, mask, groups)
+                out = fold(query, key, value, mask, groups, kwargs["scaling"])
+                # A flat block copies it into another order anyway.
+                return (out if context.flat else out.contiguous()), None
+        original = function or compat.eager_attention(self.module)
+        is_replaced = context is not None and function is not None and not is_stock
+        if is_replaced and mask is not None and mask.dtype != torch.bool:
+            mask = mask == 0  # as transformers gives it to sdpa
+        return original(self.module, query, key, value, mask, **kwargs)
 
 
 def registered(context: ForwardContext | None, name: str, module: nn.Module) -> tuple[Any, bool]:
@@ -188,7 +190,6 @@ def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attend by the kernel; None if it cannot or is slower. It returns no attention weights."""
@@ -196,8 +197,8 @@ def _by_kernel(
     asked = tree_attention.is_faster if counts is None else tree_attention.can_attend
     out = None
     if tree is not None and not kwargs.get("output_attentions") and asked(query, key, value):
-        more = kwargs.get("softcap"), kwargs.get("s_aux")
-        out = tree_attention.attend(tree, query, key, value, scaling, *more)
+        more = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
+        out = tree_attention.attend(tree, query, key, value, *more)
     if counts is not None:
         counts[out is not None] += 1
     return out
