@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -41,17 +40,15 @@ def of_layer(layer: Any) -> Program:
         hidden = "stream"
     before_feedforward = getattr(layer, "pre_feedforward_layernorm", None)
     norms_results = before_feedforward is not None or hidden == "stream"
-    ends = _Ends(program, bits(getattr(layer, "residual_multiplier", 1.0)))
-    ends.add(
-        _attention(program, layer.self_attn, hidden),
-        norms_results and layer.post_attention_layernorm,
-    )
+    factor = bits(getattr(layer, "residual_multiplier", 1.0))
+    after = norms_results and layer.post_attention_layernorm
+    _end(program, *_attention(program, layer.self_attn, hidden), after, factor)
     if before_feedforward is not None:
         program.norm(before_feedforward, "stream", "normed")
     elif not norms_results:
         program.norm(layer.post_attention_layernorm, "stream", "normed")
     after = norms_results and layer.post_feedforward_layernorm
-    ends.add(_feedforward(program, layer.mlp, hidden), after)
+    _end(program, *_feedforward(program, layer.mlp, hidden), after, factor)
     for name in ("resid_attn_dropout", "resid_mlp_dropout"):
         if hasattr(layer, name) and type(program.replace(getattr(layer, name))) is not nn.Dropout:
             raise Unknown("a layer has something else in place of a dropout")
@@ -61,41 +58,21 @@ def of_layer(layer: Any) -> Program:
     return program
 
 
-@dataclass
-class _Ends:
-    """The ends of a layer's halves, whose results are added to the stream."""
-
-    program: Program
-    factor: int
-
-    def add(self, half: tuple[Any, str], norm: Any) -> None:
-        """Multiply by the last weight of a half, and add the result or its norm."""
-        linear, source = half
-        if norm:
-            self.program.linear(linear, source, "mixed")
-            self.program.norm(norm, "mixed", "stream", mode=fields.ADD)
-        else:
-            self.program.linear(linear, source, "stream", mode=fields.ADD, factor=self.factor)
+def _end(program: Program, linear: Any, source: str, norm: Any, factor: int) -> None:
+    """Multiply by the last weight of a layer's half; add the result, or its norm, to the stream."""
+    if norm:
+        program.linear(linear, source, "mixed")
+        program.norm(norm, "mixed", "stream", mode=fields.ADD)
+    else:
+        program.linear(linear, source, "stream", mode=fields.ADD, factor=factor)
 
 
 def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     """Add the operations of attention; return its last linear layer and the input of that."""
     program.replace(module, "Attention")
     dim = program.head_dim = module.head_dim
-    if hasattr(module, "qkv_proj"):
-        config = module.config
-        heads, shared = config.num_attention_heads, config.num_key_value_heads
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            program.hold(vars(config), name, vars(config)[name])
-        joined, sizes = module.qkv_proj, (heads * dim, shared * dim, shared * dim)
-        starts = (0, sizes[0], sizes[0] + sizes[1])
-        q, k, v = ((joined, range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
-        if len(joined.weight) != sum(sizes):
-            raise Unknown("a joined weight does not have the heads of the configuration")
-    else:
-        parts = (module.q_proj, module.k_proj, module.v_proj)
-        q, k, v = ((each, range(len(each.weight))) for each in parts)
-        heads, shared = len(q[1]) // dim, len(k[1]) // dim
+    q, k, v = _projections(program, module)
+    heads, shared = len(q[1]) // dim, len(k[1]) // dim
     program.shared_heads = shared
     if heads % shared or len(v[1]) != shared * dim:
         raise Unknown("heads of K and V differ in size")
@@ -117,7 +94,8 @@ def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     if turns:
         _turn(program, q_norm, "queries", "queries", heads, joins_next=1)
         _turn(program, k_norm, "keys", "k_store", shared, mode=fields.TO_SLOTS)
-    scores = {"factor": bits(module.scaling), "epsilon": bits(_limit(module))}
+    limit = getattr(module, "attn_logit_softcapping", None)
+    scores = {"factor": bits(module.scaling), "epsilon": bits(float(limit or 0.0))}
     places = {
         fields.SOURCE: "queries",
         fields.TARGET: "attended",
@@ -129,8 +107,19 @@ def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     return module.o_proj, "attended"
 
 
-def _limit(module: Any) -> float:
-    return float(getattr(module, "attn_logit_softcapping", None) or 0.0)
+def _projections(program: Program, module: Any) -> list[tuple[Any, range]]:
+    """Return the linear layers of queries, keys and values, with the rows of each."""
+    if not hasattr(module, "qkv_proj"):
+        parts = (module.q_proj, module.k_proj, module.v_proj)
+        return [(each, range(len(each.weight))) for each in parts]
+    config, dim = module.config, module.head_dim
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        program.hold(vars(config), name, vars(config)[name])
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    if len(module.qkv_proj.weight) != q + 2 * kv:
+        raise Unknown("a joined weight does not have the heads of the configuration")
+    rows = range(q), range(q, q + kv), range(q + kv, q + 2 * kv)
+    return [(module.qkv_proj, each) for each in rows]
 
 
 def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **given: int) -> None:
