@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -60,13 +59,9 @@ def is_known(part: str, function: Any) -> bool:
     if instructions is None:
         return False
     parts = ("Model", "TextModel") if part == "Model" else (part,)
-    return any(instructions in of for of in _known_one_by_one(parts)) and _has_own_names(function)
-
-
-def _known_one_by_one(parts: tuple[str, ...]) -> Iterator[set[Any]]:
-    for name in _PREFIXES:
-        known = _of_module(name)
-        yield {code for part in parts for code in known.get(part, ())}
+    modules = map(_of_module, _PREFIXES)  # imported only as far as needed
+    has_code = any(instructions in known.get(each, ()) for known in modules for each in parts)
+    return has_code and _has_own_names(function)
 
 
 @cache
