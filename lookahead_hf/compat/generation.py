@@ -18,7 +18,7 @@ from lookahead_hf.compat.forwards import (
 )
 
 MOST_GATHERED = 8
-"""Most single tokens of a step that copies the weights of their experts, as plain `generate` does."""
+"""Most tokens of a step that copies the weights of their experts, as plain `generate` does."""
 
 
 def plain_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
