@@ -63,13 +63,12 @@ def refusal(model: Any, is_flat: bool = False) -> tuple[str, str]:
         return "", ""
     state, key = state_of(model), (numerics.of_model(model), is_flat)
     found, due_to = state.trials.get(key, (None, None))
-    hooks = compat.hook_numbers(model)
-    if found is None or due_to not in (None, hooks):
+    if found is None or (due_to is not None and due_to != compat.hook_numbers(model)):
         try:
             state.needs_copies.discard(key)
             found = _try(model, is_flat)
             is_lasting = not found and key not in state.needs_copies
-            state.trials[key] = found, None if is_lasting else hooks
+            state.trials[key] = found, None if is_lasting else compat.hook_numbers(model)
         except OSError as error:  # not the model's fault, and it may be over soon
             return f"the self test failed: {error}", "call again"
         except (RuntimeError, MemoryError):
