@@ -18,15 +18,14 @@ from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
-from lookahead_hf.distributed import sharding
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.fallback import FallbackReason, Unserved, check_settings
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.logits.constraints import Constraint
 from lookahead_hf.logits.row_processors import knows_processor
-from lookahead_hf.model import position_limits, prefix_tuning
-from lookahead_hf.model.facts import facts_of
+from lookahead_hf.model import position_limits
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 from lookahead_hf.verification.select import choose_verifier
 from lookahead_hf.verification.stopping import knows_criterion
 from lookahead_hf.verification.verifier import Verifier
@@ -177,13 +176,13 @@ class Maker:
             **model_kwargs: Any,
         ) -> torch.Tensor:
             given = logits_processor, stopping_criteria, generation_config, model_kwargs
-            calls.append(PreparedCall(model, input_ids, *given, self.request, is_checked=True))
+            calls.append(PreparedCall(model, input_ids, *given, self.request))
             return input_ids
 
         compat.plain_generate(self.model, **self.settings(job), custom_generate=keep)
         (call,) = calls
         check_settings(lambda name: _set_for_one(call.generation_config, name))
-        checks.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
+        checks.admit_call(call)
         return call
 
     def verifier(self, call: PreparedCall, seed: int) -> Verifier:
@@ -221,23 +220,10 @@ class Maker:
         if model.device.type != "cpu":
             detail = "an accelerator, on which transformers' own has steps without the host"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "call generate with a batch")
-        checks.check_setup(model)
-        checks.check_kind(model)
-        if sharding.is_spread(model):
-            raise Unserved(FallbackReason.TENSOR_PARALLEL, "in continuous batching")
-        if compat.has_own_generate(model) or model.config.is_encoder_decoder:
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, type(model).__name__)
-        if compat.is_stateful(model) or facts_of(model).mixers:
-            raise Unserved(FallbackReason.STATEFUL, "in continuous batching")
-        if {None, "indexed_attention"} & {*compat.layer_masks(model)}:
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "layers that hold more than K and V")
-        if facts_of(model).needs_columns or prefix_tuning.of_model(model).count:
-            detail = "a model that counts positions itself"
-            raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
+        checks.admit(model, Purpose.REQUESTS)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
         self.verifier(self.trial(), 0)
-        checks.check_trial(model)
 
     def _check_drafters(self) -> None:
         heads = {"mtp", "medusa"} & {*map(str, self.request.config.drafters or ())}

@@ -26,7 +26,6 @@ from lookahead_hf.fallback import Unserved
 from lookahead_hf.generation.assembly import build_drafters
 from lookahead_hf.generation.session import Session
 from lookahead_hf.logits import constraints
-from lookahead_hf.patches.forward import left_to_kernel
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.stats import SpeculativeStats
 
@@ -55,7 +54,6 @@ class RefillSession(Session):
     setup: ExitStack = field(default_factory=ExitStack)
 
     def start(self, stack: ExitStack) -> None:
-        stack.enter_context(left_to_kernel(False))
         stack.enter_context(self.setup)
         if self.runner.is_flat and self.runner.most_tokens is not None:
             # Only a prompt shows the layout of the cache, and the first one may be too long.

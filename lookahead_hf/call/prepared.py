@@ -61,7 +61,6 @@ class PreparedCall:
         generation_config: The generation config.
         model_kwargs: Further arguments of the model's forward.
         request: What the caller asked for beside transformers' own arguments.
-        is_checked: Whether the model and a cache of the caller's were checked already.
     """
 
     model: Any
@@ -71,7 +70,6 @@ class PreparedCall:
     generation_config: Any
     model_kwargs: dict[str, Any]
     request: Request
-    is_checked: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lookahead_hf import compat, ngram_pool
 from lookahead_hf.call import execution
 from lookahead_hf.call.outputs import RequestedOutputs
@@ -53,7 +51,6 @@ def assemble(call: PreparedCall) -> DecodingSession:
         draws=request.draws(call.do_sample),
         assistant=request.assistant_model,
     )
-    position_ids = _checked_positions(call)
     constraint = constraints.of_call(call.processors, call.num_rows)
     drafters = build_drafters(
         model,
@@ -64,10 +61,11 @@ def assemble(call: PreparedCall) -> DecodingSession:
         call.processors,
         None if constraint is None else constraint.shadow,
     )
-    if request.draws(call.do_sample):
-        checks.check_trees(model)
-    checks.check_trial(model)
-    shape, by_kernel = _block_shape(call)
+    checks.admit_call(call)
+    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
+    assert position_ids is not None
+    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
+    shape = _block_shape(call)
 
     stats = StatsRecorder(call.num_rows)
     mask = call.model_kwargs.get(compat.decoder_names(model).mask)
@@ -90,7 +88,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
             call.do_sample,
             int(compat.text_config(model).vocab_size),
             position_limits.num_draftable(model, position_ids, call.num_new),
-            chains=runner.only_chains or (shape is not None and not by_kernel),
+            chains=runner.only_chains or (shape is not None and not shape.by_kernel),
         ),
         runner,
         processes,
@@ -107,7 +105,6 @@ def assemble(call: PreparedCall) -> DecodingSession:
         outputs=outputs,
         stats=stats,
         tracer=Tracer(stats.milliseconds) if request.config.trace else None,
-        by_kernel=by_kernel,
     )
 
 
@@ -148,30 +145,14 @@ def build_drafters(
         return []
 
 
-def _checked_positions(call: PreparedCall) -> torch.Tensor:
-    """The prompt's positions, [..., rows, columns]; raises Unserved where the call has to."""
-    model = call.model
-    checks.check_call(model, call.generation_config, call.model_kwargs, is_checked=call.is_checked)
-    checks.check_room(model, call.input_ids, call.generation_config, call.model_kwargs)
-    position_ids = position_limits.of_prompt(model, call.input_ids, call.model_kwargs)
-    assert position_ids is not None
-    position_limits.check_length(model, position_ids, call.input_ids.shape[1], call.num_new)
-    return position_ids
-
-
-def _block_shape(call: PreparedCall) -> tuple[BlockShape | None, bool]:
-    """The shape of all blocks where the text may not depend on the drafts, else None.
-
-    Returns:
-        The shape, and whether our kernel does all attention, whatever else would be faster.
-    """
+def _block_shape(call: PreparedCall) -> BlockShape | None:
+    """Return the shape of all blocks if the text may not depend on the drafts, else None."""
     if not call.request.config.draft_invariant:
-        return None, False
-    checks.check_invariance(call.model)
+        return None
     # The kernel has no attention weights to return.
     by_kernel = not call.model_kwargs.get("output_attentions")
     by_kernel = by_kernel and self_test.keeps_bits_in_trees(call.model, INVARIANT_WIDTH)
-    return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH), by_kernel
+    return BlockShape(INVARIANT_WIDTH, call.num_new + INVARIANT_WIDTH, by_kernel)
 
 
 def _runner(

@@ -52,18 +52,14 @@ def run(session: Session) -> Any:
     prepare = phase("draft")(session.drafts.prepare)
     launch, commit = phase("forward")(session.launch), phase("commit")(session.runner.commit)
     read = phase("verify")(session.verifier.read)
-    patches = patched(session.runner.model)
-    try:
-        with patches, ExitStack() as stack:
-            stack.enter_context(session)
-            session.start(stack)
-            while session.goes_on():
-                draft, step = launch(propose(rows))
-                prepare(step)
-                draft, step = session.repeat_if_not_finite(draft, step)
-                verdict = read(rows, draft, step)
-                num_moved = commit(verdict)
-                session.observe(draft, step, verdict, num_moved)
-            return session.output()
-    finally:
-        patches.restore()  # again, since an interrupt may fall just where they are left
+    with patched(session.runner.model), ExitStack() as stack:
+        stack.enter_context(session)
+        session.start(stack)
+        while session.goes_on():
+            draft, step = launch(propose(rows))
+            prepare(step)
+            draft, step = session.repeat_if_not_finite(draft, step)
+            verdict = read(rows, draft, step)
+            num_moved = commit(verdict)
+            session.observe(draft, step, verdict, num_moved)
+        return session.output()

@@ -21,7 +21,6 @@ from lookahead_hf.drafting.session import DraftSession
 from lookahead_hf.generation import finalize
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.generation.tracer import Tracer
-from lookahead_hf.patches.forward import left_to_kernel
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.verification.verifier import Verifier
@@ -110,19 +109,16 @@ class DecodingSession(Session):
         stream: Feeds the caller's streamer.
         outputs: Scores, states and attentions that the caller asked for.
         tracer: Keeps every step if the configuration asks for a trace, else None.
-        by_kernel: Whether our kernel does all attention, whatever else would be faster.
     """
 
     call: PreparedCall
     stream: ColumnStream
     outputs: RequestedOutputs
     tracer: Tracer | None
-    by_kernel: bool
 
     def start(self, stack: ExitStack) -> None:
         call, model = self.call, self.call.model
         shown = compat.LAST_HIDDEN_STATES if self.drafts.reads_hidden_states else {}
-        stack.enter_context(left_to_kernel(self.by_kernel))
         try:
             with self.stats.phase("prefill"):
                 outputs = self.runner.prefill(

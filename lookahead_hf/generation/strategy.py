@@ -20,6 +20,7 @@ from lookahead_hf.generation.decode import decode
 from lookahead_hf.generation.options import OURS, GenerateArguments
 from lookahead_hf.stats import SpeculativeStats
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 from lookahead_hf.trace import Trace
 
 ASSISTANT_SETTINGS = (
@@ -137,14 +138,8 @@ def _request(model: Any, arguments: GenerateArguments, config: SpeculativeConfig
     """
     given, prediction = arguments.given, arguments.prediction()
     fallback.check_settings(arguments.setting)
-    checks.check_setup(model)
+    checks.admit(model, Purpose.CALL, given.get("past_key_values"))
     arguments.check_original()
-    if not compat.has_own_generate(model):
-        checks.check_kind(model)
-        if given.get("past_key_values") is not None:
-            shows = arguments.setting("return_dict_in_generate")
-            shows = bool(shows and arguments.setting("output_attentions"))
-            checks.check_cache(model, given["past_key_values"], shows)
     request = Request(
         config=config,
         streamer=given.get("streamer"),
@@ -219,8 +214,8 @@ class Strategy:
         **model_kwargs: Any,
     ) -> Any:
         """Decode a call; `inputs_tensor` is what `generate` was given as inputs."""
-        is_checked = model is self._model and not compat.has_own_generate(model)
-        if not is_checked:
+        is_admitted = model is self._model and not compat.has_own_generate(model)
+        if not is_admitted:
             fallback.check_settings(lambda name: getattr(generation_config, name, None))
         call = PreparedCall(
             model,
@@ -230,14 +225,13 @@ class Strategy:
             generation_config,
             compat.forwarded(model, input_ids, model_kwargs),
             self._request_with(model, inputs_tensor),
-            is_checked,
         )
         if self.held is not None:
             self.held.drop()
         token = _decided.set(())
         try:
-            if model is not self._model:
-                checks.check_setup(model)
+            if not is_admitted:
+                checks.admit(model, Purpose.PART)
             output = decode(call)
         except Unserved as error:
             if self.decoded is None and self._request.assistant_model is not None:

@@ -1,4 +1,4 @@
-"""Attention masks of a block: which slots each token sees, by windows and chunks of columns."""
+"""Attention masks of a block, with windows and chunks of columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lookahead_hf.draft import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class MaskKind:
-    """One kind of mask that the model takes, by transformers' name for its layer type."""
+    """A kind of mask that the model takes, by transformers' name of the layer type."""
 
     name: str
     window: int | None = None  # columns, the token's own included
@@ -26,7 +26,7 @@ class MaskKind:
         return self.window is not None or self.chunk is not None
 
     def may_hide(self, last: int) -> bool:
-        """Whether a token does not see all columns before its own, if none is beyond `last`."""
+        """Return whether a token up to the column `last` may not see all columns before it."""
         return self.chunk is not None or (self.window is not None and last >= self.window)
 
     def is_near(self, query: Any, key: Any, pads: Any) -> Any:
@@ -35,8 +35,8 @@ class MaskKind:
         Args:
             query: Columns of tokens.
             key: Columns that they may see.
-            pads: Columns of the prompt that a row does not attend. Nothing is in those before the
-                first attended one, so that a negative difference does not matter.
+            pads: Padded columns of each row. They hold nothing, so that a negative difference does
+                not matter.
         """
         near = True if self.window is None else query - key < self.window
         if self.chunk is not None:
@@ -44,7 +44,7 @@ class MaskKind:
         return near
 
     def within(self, kept: int | None) -> MaskKind:
-        """Return this kind where plain's cache keeps `kept` earlier columns, None for all."""
+        """Return this kind for a plain cache that keeps `kept` earlier columns, None for all."""
         if kept is None or self.window is not None:
             return self
         return replace(self, window=kept + 1)
@@ -64,15 +64,9 @@ def of_model(model: Any) -> list[MaskKind]:
 
 
 def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
-    """Return which tokens of a row's block each token sees: its ancestors and itself.
+    """Return which tokens of a row's block each token sees, its ancestors and itself.
 
-    Args:
-        draft: The draft.
-        row: The row.
-        width: Tokens of the block, 1 + most nodes; those behind the row's nodes are padding.
-
-    Returns:
-        [width, width] bool; index 0 is the last token, index 1 + i node i.
+    The result is [width, width] bool; index 0 is the last token, 1 + i node i, and others padding.
     """
     seen = np.eye(width, dtype=bool)
     parents = draft.parents[draft.row(row)] + 1
@@ -96,13 +90,13 @@ def additive(
     Every backend takes this form; a bool mask would be converted again in every layer.
 
     Args:
-        kind: What the layers of this kind add to causality.
+        kind: The kind of mask.
         seen: Which tokens of the block each token sees.
         lengths: Kept tokens of every row; its block is in the slots behind them.
-        visible: Slots that the attention reads, as many as the longest row has tokens at least.
-        columns: Column of every block token [rows, width] and of every slot [rows, visible]; needed
-            where the kind has a window or chunks.
-        pads: Columns of the prompt that the row does not attend.
+        visible: Slots that the attention reads.
+        columns: Columns of the block's tokens, [rows, width], and of the slots, [rows, visible];
+            needed for windows and chunks.
+        pads: Padded columns of each row.
     """
     rows, width = seen.shape[:2]
     mask = np.zeros((rows, width, visible), bool)

@@ -1,8 +1,9 @@
-"""Runs the prompt of one call and takes its cache over."""
+"""Runs the prompt of one call and takes over its cache."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,13 @@ class PromptRunner(ABC):
     """The part of a runner that comes before the steps.
 
     Attributes:
-        execution: How the steps were run, as in `SpeculativeStats`.
+        execution: How steps ran, as in `SpeculativeStats`.
         num_fed: Tokens that the model was fed, padding included.
-        only_chains: Whether drafts must be chains, as a recurrent state has one past.
-        recurrent: The layers that keep such a state, None without any or before the prompt.
-        is_flat: Whether blocks hold the tokens of live rows alone, without padding.
+        by_kernel: Counts attentions by whether our kernel did them, if the shape of blocks asks for
+            it everywhere; else None.
+        only_chains: Whether drafts must be chains, because of recurrent states.
+        recurrent: The layers with such states, None without any or before the prompt.
+        is_flat: Whether blocks are flat, see `runner.flat`.
     """
 
     execution: str | None = execution.MODEL
@@ -50,14 +53,15 @@ class PromptRunner(ABC):
         Args:
             model: The target.
             num_rows: Rows of the batch.
-            shape: The shape of every block, None for as large as each draft needs.
+            shape: The shape of every block, None to fit each draft.
             steps: How steps run the layers on a CPU, None for their own code.
-            flat: Whether the model and the call admit flat blocks.
+            flat: Whether blocks are flat.
         """
         self.model = model
         self.num_rows = num_rows
         self._cache: AdoptedCache | None = None
         self._shape, self._is_compiled = shape, compiled.is_compiled(model)
+        self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
         self._steps = steps
         self._is_nan_alone = np.zeros(num_rows, bool)  # in cleared slots and without a draft
@@ -73,7 +77,7 @@ class PromptRunner(ABC):
 
     @property
     def ways(self) -> dict[str, Any]:
-        """How steps were run, as fields of `SpeculativeStats`."""
+        """How steps ran, as fields of `SpeculativeStats`."""
         if self._steps is None:
             return {"execution": self.execution}
         own_code = tuple(sorted(self._steps.reasons))
@@ -91,7 +95,7 @@ class PromptRunner(ABC):
 
     @property
     def cache(self) -> AdoptedCache:
-        """The cache, which `prefill` or `start` takes over."""
+        """The cache that `prefill` or `start` took over."""
         assert self._cache is not None
         return self._cache
 
@@ -135,7 +139,7 @@ class PromptRunner(ABC):
         return outputs
 
     def _read(self, ids: np.ndarray, attended: np.ndarray) -> StepOutputs:
-        """Read prompts, [rows, columns], without their pads, into a cache that lacks them."""
+        """Read prompts, [rows, columns], without their pads, into an empty cache."""
         self.cache.slots.reserve(int(attended.sum(1).max()))
         rows = [row[seen] for row, seen in zip(ids, attended, strict=True)]
         step = self.run(rows, DraftTree.empty(self.num_rows), is_prompt=True)
@@ -154,8 +158,8 @@ class PromptRunner(ABC):
         Args:
             input_ids: Its tokens, [rows, columns].
             cache: An empty cache.
-            mask: 1 for what is attended, [rows, columns]; None for everything.
-            position_ids: Their positions, [..., rows, columns]; None for those by the mask.
+            mask: 1 for attended tokens, [rows, columns]; None if all are.
+            position_ids: Their positions, [..., rows, columns]; None to count by the mask.
         """
         if position_ids is None:
             seen = torch.ones_like(input_ids) if mask is None else mask

@@ -66,7 +66,7 @@ class CudaRunner(Runner):
         self._state = StepState(self.cache, self._next_position)
         if self._wanted is not False:
             self._enter_graphs()
-        given = self._extras, self._kinds, self._mask_dict
+        given = self._extras, self._kinds, self._mask_dict, self.by_kernel
         self._function = StepFunction(self.model, self.cache, self._state, *given)
         # Where the call ends with its first token, no step follows, nor has one a position.
         tries = self._shape is None and self._room > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compiled
 from lookahead_hf.patches import lazy_mask, tree_attention
 from lookahead_hf.patches.forward import ForwardContext, running
-from lookahead_hf.patches.lazy_mask import UnreadMask
+from lookahead_hf.patches.lazy_mask import LazyMask
 from lookahead_hf.patches.tree_attention import BlockTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
@@ -218,11 +219,12 @@ class StepFunction:
         extras: dict[str, Any],
         kinds: list[MaskKind],
         takes_dict: bool,
+        by_kernel: Counter[bool] | None = None,
     ) -> None:
-        """`extras` is what plain passes with every forward."""
+        """`extras` is what plain passes with every forward; `by_kernel` as in `ForwardContext`."""
         self._model, self._cache, self._state = model, cache, state
         self._extras, self._kinds, self._takes_dict = extras, kinds, takes_dict
-        self._is_compiled = compiled.is_compiled(model)
+        self._is_compiled, self._by_kernel = compiled.is_compiled(model), by_kernel
 
     def run(self, width: int, visible: int) -> tuple[Any, ...]:
         """Run everything from the masks to the new lengths, choosing the likeliest tokens.
@@ -262,7 +264,7 @@ class StepFunction:
             "use_cache": True,
         }
         experts = compat.set_up_for_step(self._model, len(draft.tokens), width)
-        context = ForwardContext(self._trees(built, draft, held))
+        context = ForwardContext(self._trees(built, draft, held), by_kernel=self._by_kernel)
         with experts, running(context, state.lengths.device):
             outputs = self._model(**inputs, return_dict=True)
         self.reads_masks = any(lazy_mask.made(mask) is not None for mask in built.values())
@@ -351,7 +353,7 @@ class StepFunction:
         rows, width = draft.tokens.shape
         like = self._model.dtype, draft.tokens.device
         return {
-            name: UnreadMask.of(make, (rows, 1, width, held[name].visible), *like)
+            name: LazyMask.of(make, (rows, 1, width, held[name].visible), *like)
             for name, make in made.items()
         }
 

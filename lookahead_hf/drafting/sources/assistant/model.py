@@ -9,10 +9,13 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
+from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
@@ -34,20 +37,19 @@ class AssistantModel:
 
         Unserved if the model cannot run such rows; ValueError if it lacks the input of its encoder.
         """
-        checks.check_setup(model)
-        checks.check_trees(model)
+        checks.admit(model, Purpose.ASSISTANT)
         ids, attended = _left_padded(contexts)
         mask = torch.from_numpy(attended).to(model.device)
         if model.config.is_encoder_decoder:
             kwargs = _decoder_arguments(model, mask, encoder_inputs)
         else:
             kwargs = _prefill_arguments(model, mask)
-        checks.check_call(model, model.generation_config, kwargs)
-        checks.check_trial(model)
+        prompt, request = torch.from_numpy(ids).to(model.device), Request(SpeculativeConfig())
+        given = model.generation_config, kwargs, request
+        checks.admit_call(PreparedCall(model, prompt, (), (), *given))
         self._rows = Rows(ids, attended)
         self._runner = Runner(model, len(contexts))
         with torch.no_grad():
-            prompt = torch.from_numpy(ids).to(model.device)
             self._runner.prefill(prompt, model.generation_config, kwargs)
         self._chains: Sequence[Sequence[int]] = []
 

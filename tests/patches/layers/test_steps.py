@@ -19,11 +19,11 @@ from lookahead_hf import compat
 from lookahead_hf.call import execution
 from lookahead_hf.model_state import state_of
 from lookahead_hf.ngram_pool import compilation
-from lookahead_hf.patches import layer_trial
-from lookahead_hf.patches.calls import laid
-from lookahead_hf.patches.layer_room import Room
-from lookahead_hf.patches.layer_step import LayerStep
-from lookahead_hf.patches.layers import CompiledLayers
+from lookahead_hf.patches.install import shared_change
+from lookahead_hf.patches.layers import trial
+from lookahead_hf.patches.layers.compiled import CompiledLayers
+from lookahead_hf.patches.layers.room import Room
+from lookahead_hf.patches.layers.step import LayerStep
 from lookahead_hf.stats import SpeculativeStats
 from tests.helpers.changes import hooked
 from tests.helpers.compiled import run
@@ -77,7 +77,7 @@ def test_the_calls_of_another_description_are_left_in_their_place() -> None:
     model = tiny("llama")
     run(model, True)
     another = CompiledLayers(model)
-    with laid(another._calls, another._users):
+    with shared_change(another._users, another._put_under, another._take_out):
         stats = run_as_plain(model)
     assert stats.execution == "model" and stats.own_code == (execution.OTHER_CALL,)
     assert run_as_plain(model).own_code == ()
@@ -107,7 +107,7 @@ def test_a_call_that_changes_while_layers_wait_runs_again(
 
 
 @pytest.mark.parametrize(
-    ("of", "name"), [(Room, "run"), (LayerStep, "_told_of"), (CompiledLayers, "is_whole")]
+    ("of", "name"), [(Room, "run"), (LayerStep, "_arguments_of"), (CompiledLayers, "is_whole")]
 )
 def test_an_error_of_ours_ends_in_the_models_own_code(
     of: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -243,8 +243,8 @@ def test_with_amx_a_width_goes_the_faster_way(
     call = {"max_new_tokens": 20, "do_sample": False, "speculative": {"budget": 0}}
     expected = model.generate(prompt(), **call).tolist()
     lookahead_hf.disable(model)
-    monkeypatch.setattr(layer_trial, "has_amx", lambda: True)
-    monkeypatch.setattr(layer_trial, "clock", lambda: now[0])
+    monkeypatch.setattr(trial, "has_amx", lambda: True)
+    monkeypatch.setattr(trial, "clock", lambda: now[0])
     monkeypatch.setattr(CompiledLayers, "run", by_kernels)
     monkeypatch.setattr(type(model), "forward", forwards)
     lookahead_hf.enable(model)
@@ -261,8 +261,8 @@ def test_with_amx_a_width_goes_the_faster_way(
 
 
 def test_without_amx_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_trial, "has_amx", lambda: False)
-    monkeypatch.setattr(layer_trial.Trial, "time", None)
+    monkeypatch.setattr(trial, "has_amx", lambda: False)
+    monkeypatch.setattr(trial.Trial, "time", None)
     run(tiny("llama").to(torch.bfloat16), True)
 
 
@@ -287,8 +287,8 @@ def test_the_latest_step_counts() -> None:
     finally:
         handles[0].remove()
     stats = stats_of(model)
-    assert stats.execution == "model" and stats.own_code == (execution.WATCHED,)
+    assert stats.execution == "model" and stats.own_code == (execution.HOOKS,)
     assert stats.layers == NONE
     joined = lookahead_hf.totals(model).stats
-    assert joined.execution == "compiled, model" and joined.own_code == (execution.WATCHED,)
+    assert joined.execution == "compiled, model" and joined.own_code == (execution.HOOKS,)
     assert joined.layers == NONE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +14,13 @@ from torch import nn
 from lookahead_hf.cache.slot_layer import Block
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import Plan
-from lookahead_hf.patches import layer_sizes
-from lookahead_hf.patches.layer_descriptions import of_layer, of_linear
-from lookahead_hf.patches.layer_plans import plan_of
-from lookahead_hf.patches.layer_programs import Unknown
-from lookahead_hf.patches.layer_room import Room, Unit
-from lookahead_hf.patches.layer_step import LayerStep
+from lookahead_hf.patches.forward import ForwardContext
+from lookahead_hf.patches.layers.descriptions import of_layer, of_linear
+from lookahead_hf.patches.layers.plans import plan_of
+from lookahead_hf.patches.layers.programs import Unknown
+from lookahead_hf.patches.layers.room import Room, Unit
+from lookahead_hf.patches.layers.step import LayerStep
+from tests.helpers.bounds import bounds_checked, check_plan
 from tests.helpers.changes import freed, on_meta, shrunk
 from tests.helpers.compiled import run
 from tests.helpers.models import tiny
@@ -84,13 +85,13 @@ def test_memory_is_asked_for_again_before_it_is_read(change: Callable[[Any], Non
     module = model.model.layers[1].mlp.up_proj
     unit = Unit(module, of_linear(module), 0)
     x, out = torch.randn(1, 48), torch.empty(1, 96)
-    told = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
+    given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
     room = Room([unit])
-    room.run([unit], [told], 1, 0)
+    room.run([unit], [given], 1, 0)
     torch.testing.assert_close(out, module(x))
     change(model)
     with pytest.raises(RuntimeError, match="freed or changed within a forward"):
-        room.run([unit], [told], 1, 0)
+        room.run([unit], [given], 1, 0)
 
 
 # Plans.
@@ -138,13 +139,13 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
     program = SimpleNamespace(dtype=stores.k_store.dtype, is_rotated=False, **given)
     module = SimpleNamespace(self_attn=SimpleNamespace(config=None))
     unit: Any = SimpleNamespace(program=program, module=module)
-    step: Any = LayerStep(Room([]), None, None)
+    step: Any = LayerStep(Room([]), None, ForwardContext())
     step._shared_by_layers = lambda *_: (0, 0, 0, 0, 0)
     for cut in (slice(None), (slice(None), slice(-1)), slice(1)):
         kept = getattr(stores, name)
         setattr(stores, name, kept[cut].clone())
-        told = step._told_of(unit, torch.zeros(2, 1, 8), {"past_key_values": cache})
-        assert (told is None) == (cut != slice(None))
+        given = step._arguments_of(unit, torch.zeros(2, 1, 8), {"past_key_values": cache})
+        assert (given is None) == (cut != slice(None))
         setattr(stores, name, kept)
 
 
@@ -152,54 +153,50 @@ def test_a_store_of_other_slots_than_the_cache_is_not_written(name: str) -> None
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Check bounds, and count the checks."""
-    done: list[Any] = []
-    inner = layer_sizes.check_bounds
-    monkeypatch.setattr(layer_sizes, "is_checked", True)
-    monkeypatch.setattr(layer_sizes, "check_bounds", lambda *given: done.append(inner(*given)))
-    return done
+def checked() -> Iterator[list[Unit]]:
+    with bounds_checked() as done:
+        yield done
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_families_stay_within_bounds(name: str, checked: list[Any]) -> None:
+def test_families_stay_within_bounds(name: str, checked: list[Unit]) -> None:
     assert run(tiny(name), True).execution == "compiled"
     assert len(checked) > 20
 
 
 def test_a_program_out_of_bounds_raises(
-    checked: list[Any], monkeypatch: pytest.MonkeyPatch
+    checked: list[Unit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tiny("llama").model.layers[1].mlp.up_proj
     x, out = torch.randn(1, 48), torch.empty(1, 96)
-    told = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
+    given = (x.data_ptr(), out.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
     unit = Unit(module, of_linear(module), 0)
     room = Room([unit])
-    room.run([unit], [told], 1, 0)
+    room.run([unit], [given], 1, 0)
     with pytest.raises(IndexError, match="the address of stream"):
-        room.run([unit], [(0, *told[1:])], 1, 0)
+        room.run([unit], [(0, *given[1:])], 1, 0)
     with pytest.raises(IndexError, match="tokens"):
-        room.run([unit], [told], 129, 0)
+        room.run([unit], [given], 129, 0)
     monkeypatch.setattr(type(unit.program), "floats", lambda *_: 0)
     with pytest.raises(IndexError, match="scratch of operation 0"):
-        room.run([unit], [told], 1, 0)
+        room.run([unit], [given], 1, 0)
     unit.program.places[2] = unit.program.places[2]._replace(offset=4 * 48)
     with pytest.raises(IndexError, match=f"field {fields.WEIGHT} of operation 0"):
-        Room([unit]).run([unit], [told], 1, 0)
+        Room([unit]).run([unit], [given], 1, 0)
 
 
 def test_a_plan_out_of_bounds_raises() -> None:
     plan = planned(SEEN)
     assert plan is not None
-    layer_sizes.check_plan(plan, 1, 8)
+    check_plan(plan, 1, 8)
     with pytest.raises(IndexError, match="slots"):
-        layer_sizes.check_plan(plan, 1, 4)
+        check_plan(plan, 1, 4)
     for field, value in ((fields.ROW_SLOT, 8), (fields.END, 9), (fields.COUNT, 3)):
         kept = plan.segments[0, field]
         plan.segments[0, field] = value
         with pytest.raises(IndexError, match="outside of their room"):
-            layer_sizes.check_plan(plan, 1, 8)
+            check_plan(plan, 1, 8)
         plan.segments[0, field] = kept
     plan.tails[:] = 8
     with pytest.raises(IndexError, match="tails"):
-        layer_sizes.check_plan(plan, 1, 8)
+        check_plan(plan, 1, 8)

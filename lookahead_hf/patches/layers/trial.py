@@ -1,8 +1,8 @@
-"""Whether the model's own code is faster than the kernels at some widths.
+"""Finds the widths at which the model's own code is faster than the kernels.
 
 On every machine that was measured the kernels were faster at each width that they take. None of
-these has AMX, whose products of bfloat16 torch uses and the kernels do not. So steps are timed in
-both ways where there is AMX, and only there; what that finds was never measured.
+these has AMX, which torch uses for products of bfloat16 and the kernels do not. Steps are therefore
+timed both ways on machines with AMX, and only there. This was never run on such a machine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ REPEATS = 3
 """Forwards of each way in a step that is timed, in turns."""
 
 STEPS = 2
-"""Steps of a width that are timed. The own code has to win in all of them."""
+"""Timed steps of a width. The model's own code has to win in all of them."""
 
 MARGIN = 0.85
-"""Share of the kernels' time from which on the own code is called faster."""
+"""The own code is faster if it takes less than this share of the kernels' time."""
 
 
 @lru_cache
@@ -36,16 +36,16 @@ def has_amx() -> bool:
 
 
 class Trial:
-    """What was found about one model, by the width of a step: its tokens up to a power of two."""
+    """Timings of one model by the width of a step: its tokens rounded up to a power of two."""
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
-        """`dtypes`: those of the layers."""
+        """Begin without timings; `dtypes` are those of the layers."""
         self._is_wanted = torch.bfloat16 in dtypes and has_amx()
         self._wins: dict[int, list[bool]] = defaultdict(list)
 
     @property
     def lost(self) -> frozenset[int]:
-        """The widths of which the model's own code is faster."""
+        """The widths at which the model's own code is faster."""
         known = self._wins.items()
         return frozenset(of for of, wins in known if len(wins) == STEPS and not any(wins))
 
@@ -54,13 +54,7 @@ class Trial:
         return self._is_wanted and len(self._wins[width]) < STEPS
 
     def time(self, width: int, own: Callable[[], Any], ours: Callable[[], Any]) -> None:
-        """Run a step in both ways.
-
-        Args:
-            width: Its width.
-            own: Runs it by the model's own code.
-            ours: Runs it by the kernels.
-        """
+        """Time a step of this width, run by the model's own code and by the kernels."""
         seconds: list[list[float]] = [[], []]
         for _ in range(REPEATS):
             for way, spent in zip((own, ours), seconds, strict=True):
@@ -72,5 +66,5 @@ class Trial:
 
 
 def width_of(num_tokens: int) -> int:
-    """Return the width of a step of so many tokens."""
+    """Return the width of a step of `num_tokens` tokens."""
     return 1 << (num_tokens - 1).bit_length()

@@ -1,58 +1,56 @@
-"""What the operations of a program read and write, and whether it lies within what they are given.
-
-The kernels compute addresses from sizes, and nothing else stops them at the end of a tensor.
-"""
+"""Checks that the compiled kernels stay within weights, buffers and caches, in every call."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
-from lookahead_hf.patches.layer_programs import Program, Unknown
-
-is_checked = os.environ.get("LOOKAHEAD_HF_CHECK_BOUNDS") == "1"
-"""Whether every call of the kernels is checked, which takes longer than the call."""
-
-
-def numbers_at(op: dict[int, int]) -> dict[int, int]:
-    """Return how many numbers an operation takes of each address: of a token, or of a weight."""
-    size, outputs, heads = (op.get(at, 0) for at in (fields.SIZE, fields.OUTPUTS, fields.HEADS))
-    if op[fields.KIND] in (fields.LINEAR, fields.GATED):
-        weight = size * outputs
-        of_weights = {fields.WEIGHT: weight, fields.WEIGHT_2: weight}
-        of_biases = {fields.BIAS: outputs, fields.BIAS_2: outputs}
-        return {fields.SOURCE: size, fields.TARGET: outputs} | of_weights | of_biases
-    of_token = {fields.SOURCE: heads * size, fields.TARGET: heads * size}
-    if op[fields.KIND] == fields.ATTEND:
-        stored = op[fields.SHARED] * size
-        return of_token | {fields.WEIGHT: stored, fields.WEIGHT_2: stored}
-    return of_token | {fields.WEIGHT: size, fields.BIAS: size}
+from lookahead_hf.patches.layers import step
+from lookahead_hf.patches.layers.descriptions import numbers_at
+from lookahead_hf.patches.layers.programs import Program
+from lookahead_hf.patches.layers.room import Room, Unit
 
 
-def check_sizes(program: Program) -> None:
-    """Check that operations write what others read, and that weights have what they read.
+@contextmanager
+def bounds_checked() -> Iterator[list[Unit]]:
+    """Check every plan and every program before it is used; yield the units that were checked."""
+    done: list[Unit] = []
+    plan_of, launch = step.plan_of, Room._launch
 
-    Raises:
-        Unknown: They do not.
-    """
-    stored = program.shared_heads * program.head_dim
-    of_token = {"stream": program.size, "out": program.outputs}
-    of_token |= {"k_store": stored, "v_store": stored} | program.buffers
-    for op, field, of, offset in program.places:
-        needed = numbers_at(program.ops[op]).get(field)
-        if isinstance(of, int):
-            assert needed is not None
-            fits = offset + needed * program.dtype.itemsize <= program.weights[of].num_bytes
-        else:
-            fits = needed is None or needed == of_token[of]
-        if not fits:
-            raise Unknown("weights differ in size from what they are multiplied by")
+    def planned(mask: Any, group: Any, *rest: Any) -> Plan | None:
+        plan = plan_of(mask, group, *rest)
+        if plan is not None:
+            check_plan(plan, len(group.dropped), group.capacity)
+        return plan
+
+    def launched(self: Room, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
+        for unit in units:
+            check_unit(self, unit, num_tokens, floats)
+        done.extend(units)
+        launch(self, units, num_tokens, floats)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "plan_of", planned)
+        patch.setattr(Room, "_launch", launched)
+        yield done
+
+
+def check_unit(room: Room, unit: Unit, num_tokens: int, floats: int) -> None:
+    """Check the program of a unit, whose addresses are filled in."""
+    own = unit.program
+    memory: dict[int | str, torch.UntypedStorage] = {
+        at: weight.tensor.untyped_storage() for at, weight in enumerate(own.weights)
+    }
+    memory |= {name: room._buffer(name, own).untyped_storage() for name in own.buffers}
+    check_bounds(own, room._ops[unit.first : unit.first + len(own.ops)], memory, num_tokens, floats)
 
 
 def check_plan(plan: Plan, rows: int, capacity: int) -> None:
@@ -76,12 +74,12 @@ def check_bounds(
     num_tokens: int,
     floats: int,
 ) -> None:
-    """Check that all that a program is about to read and write lies where it belongs.
+    """Check that a program reads and writes only inside its tensors.
 
     Args:
         program: The program.
         ops: Its operations with all addresses, [operations, fields].
-        memory: That of each weight, by its place, and of each buffer, by its name.
+        memory: Memory of each weight, by its number, and of each buffer, by its name.
         num_tokens: Tokens of the block.
         floats: Float32 numbers that a thread has room for.
     """
@@ -99,7 +97,7 @@ def check_bounds(
 
 
 def _scratch(op: np.ndarray, num_tokens: int) -> int:
-    """Return how many float32 numbers a thread writes to carry out an operation."""
+    """Return the float32 numbers that a thread writes during an operation."""
     kind = op[fields.KIND]
     if kind in (fields.LINEAR, fields.GATED):
         return int(op[fields.PIECE]) * num_tokens * (2 if kind == fields.GATED else 1)

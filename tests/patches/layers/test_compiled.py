@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
@@ -22,8 +22,10 @@ from lookahead_hf import compat
 from lookahead_hf.call import execution
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.model_state import state_of
-from lookahead_hf.patches import layer_code, layers
-from lookahead_hf.patches.layer_step import SEGMENT, LayerStep
+from lookahead_hf.patches.forward import ForwardContext
+from lookahead_hf.patches.layers import code
+from lookahead_hf.patches.layers.compiled import CompiledLayers
+from lookahead_hf.patches.layers.step import SEGMENT, LayerStep
 from tests.helpers.changes import (
     BREAKING,
     ODD,
@@ -95,7 +97,7 @@ def of_family(name: str, dtype: torch.dtype = torch.float32, **own: Any) -> Any:
 
 
 def units(model: Any) -> list[Any]:
-    kept = state_of(model).get(layers.CompiledLayers)
+    kept = state_of(model).get(CompiledLayers)
     assert kept is not None
     return kept.units
 
@@ -474,9 +476,9 @@ def test_a_wrapper_that_does_nothing_yet_is_not_trusted(monkeypatch: pytest.Monk
     wrapper = wraps(forward)(lambda self, x: forward(self, x) * factor[0])
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", wrapper)
     for is_first in (True, False):  # whom the known code is asked of
-        monkeypatch.setattr(layer_code, "_of_module", cache(layer_code._of_module.__wrapped__))
+        monkeypatch.setattr(code, "_of_module", cache(code._of_module.__wrapped__))
         model, factor[0] = single(), 1.0
-        assert is_first or layer_code.is_known("RMSNorm", modeling_llama.LlamaRMSNorm.forward)
+        assert is_first or code.is_known("RMSNorm", modeling_llama.LlamaRMSNorm.forward)
         run(model, True)
         assert not units(model)
         factor[0] = 1.5
@@ -486,9 +488,25 @@ def test_a_wrapper_that_does_nothing_yet_is_not_trusted(monkeypatch: pytest.Monk
 def test_a_decorator_with_other_settings_is_other_code() -> None:
     forward = modeling_llama.LlamaMLP.forward
     again = FunctionType(forward.__code__, forward.__globals__)
-    assert layer_code.is_known("MLP", again)
+    assert code.is_known("MLP", again)
     again.__defaults__ = (None,)
-    assert not layer_code.is_known("MLP", again)
+    assert not code.is_known("MLP", again)
+
+
+def test_attention_registered_as_eager_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers prefers it to the function of the module's file."""
+    model = single()
+    model.set_attn_implementation("eager")
+    assert run(model, True).execution == "compiled"
+
+    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
+        out, weights = modeling_llama.eager_attention_forward(module, *args, **kwargs)
+        return out * 0.5, weights
+
+    before = run(model, False).text
+    monkeypatch.setitem(AttentionInterface._global_mapping, "eager", attend)
+    changed = run(model, False).text
+    assert run(model, True).text == changed != before
 
 
 def test_attention_in_a_file_of_its_own_is_compared_with_known_code() -> None:
@@ -511,7 +529,7 @@ def test_attention_in_a_file_of_its_own_is_compared_with_known_code() -> None:
             layer.self_attn.__class__ = Attention
         stock = compat.is_stock_attention(None, model.model.layers[0].self_attn)
         is_known = function is not eager
-        assert stock == layer_code.is_known("Attention", Attention.forward) == is_known
+        assert stock == code.is_known("Attention", Attention.forward) == is_known
         assert len(units(model) if run(model, True) else ()) == (5 if is_known else 0)
 
 
@@ -520,11 +538,11 @@ def test_a_dropout_that_comes_on_counts() -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     assert run(model, True).execution == "compiled"
-    kept = state_of(model).get(layers.CompiledLayers)
+    kept = state_of(model).get(CompiledLayers)
     assert kept is not None and kept.is_current()
     model.train()
     assert not kept.is_current()
-    assert not layers.CompiledLayers(model).units
+    assert not CompiledLayers(model).units
 
 
 def one_bias(model: Any) -> None:
@@ -563,9 +581,9 @@ def test_a_layer_of_an_odd_build_runs_itself(change: Any) -> None:
 
 def test_attention_has_room_for_the_largest_heads_of_a_step() -> None:
     asked: list[int] = []
-    room: Any = SimpleNamespace(run=lambda units, told, tokens, floats: asked.append(floats))
+    room: Any = SimpleNamespace(run=lambda units, given, tokens, floats: asked.append(floats))
     units: Any = [SimpleNamespace(program=SimpleNamespace(head_dim=dim)) for dim in (16, 256)]
-    LayerStep(room, None, None)._run(units, [], torch.zeros(1, 1, 8))
+    LayerStep(room, None, ForwardContext())._run(units, [], torch.zeros(1, 1, 8))
     assert asked[0] >= SEGMENT * 256
 
 
@@ -581,7 +599,7 @@ def test_a_model_that_was_changed_is_described_anew() -> None:
 def test_a_layer_that_is_there_twice_runs_itself() -> None:
     model = single()
     model.model.layers[2] = model.model.layers[1]
-    assert layers.CompiledLayers(model).refused == {f"{execution.UNKNOWN}: a layer is there twice"}
+    assert CompiledLayers(model).refused == {f"{execution.UNKNOWN}: a layer is there twice"}
 
 
 def test_another_dtype_counts() -> None:
@@ -649,7 +667,7 @@ def test_calls_in_threads_write_their_texts() -> None:
 def test_linear_layers_of_other_models_are_computed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layers, "LEAST_WEIGHT", 1)
+    monkeypatch.setattr("lookahead_hf.patches.layers.compiled.LEAST_WEIGHT", 1)
     model, ids = tiny("gpt_neox"), prompt(2, 11)
     plain = model.generate(ids, max_new_tokens=20, do_sample=False)
     config = scripted(continuations(plain, 11), RandomTrees())

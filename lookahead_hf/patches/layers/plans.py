@@ -1,4 +1,4 @@
-"""What the tokens of a block see, in the terms of the compiled kernels."""
+"""Attention masks in the format of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels.cpu.program import Plan
-from lookahead_hf.patches import layer_sizes
 
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Plan | None:
-    """Return what the tokens of a block see, None if its mask does not say so.
+    """Return which slots the tokens of a block see, None if its mask does not say so.
 
     Args:
-        mask: The mask that a layer gets, [rows, 1, width, visible] or None; of a flat block what
-            stands in for its masks.
+        mask: The mask that a layer gets, [rows, 1, width, visible] or None; for a flat block the
+            stand-in for its masks.
         group: The layers of the cache that take it.
         rows: Rows of the block.
-        width: Its tokens in each of them.
-        flat: How the tokens of a flat block belong to the rows of the cache, else None.
+        width: Tokens per row.
+        flat: The flat block, else None.
     """
     block, capacity = group.block, group.capacity
     if block is None:
@@ -44,14 +43,11 @@ def plan_of(mask: Any, group: SlotGroup, rows: int, width: int, flat: Any) -> Pl
         parts = [(seen, np.full(rows, width, np.int64), np.arange(rows) * capacity)]
     if len(slots) != rows * width or not _fit(slots, parts, len(group.dropped), capacity):
         return None
-    plan = Plan(slots, parts)
-    if layer_sizes.is_checked:
-        layer_sizes.check_plan(plan, len(group.dropped), capacity)
-    return plan
+    return Plan(slots, parts)
 
 
 def _fit(slots: np.ndarray, parts: list[_Part], rows: int, capacity: int) -> bool:
-    """Return whether parts have a place for each token, and all places are in the cache."""
+    """Return whether parts cover each token, and all slots are in the cache."""
     counts = sum(int(of_rows.sum()) for _, of_rows, _ in parts)
     last = max(int(firsts.max()) for _, _, firsts in parts) // capacity
     are_seen = all(seen.shape[2] <= capacity for seen, _, _ in parts)
@@ -60,17 +56,17 @@ def _fit(slots: np.ndarray, parts: list[_Part], rows: int, capacity: int) -> boo
 
 
 def _of_run(of_run: Any, capacity: int) -> _Part:
-    """Return what the tokens of a run see, how many each row has, and where its slots begin."""
+    """Return which slots the tokens of a run see, each row's number of tokens and first slot."""
     run = of_run.run
     counts = run.counts.astype(np.int64)
     seen = _seen(of_run.mask, len(counts), run.width, of_run.visible)
-    if seen is None:  # beginnings of texts: a token sees those before it
+    if seen is None:  # beginnings of texts: each token sees those before it
         seen = np.tri(run.width, of_run.visible, dtype=bool)[None].repeat(len(counts), 0)
     return seen, counts, np.arange(run.rows.start, run.rows.stop) * capacity
 
 
 def _seen(mask: Any, rows: int, width: int, visible: int) -> np.ndarray | None:
-    """Return whether tokens see slots, [rows, width, visible]; None if no mask says so."""
+    """Return which slots tokens see, [rows, width, visible]; None if the mask does not say so."""
     if mask is None:
         return np.ones((rows, 1, visible), bool) if width == 1 else None
     if type(mask) is not torch.Tensor or mask.dim() != 4 or mask.shape[1] != 1:

@@ -13,9 +13,10 @@ from lookahead_hf.cache.slot_layer import SlotLayer
 from lookahead_hf.cache.slots import SlotCache
 from lookahead_hf.call import execution
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Plan
-from lookahead_hf.patches import attention
-from lookahead_hf.patches.layer_plans import plan_of
-from lookahead_hf.patches.layer_room import Room, Told, Unit
+from lookahead_hf.patches import attention, trust
+from lookahead_hf.patches.forward import ForwardContext
+from lookahead_hf.patches.layers.plans import plan_of
+from lookahead_hf.patches.layers.room import Arguments, Room, Unit
 
 _logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ TOLERANCES = {torch.bfloat16: (0.05, 2.0**-7), torch.float32: (1e-3, 1e-5)}
 """Largest error of a layer in its first step, relative to what it adds and to its whole result."""
 
 SEGMENT = 8
-"""Most tokens of a segment, and some more."""
+"""Most tokens of a segment, rounded up."""
 
 _READ = {
     "attention_mask",
@@ -33,35 +34,30 @@ _READ = {
     "position_ids",
     "use_cache",
 }
-"""Arguments of a layer that the kernels know the meaning of."""
+"""Arguments of a layer that the kernels understand."""
 
-_NOTHING: Told = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+_NOTHING: Arguments = (0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Broken(Exception):
-    """A forward is not what the kernels took it for, and has to run without them."""
+    """The forward has to run again, without the kernels."""
 
 
 class LayerStep:
     """The forward in progress on one thread.
 
     Attributes:
+        room: The memory that it works in.
         num_computed: Layers that kernels computed.
-        num_own: Layers that ran their own code, although kernels were laid under them.
+        num_own: Layers that ran their own code, although kernels know it.
         reasons: Why layers ran their own code.
     """
 
-    def __init__(self, room: Room, whole_until: Unit | None, flat: Any) -> None:
-        """Begin.
-
-        Args:
-            room: What this thread works in.
-            whole_until: The last layer, if nothing happens between layers; else None.
-            flat: How the tokens of a flat block belong to the rows of the cache, else None.
-        """
-        self._room, self._whole_until, self._flat = room, whole_until, flat
+    def __init__(self, room: Room, last: Unit | None, context: ForwardContext) -> None:
+        """Begin; `last` is the last layer if the model does nothing between its layers."""
+        self.room, self._last, self._context = room, last, context
         self._pending: list[Unit] = []
-        self._told: list[Told] = []
+        self._arguments: list[Arguments] = []
         self._stream: torch.Tensor | None = None
         self._next = self._pitch = 0
         self._is_trial = False
@@ -83,28 +79,29 @@ class LayerStep:
         x = args[0] if len(args) == 1 else None
         if self._pending and not (x is self._stream and unit.first == self._next):
             raise Broken
-        reason, told = _refusal(unit, x), _NOTHING
+        given: Arguments | None = None
+        reason = _refusal(unit, x)
         if reason is None and unit.program.layer_index is not None:
-            told_of = self._told_of(unit, x, kwargs)
-            reason, told = (execution.OTHER_ARGUMENTS, told) if told_of is None else (None, told_of)
+            given = self._arguments_of(unit, x, kwargs)
+            reason = execution.OTHER_ARGUMENTS if given is None else None
         if reason is not None:
             self.reasons.add(reason)
             self.num_own += 1
             self._compute()
             return None
         assert x is not None
-        if unit.program.layer_index is None:
+        if given is None:
             return self._linear(unit, x)
         if unit.is_trusted is None:
             self._compute()
-            return self._try(unit, args, kwargs, told)
+            return self._try(unit, args, kwargs, given)
         if not self._pending:
             self._stream = x.clone()
         assert self._stream is not None
         self._pending.append(unit)
         self._next = unit.first + len(unit.program.ops)
-        self._told.append((self._stream.data_ptr(), *told[1:]))
-        if self._whole_until is None or unit is self._whole_until:
+        self._arguments.append((self._stream.data_ptr(), *given[1:]))
+        if self._last is None or unit is self._last:
             self._compute()
         return self._stream
 
@@ -121,17 +118,17 @@ class LayerStep:
         """Compute the layers that were noted, in one call."""
         if self._pending:
             assert self._stream is not None
-            self._run(self._pending, self._told, self._stream)
+            self._run(self._pending, self._arguments, self._stream)
             self.num_computed += len(self._pending)
-            self._pending, self._told = [], []
+            self._pending, self._arguments = [], []
 
-    def _run(self, units: list[Unit], told: list[Told], x: torch.Tensor) -> None:
+    def _run(self, units: list[Unit], given: list[Arguments], x: torch.Tensor) -> None:
         head_dim = max(unit.program.head_dim for unit in units)
         attending = SEGMENT * (self._pitch + head_dim) + 128
-        self._room.run(units, told, x.numel() // x.shape[-1], attending)
+        self.room.run(units, given, x.numel() // x.shape[-1], attending)
 
-    def _told_of(self, unit: Unit, x: Any, kwargs: dict[str, Any]) -> Told | None:
-        """Return where a layer's K and V, angles and plan are; None if it has no such."""
+    def _arguments_of(self, unit: Unit, x: Any, kwargs: dict[str, Any]) -> Arguments | None:
+        """Return where a layer's K and V, angles and plan are; None if its call is not known."""
         program, cache = unit.program, kwargs.get("past_key_values")
         if type(cache) is not SlotCache:
             return None
@@ -152,24 +149,26 @@ class LayerStep:
         config = unit.module.self_attn.config
         given = (*kwargs.values(), config, held.group, program.head_dim, program.is_rotated)
         if len(given) != len(self._known) or not all(map(operator.is_, given, self._known)):
-            self._shared_told = self._shared_by_layers(unit, x, kwargs, held.group)
+            self._shared = self._shared_by_layers(unit, x, kwargs, held.group)
             self._known = given
-        shared = self._shared_told
+        shared = self._shared
         return None if shared is None else (0, 0, k.data_ptr(), v.data_ptr(), *shared)
 
     def _shared_by_layers(
         self, unit: Unit, x: Any, kwargs: dict[str, Any], group: Any
     ) -> tuple[int, int, int, int, int] | None:
-        """Return what layers that get the same arguments are told alike."""
+        """Return the arguments that layers with the same keywords share."""
         if any(kwargs[name] is not None for name in kwargs.keys() - _READ) or x.dim() != 3:
             return None
-        if not has_stock_attention(unit.module.self_attn):
+        module = unit.module.self_attn
+        name = attention.own_name(module.config) or "eager"
+        if not attention.registered(self._context, name, module)[1]:
             return None
         mask = kwargs.get("attention_mask")
         key = id(mask), id(group)
         if key not in self._plans:
-            self._plans[key] = plan_of(mask, group, x.shape[0], x.shape[1], self._flat)
-            self._held.append(mask)  # so that its id stays taken
+            self._plans[key] = plan_of(mask, group, x.shape[0], x.shape[1], self._context.flat)
+            self._held.append(mask)  # keeps its id taken
         plan = self._plans[key]
         if plan is None:
             return None
@@ -198,9 +197,9 @@ class LayerStep:
         return out
 
     def _try(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], told: Told
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments
     ) -> torch.Tensor:
-        """Run a layer's own code, then the kernels, and find out whether they agree."""
+        """Run a layer's own code, then the kernels, and compare the results."""
         x: torch.Tensor = args[0]
         stores = kwargs["past_key_values"].layers[unit.program.layer_index].stores
         self._is_trial = True
@@ -211,7 +210,7 @@ class LayerStep:
         slots, out = torch.from_numpy(self._slots), x.clone()
         written = [store.flatten(0, 1) for store in (stores.k_store, stores.v_store)]
         kept = [store[slots] for store in written]
-        self._run([unit], [(out.data_ptr(), *told[1:])], x)
+        self._run([unit], [(out.data_ptr(), *given[1:])], x)
         agrees = _agree(out, own, own - x)
         agrees &= all(_agree(w[slots], k, k) for w, k in zip(written, kept, strict=True))
         self._judge(unit, own, agrees)
@@ -224,16 +223,16 @@ class LayerStep:
         return own
 
     def _judge(self, unit: Unit, own: torch.Tensor, agrees: bool) -> None:
-        """Remember whether a unit agrees with the module; of NaN nothing can be said."""
+        """Remember whether a unit agrees with its module; NaN proves nothing."""
         if bool(own.isfinite().all()):
             unit.is_trusted = agrees
             if not agrees:
                 self.reasons.add(execution.DIFFERED)
-                _logger.info("the kernels do not give the results of a layer, which runs itself")
+                _logger.info("the kernels do not reproduce a layer, which runs its own code")
 
 
 def _refusal(unit: Unit, x: Any) -> str | None:
-    """Return why a unit must run its own code, None if the kernels may compute it."""
+    """Return why a unit runs its own code, None if the kernels may compute it."""
     program = unit.program
     if unit.is_trusted is False:
         return execution.DIFFERED
@@ -249,14 +248,9 @@ def _refusal(unit: Unit, x: Any) -> str | None:
         return execution.OTHER_NUMBERS
     if x.numel() > MOST_TOKENS * program.size:
         return execution.TOO_LARGE_A_BLOCK
-    if program.is_hooked() and _is_heard(program):
+    if program.is_hooked() and any(map(trust.is_hooked, program.modules)):
         return execution.HOOKS
     return execution.CHANGED if program.is_changed() else None
-
-
-def _is_heard(program: Any) -> bool:
-    """Return whether hooks do anything; transformers leaves some that wait for a request."""
-    return compat.is_recording() or any(map(compat.is_hooked, program.modules))
 
 
 def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | None:
@@ -275,22 +269,10 @@ def _angles(given: Any, x: torch.Tensor, head_dim: int) -> list[torch.Tensor] | 
     return [each.expand(x.shape[0], -1, -1).contiguous() for each in given]
 
 
-def has_stock_attention(module: Any) -> bool:
-    """Return whether the attention that a module looks up is transformers' and torch's own."""
-    name = attention.own_name(module.config)
-    if name in (None, "eager"):  # the code in the module's file was compared with known code
-        return True
-    function = compat.attention_function(name)
-    return function is not None and compat.is_stock_attention(function, module)
-
-
 def _agree(ours: torch.Tensor, own: torch.Tensor, added: torch.Tensor) -> bool:
-    """Return whether results are the same up to rounding.
+    """Return whether the kernels' results are the module's own up to rounding.
 
-    Args:
-        ours: The kernels' results.
-        own: The module's.
-        added: What of them the module has computed.
+    `added` is the part of `own` that the module has computed.
     """
     by_added, by_whole = TOLERANCES[own.dtype]
     limit = by_added * _size(added) + by_whole * _size(own)

@@ -1,14 +1,13 @@
-"""Which code the compiled kernels know: that of some of transformers' decoders, and its equals.
+"""The code that the compiled kernels know: that of some decoders of transformers, and its equals.
 
-A class is known by what its forward does, not by its name: by the instructions of the function, the
-names in them, and the functions that these names stand for.
+A class is known by its forward, not by its name: by the function's instructions, the names in them,
+and the functions that these names refer to.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -33,8 +32,8 @@ _PREFIXES = {
     "smollm3": "SmolLM3",
     "starcoder2": "Starcoder2",
 }
-"""Modules of transformers whose code the kernels compute, and how the names of their classes begin.
-They are imported in this order until one is the same as the code that is asked about."""
+"""Modules of transformers whose code the kernels compute, and the prefixes of their classes. They
+are imported in this order until one has the code in question."""
 
 _PARTS = ("DecoderLayer", "Attention", "MLP", "RMSNorm", "Model", "TextModel")
 
@@ -50,23 +49,19 @@ _FIELDS = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcou
 
 
 def is_known(part: str, function: Any) -> bool:
-    """Return whether a function does what a part of a known decoder does.
+    """Return whether a function has the code of a part of a known decoder.
 
     Args:
-        part: Which part: the end of the name of a class, or the name of a function.
+        part: The end of a class's name, or the name of a function.
         function: The forward of the class, or the function.
     """
     instructions = _instructions(function)
     if instructions is None:
         return False
     parts = ("Model", "TextModel") if part == "Model" else (part,)
-    return any(instructions in of for of in _known_one_by_one(parts)) and _has_own_names(function)
-
-
-def _known_one_by_one(parts: tuple[str, ...]) -> Iterator[set[Any]]:
-    for name in _PREFIXES:
-        known = _of_module(name)
-        yield {code for part in parts for code in known.get(part, ())}
+    modules = map(_of_module, _PREFIXES)  # imported only as far as needed
+    has_code = any(instructions in known.get(each, ()) for known in modules for each in parts)
+    return has_code and _has_own_names(function)
 
 
 @cache
@@ -90,7 +85,7 @@ def _of_module(name: str) -> dict[str, list[Any]]:
 
 
 def _own_instructions(module: Any, function: Any) -> list[Any]:
-    """Return the instructions of a function if a module defined it, none if it was replaced."""
+    """Return the instructions of a function that a module defines, none if it was replaced."""
     return [_instructions(function)] if _is_from(module, function) else []
 
 
@@ -104,9 +99,9 @@ def _is_from(module: Any, function: Any) -> bool:
 
 
 def unwrapped(function: Any) -> list[Any]:
-    """Return a function, the one that it wraps if it is a wrapper of torch or transformers, ...
+    """Return a function and those that it wraps, one inside the other.
 
-    Anybody's wrapper says what it wraps, and may do something else.
+    Only wrappers of torch and transformers count: any other may do something else.
     """
     chain = [function]
     while hasattr(chain[-1], "__wrapped__") and _is_of_library(chain[-1]):
@@ -120,7 +115,7 @@ def _is_of_library(function: Any) -> bool:
 
 
 def _instructions(function: Any) -> Any:
-    """Return what a function and its wrappers do, without what it is called and where it stands."""
+    """Return the code of a function and its wrappers, without names and places of their own."""
     chain = unwrapped(function)
     if not all(isinstance(each, FunctionType) for each in chain):
         return None
@@ -128,7 +123,7 @@ def _instructions(function: Any) -> Any:
 
 
 def _settings(function: FunctionType, chain: list[Any]) -> tuple[str, ...]:
-    """Return what a function got when it was made, but for the functions that it wraps."""
+    """Return a function's defaults and closure, without the functions that it wraps."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     others = [each for each in cells if all(each is not known for known in chain)]
     return tuple(map(repr, (function.__defaults__, function.__kwdefaults__, others)))
@@ -142,7 +137,7 @@ def _of_code(code: CodeType) -> tuple[Any, ...]:
 
 
 def own_names(function: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return the names that a forward looks up: the mapping, the name, and what it stands for."""
+    """Return the global names that a forward looks up: the mapping, the name, and its value."""
     function = unwrapped(function)[-1]
     own, names = function.__globals__, function.__code__.co_names
     looked_up = [name for name in (*_FUNCTIONS, *_STOCK) if name in names and name in own]
@@ -151,7 +146,7 @@ def own_names(function: Any) -> list[tuple[dict[str, Any], str, Any]]:
 
 
 def _has_own_names(function: Any) -> bool:
-    """Return whether the names that a known function looks up stand for what they should."""
+    """Return whether the names that a known function looks up have their original values."""
     return all(
         is_known(name, each) if name in _FUNCTIONS else each is _STOCK[name]
         for _, name, each in own_names(function)

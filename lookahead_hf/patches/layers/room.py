@@ -1,4 +1,4 @@
-"""The room in which one thread runs the programs of a model's layers."""
+"""The memory in which one thread runs the programs of a model's layers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import torch
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.program import MOST_TOKENS, Workspace
-from lookahead_hf.patches import layer_sizes
-from lookahead_hf.patches.layer_programs import Program
+from lookahead_hf.patches.layers.programs import Program
 
-TOLD = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")
-"""What programs are told in a step, in this order; addresses but for the last two."""
+ARGUMENTS = ("stream", "out", "k_store", "v_store", "plan", "cos", "sin", "rotated", "wide")
+"""Arguments of a program in a step; all but the last two are addresses."""
 
-Told = tuple[int, int, int, int, int, int, int, int, int]
+Arguments = tuple[int, int, int, int, int, int, int, int, int]
 
 
 class Unit:
-    """A decoder layer, or a linear layer outside of those, that kernels compute.
+    """A layer that kernels compute.
 
     Attributes:
-        module: The layer.
-        program: What it does.
-        first: Where its operations begin.
-        is_trusted: Whether it gave the module's results in its first step; None before that.
+        module: A decoder layer, or a linear layer outside of those.
+        program: Its operations.
+        first: Place of the first of them among those of all units.
+        is_trusted: Whether the kernels reproduced the module in its first step; None before that.
     """
 
     def __init__(self, module: Any, program: Program, first: int) -> None:
@@ -35,9 +34,10 @@ class Unit:
 
 
 class Room:
-    """Operations of all units, and the buffers that they work in."""
+    """Operations of all `units`, and the buffers that they work in."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
         count = sum(len(unit.program.ops) for unit in units)
         ops = np.zeros((count, fields.OP_FIELDS), np.int64)
         self._ops = ops
@@ -61,48 +61,35 @@ class Room:
         return self._buffers[key]
 
     def run(
-        self, units: Sequence[Unit], told: Sequence[Told], num_tokens: int, floats: int
+        self, units: Sequence[Unit], given: Sequence[Arguments], num_tokens: int, floats: int
     ) -> None:
-        """Run the programs of units that follow one another.
+        """Run the programs of consecutive units, each with its arguments, on a block of tokens.
 
-        Args:
-            units: The units.
-            told: What each of them is told.
-            num_tokens: Tokens of the block.
-            floats: Float32 numbers that attention needs room for, per thread.
+        Attention needs room for `floats` float32 numbers per thread.
         """
         key = units[0].first, len(units)
         if key not in self._addresses:
             self._addresses[key] = _Addresses(units)
-        held = self._addresses[key].fill(self._flat, told)
-        count = sum(len(unit.program.ops) for unit in units)
+        held = self._addresses[key].fill(self._flat, given)
         floats = max(floats, *(unit.program.floats(num_tokens) for unit in units))
-        if layer_sizes.is_checked:
-            self._check(units, num_tokens, floats)
-        self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
+        self._launch(units, num_tokens, floats)
         del held  # not before: another thread may replace a weight in the meantime
 
-    def _check(self, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
-        """Check that the kernels will stay within weights, buffers and scratch room."""
-        for unit in units:
-            own = unit.program
-            memory: dict[int | str, torch.UntypedStorage] = {
-                at: weight.tensor.untyped_storage() for at, weight in enumerate(own.weights)
-            }
-            memory |= {name: self._buffer(name, own).untyped_storage() for name in own.buffers}
-            ops = self._ops[unit.first : unit.first + len(own.ops)]
-            layer_sizes.check_bounds(own, ops, memory, num_tokens, floats)
+    def _launch(self, units: Sequence[Unit], num_tokens: int, floats: int) -> None:
+        """Carry out the operations of units, whose addresses are filled in."""
+        count = sum(len(unit.program.ops) for unit in units)
+        self._spaces[units[0].program.dtype].run(units[0].first, count, num_tokens, floats)
 
 
 class _Addresses:
-    """Where the addresses of units' programs belong, and which ones they are."""
+    """The fields of units' operations that hold addresses of weights and arguments."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         known = [weight for unit in units for weight in unit.program.weights]
         self._tensors = [weight.tensor for weight in known]
         self._dtypes = [weight.dtype for weight in known]
         self._sizes = np.array([weight.num_bytes for weight in known], np.int64)
-        weights, told = list[tuple[int, int, int]](), list[tuple[int, int]]()
+        weights, arguments = list[tuple[int, int, int]](), list[tuple[int, int]]()
         num_weights = 0
         for index, unit in enumerate(units):
             for op, field, of, offset in unit.program.places:
@@ -110,16 +97,15 @@ class _Addresses:
                 if isinstance(of, int):
                     weights.append((at, num_weights + of, offset))
                 elif of not in unit.program.buffers:
-                    told.append((at, index * len(TOLD) + TOLD.index(of)))
+                    arguments.append((at, index * len(ARGUMENTS) + ARGUMENTS.index(of)))
             num_weights += len(unit.program.weights)
         self._weight_at, self._weight, self._offset = np.array(weights, np.int64).T
-        self._told_at, self._told = np.array(told, np.int64).T
+        self._argument_at, self._argument = np.array(arguments, np.int64).T
 
-    def fill(self, flat: np.ndarray, told: Sequence[Told]) -> list[torch.UntypedStorage]:
-        """Write the addresses into operations, [numbers of all of them].
+    def fill(self, flat: np.ndarray, given: Sequence[Arguments]) -> list[torch.UntypedStorage]:
+        """Write the addresses into the operations, [fields of all]; return the weights' memory.
 
-        Returns:
-            The memory of the weights, to be held while it is read.
+        The caller holds the memory while kernels read it.
 
         Raises:
             RuntimeError: It was freed, or another thread has changed a weight.
@@ -132,5 +118,5 @@ class _Addresses:
         if not is_there.all() or [tensor.dtype for tensor in self._tensors] != self._dtypes:
             raise RuntimeError("the memory of a weight was freed or changed within a forward")
         flat[self._weight_at] = at[self._weight] + self._offset
-        flat[self._told_at] = np.array(told, np.int64).reshape(-1)[self._told]
+        flat[self._argument_at] = np.array(given, np.int64).reshape(-1)[self._argument]
         return memory

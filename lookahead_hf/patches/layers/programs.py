@@ -1,4 +1,4 @@
-"""Programs of layers: operations for the compiled kernels, and what must stay as it was."""
+"""Programs of layers: operations for the compiled kernels, and the state that they rely on."""
 
 from __future__ import annotations
 
@@ -13,27 +13,19 @@ from lookahead_hf import compat
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
 from lookahead_hf.kernels.cpu.program import KINDS
-from lookahead_hf.patches.layer_code import NORM, is_known, is_own, own_names, unwrapped
+from lookahead_hf.patches.layers.code import NORM, is_known, is_own, own_names, unwrapped
 
 PIECE, LARGE_PIECE, LARGE = 32, 128, 8192
-"""Outputs of a piece of a linear layer, and of a layer with more outputs than `LARGE`."""
+"""Outputs of a piece of a linear layer, and of one with more outputs than `LARGE`."""
 
 
 class Unknown(Exception):
-    """The kernels do not compute what a layer does; the text says why."""
+    """There are no kernels for a layer; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """A parameter that operations read.
-
-    Attributes:
-        tensor: The parameter.
-        shape: Its shape when the layer was described.
-        stride: Its strides then.
-        dtype: Its dtype then.
-        num_bytes: Bytes that operations read of it.
-    """
+    """A parameter that operations read, as it was when the layer was described."""
 
     tensor: torch.Tensor
     shape: torch.Size
@@ -42,7 +34,7 @@ class Weight:
     num_bytes: int
 
     def is_current(self) -> bool:
-        """Return whether the parameter still has its numbers in one piece on a CPU."""
+        """Return whether the parameter is as it was described."""
         tensor = self.tensor
         return (
             tensor.shape == self.shape
@@ -53,48 +45,41 @@ class Weight:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter's numbers are what is in its memory on a CPU."""
+    """Return whether a parameter's memory on a CPU holds its numbers."""
     is_whole = type(tensor) is nn.Parameter and tensor.is_cpu and not tensor.is_neg()
     return is_whole and tensor.data_ptr() != 0
 
 
 class Place(NamedTuple):
-    """A field of an operation that is filled in for a step.
-
-    Attributes:
-        op: The operation.
-        field: The field.
-        of: What it is the address of: a parameter, or the name of something else.
-        offset: Bytes to add.
-    """
+    """A field of an operation that is filled in for a step."""
 
     op: int
     field: int
-    of: int | str
-    offset: int = 0
+    of: int | str  # a parameter by its number, or the name of a buffer or an argument
+    offset: int = 0  # bytes behind its address
 
 
 @dataclass
 class Program:
-    """Operations, what has to be filled in, and what must stay as it was.
+    """Operations of a layer, the fields to fill in, and what must stay as it was.
 
     Attributes:
-        ops: Values of the fields of each operation that never change.
+        ops: The constant fields of each operation.
         weights: The parameters.
         places: Fields that hold addresses.
-        buffers: Numbers of a token in each buffer of the layer's own.
+        buffers: Numbers per token in each buffer of the layer.
         modules: The modules whose code the operations replace.
-        attributes: Their attributes, but for the first one's, under which lies our call.
-        num_attributes: How many these are. One that comes later may hide a child or a method.
-        kinds: Their classes.
+        attributes: Their attributes, except those of the first one, which holds our call.
+        num_attributes: Number of these. A later one may hide a child or a method.
+        kinds: Classes of the modules.
         hooks: Their dictionaries of hooks.
-        held: What must stay as it is in each module: mappings and keys.
-        objects: The very objects that must be there.
-        shared: The same of classes and of the files that define them, by mapping and key.
+        held: Mappings and keys in them that must still give `objects`.
+        objects: These objects.
+        shared: The same for classes and the files that define them, by mapping and key.
         dtype: Dtype of all parameters.
-        size: Numbers of a token of the input.
-        outputs: The same of a lone linear layer's output.
-        layer_index: The place of the layer in the cache, None for a lone linear layer.
+        size: Numbers per token of the input.
+        outputs: The same for the output of a lone linear layer.
+        layer_index: Index of the layer in the cache, None for a lone linear layer.
         head_dim: Numbers of a head.
         shared_heads: Heads of K and V.
         is_rotated: Whether the layer rotates heads.
@@ -121,11 +106,11 @@ class Program:
     is_rotated: bool = False
 
     def is_hooked(self) -> bool:
-        """Return whether anybody listens to one of the modules."""
+        """Return whether one of the modules has hooks."""
         return any(self.hooks)
 
     def is_changed(self) -> bool:
-        """Return whether the modules are not what they were when they were described."""
+        """Return whether the modules are no longer as they were described."""
         found = [mapping.get(name) for mapping, name in self.held]
         return not (
             all(map(operator.is_, found, self.objects))
@@ -135,12 +120,12 @@ class Program:
         )
 
     def hold(self, mapping: Any, name: str, known: Any) -> None:
-        """Note what must stay as it is."""
+        """Note that a mapping must keep this object."""
         self.held.append((mapping, name))
         self.objects.append(known)
 
     def floats(self, num_tokens: int) -> int:
-        """Return how many float32 numbers a thread needs room for, attention aside."""
+        """Return the float32 numbers that a thread needs room for, attention aside."""
         piece = max((op.get(fields.PIECE, 0) for op in self.ops), default=0)
         vector = max(op.get(fields.SIZE, 0) for op in self.ops)
         return 2 * max(num_tokens * piece, vector) + 64
@@ -149,10 +134,10 @@ class Program:
         """Add an operation.
 
         Args:
-            kind: What it does.
-            addresses: By field, the name of a buffer or of something else, a parameter as its
-                owner, name and first row, or None.
-            given: Other fields, by their names in small letters.
+            kind: Its kind.
+            addresses: By field, the name of a buffer or an argument; a parameter as its owner,
+                name and first row; or None.
+            given: Other fields, by their names in lower case.
         """
         at = len(self.ops)
         self.ops.append(
@@ -165,7 +150,7 @@ class Program:
                 self._read(at, place, *of)
 
     def _read(self, op: int, place: int, owner: nn.Module, name: str, row: int = 0) -> None:
-        """Let an operation read a parameter from one of its rows on, if there is one."""
+        """Have an operation read a parameter, if there is one, from a row on."""
         tensor = compat.parameters_of(owner).get(name)
         self.hold(compat.parameters_of(owner), name, tensor)
         if tensor is None:
@@ -192,7 +177,7 @@ class Program:
             raise Unknown(f"there are no kernels for {tensor.dtype}, or dtypes are mixed")
 
     def replace(self, module: Any, part: str | None = None) -> Any:
-        """Note that operations replace a module, and check that its code is known."""
+        """Check that a module's code is known, and note that operations replace it."""
         kind: Any = type(module)
         if not (is_own(kind) if part is None else is_known(part, kind.forward)):
             raise Unknown(f"the code of {kind.__name__} is not known")
@@ -217,7 +202,7 @@ class Program:
         return module
 
     def _hold_names(self, module: Any, function: Any) -> None:
-        """Note what a function of a module looks up, in the module and in its file."""
+        """Note the names that a function of a module looks up in the module and in its file."""
         own, names = vars(module), unwrapped(function)[-1].__code__.co_names
         children, drops = compat.children_of(module), _drops(module)
         if "training" in names and module.training and drops:
@@ -232,13 +217,9 @@ class Program:
             self.shared[id(mapping), name] = mapping, known
 
     def linear(self, module: Any, source: str, target: str, **given: Any) -> None:
-        """Add a linear layer, or some rows of one.
+        """Add a linear layer, or `rows` of one, a range of its outputs.
 
-        Args:
-            module: The layer.
-            source: Its input.
-            target: Its output.
-            given: `rows`, a range of its outputs; `joins_next`, `mode`, `flavour`, `factor`.
+        `given` may also set `joins_next`, `mode`, `flavour` and `factor`.
         """
         if type(module) is not nn.Linear:
             raise Unknown(f"{type(module).__name__} is no plain linear layer")
@@ -259,7 +240,7 @@ class Program:
         self.add(fields.LINEAR, addresses, **sizes, **given)
 
     def norm(self, module: Any, source: str, target: str, heads: int = 1, **given: int) -> None:
-        """Add a norm of whole vectors, `heads` of each token."""
+        """Add a norm of whole vectors, `heads` per token."""
         flavour, epsilon = self.norm_of(module)
         addresses = {
             fields.SOURCE: source,
@@ -288,7 +269,7 @@ class Program:
 
 
 def check_shape(module: nn.Linear) -> None:
-    """Check that a linear layer has a matrix, and no bias that torch would spread over outputs."""
+    """Check that a linear layer has a matrix, and no bias that torch would broadcast."""
     own = compat.parameters_of(module)
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or weight.dim() != 2:
@@ -298,13 +279,13 @@ def check_shape(module: nn.Linear) -> None:
 
 
 def _drops(module: Any) -> bool:
-    """Return whether a module leaves out numbers while it is trained."""
+    """Return whether a module has an active dropout in training mode."""
     names = ("attention_dropout", "residual_dropout", "p")
     return any(getattr(module, name, 0.0) for name in names)
 
 
 def _is_layer(kind: Any) -> bool:
-    """Return whether a class has transformers' call of decoder layers, for checkpoints."""
+    """Return whether a class has the call of transformers' checkpointing decoder layers."""
     return kind.__call__.__module__ == "transformers.modeling_layers"
 
 
@@ -322,5 +303,5 @@ def _weighs_wide(module: Any) -> bool:
 
 
 def piece_of(num_outputs: int) -> int:
-    """Return how many outputs of a linear layer a thread computes at a time."""
+    """Return the outputs of a linear layer that a thread computes at a time."""
     return PIECE if num_outputs <= LARGE else LARGE_PIECE

@@ -1,8 +1,7 @@
-"""What a decoder layer does, as a program for the compiled kernels."""
+"""Describes layers as programs for the compiled kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,8 +9,7 @@ from transformers.activations import ACT2FN
 
 from lookahead_hf.kernels.cpu import fields
 from lookahead_hf.kernels.cpu.fields import bits
-from lookahead_hf.patches.layer_programs import Program, Unknown, check_shape, piece_of
-from lookahead_hf.patches.layer_sizes import check_sizes
+from lookahead_hf.patches.layers.programs import Program, Unknown, check_shape, piece_of
 
 
 def of_linear(module: nn.Linear) -> Program:
@@ -42,61 +40,39 @@ def of_layer(layer: Any) -> Program:
         hidden = "stream"
     before_feedforward = getattr(layer, "pre_feedforward_layernorm", None)
     norms_results = before_feedforward is not None or hidden == "stream"
-    ends = _Ends(program, bits(getattr(layer, "residual_multiplier", 1.0)))
-    ends.add(
-        _attention(program, layer.self_attn, hidden),
-        norms_results and layer.post_attention_layernorm,
-    )
+    factor = bits(getattr(layer, "residual_multiplier", 1.0))
+    after = norms_results and layer.post_attention_layernorm
+    _end(program, *_attention(program, layer.self_attn, hidden), after, factor)
     if before_feedforward is not None:
         program.norm(before_feedforward, "stream", "normed")
     elif not norms_results:
         program.norm(layer.post_attention_layernorm, "stream", "normed")
     after = norms_results and layer.post_feedforward_layernorm
-    ends.add(_feedforward(program, layer.mlp, hidden), after)
+    _end(program, *_feedforward(program, layer.mlp, hidden), after, factor)
     for name in ("resid_attn_dropout", "resid_mlp_dropout"):
         if hasattr(layer, name) and type(program.replace(getattr(layer, name))) is not nn.Dropout:
             raise Unknown("a layer has something else in place of a dropout")
     program.size = len(layer.post_attention_layernorm.weight)
     program.buffers |= {"normed": program.size, "mixed": program.size}
-    check_sizes(program)
+    _check_sizes(program)
     return program
 
 
-@dataclass
-class _Ends:
-    """How the results of a layer's halves are added to the stream."""
-
-    program: Program
-    factor: int
-
-    def add(self, half: tuple[Any, str], norm: Any) -> None:
-        """Multiply by the last weight of a half, and add the result, or its norm."""
-        linear, source = half
-        if norm:
-            self.program.linear(linear, source, "mixed")
-            self.program.norm(norm, "mixed", "stream", mode=fields.ADD)
-        else:
-            self.program.linear(linear, source, "stream", mode=fields.ADD, factor=self.factor)
+def _end(program: Program, linear: Any, source: str, norm: Any, factor: int) -> None:
+    """Multiply by the last weight of a layer's half; add the result, or its norm, to the stream."""
+    if norm:
+        program.linear(linear, source, "mixed")
+        program.norm(norm, "mixed", "stream", mode=fields.ADD)
+    else:
+        program.linear(linear, source, "stream", mode=fields.ADD, factor=factor)
 
 
 def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
-    """Add the operations of attention up to its last linear layer, which is returned."""
+    """Add the operations of attention; return its last linear layer and the input of that."""
     program.replace(module, "Attention")
     dim = program.head_dim = module.head_dim
-    if hasattr(module, "qkv_proj"):
-        config = module.config
-        heads, shared = config.num_attention_heads, config.num_key_value_heads
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            program.hold(vars(config), name, vars(config)[name])
-        joined, sizes = module.qkv_proj, (heads * dim, shared * dim, shared * dim)
-        starts = (0, sizes[0], sizes[0] + sizes[1])
-        q, k, v = ((joined, range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
-        if len(joined.weight) != sum(sizes):
-            raise Unknown("a joined weight does not have the heads of the configuration")
-    else:
-        parts = (module.q_proj, module.k_proj, module.v_proj)
-        q, k, v = ((each, range(len(each.weight))) for each in parts)
-        heads, shared = len(q[1]) // dim, len(k[1]) // dim
+    q, k, v = _projections(program, module)
+    heads, shared = len(q[1]) // dim, len(k[1]) // dim
     program.shared_heads = shared
     if heads % shared or len(v[1]) != shared * dim:
         raise Unknown("heads of K and V differ in size")
@@ -118,7 +94,8 @@ def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     if turns:
         _turn(program, q_norm, "queries", "queries", heads, joins_next=1)
         _turn(program, k_norm, "keys", "k_store", shared, mode=fields.TO_SLOTS)
-    scores = {"factor": bits(module.scaling), "epsilon": bits(_limit(module))}
+    limit = getattr(module, "attn_logit_softcapping", None)
+    scores = {"factor": bits(module.scaling), "epsilon": bits(float(limit or 0.0))}
     places = {
         fields.SOURCE: "queries",
         fields.TARGET: "attended",
@@ -130,16 +107,27 @@ def _attention(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
     return module.o_proj, "attended"
 
 
-def _limit(module: Any) -> float:
-    return float(getattr(module, "attn_logit_softcapping", None) or 0.0)
+def _projections(program: Program, module: Any) -> list[tuple[Any, range]]:
+    """Return the linear layers of queries, keys and values, with the rows of each."""
+    if not hasattr(module, "qkv_proj"):
+        parts = (module.q_proj, module.k_proj, module.v_proj)
+        return [(each, range(len(each.weight))) for each in parts]
+    config, dim = module.config, module.head_dim
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        program.hold(vars(config), name, vars(config)[name])
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    if len(module.qkv_proj.weight) != q + 2 * kv:
+        raise Unknown("a joined weight does not have the heads of the configuration")
+    rows = range(q), range(q, q + kv), range(q + kv, q + 2 * kv)
+    return [(module.qkv_proj, each) for each in rows]
 
 
 def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **given: int) -> None:
     """Add the rotation of heads, after their norm."""
     addresses: dict[int, Any] = {fields.SOURCE: source, fields.TARGET: target, fields.PLAN: "plan"}
     if program.is_rotated:
-        told = {fields.COS: "cos", fields.SIN: "sin"}
-        addresses |= told | {fields.ROTATED: "rotated", fields.FLAVOUR: "wide"}
+        addresses |= {fields.COS: "cos", fields.SIN: "sin"}
+        addresses |= {fields.ROTATED: "rotated", fields.FLAVOUR: "wide"}
     if norm is not None:
         flavour, epsilon = program.norm_of(norm)
         addresses[fields.WEIGHT] = norm, "weight"
@@ -148,7 +136,7 @@ def _turn(program: Program, norm: Any, source: str, target: str, heads: int, **g
 
 
 def _feedforward(program: Program, module: Any, hidden: str) -> tuple[Any, str]:
-    """Add the operations of a feed-forward network up to its last linear layer."""
+    """Add the operations of a feed-forward network, as `_attention` does."""
     program.replace(module, "MLP")
     if hasattr(module, "c_fc"):
         flavour = _activation(program, module.act)
@@ -191,3 +179,37 @@ def _activation(program: Program, module: Any) -> int:
     if kind is type(ACT2FN["gelu_pytorch_tanh"]):
         return fields.GELU_TANH
     raise Unknown(f"there is no kernel for the activation {kind.__name__}")
+
+
+def numbers_at(op: dict[int, int]) -> dict[int, int]:
+    """Return the numbers that an operation uses at each address: per token, or of a weight."""
+    size, outputs, heads = (op.get(at, 0) for at in (fields.SIZE, fields.OUTPUTS, fields.HEADS))
+    if op[fields.KIND] in (fields.LINEAR, fields.GATED):
+        weight = size * outputs
+        of_weights = {fields.WEIGHT: weight, fields.WEIGHT_2: weight}
+        of_biases = {fields.BIAS: outputs, fields.BIAS_2: outputs}
+        return {fields.SOURCE: size, fields.TARGET: outputs} | of_weights | of_biases
+    of_token = {fields.SOURCE: heads * size, fields.TARGET: heads * size}
+    if op[fields.KIND] == fields.ATTEND:
+        stored = op[fields.SHARED] * size
+        return of_token | {fields.WEIGHT: stored, fields.WEIGHT_2: stored}
+    return of_token | {fields.WEIGHT: size, fields.BIAS: size}
+
+
+def _check_sizes(program: Program) -> None:
+    """Raise Unknown unless operations, buffers and weights agree in size.
+
+    The kernels compute addresses from sizes, and nothing else stops them at the end of a tensor.
+    """
+    stored = program.shared_heads * program.head_dim
+    of_token = {"stream": program.size, "out": program.outputs}
+    of_token |= {"k_store": stored, "v_store": stored} | program.buffers
+    for op, field, of, offset in program.places:
+        needed = numbers_at(program.ops[op]).get(field)
+        if isinstance(of, int):
+            assert needed is not None
+            fits = offset + needed * program.dtype.itemsize <= program.weights[of].num_bytes
+        else:
+            fits = needed is None or needed == of_token[of]
+        if not fits:
+            raise Unknown("weights differ in size from what they are multiplied by")
