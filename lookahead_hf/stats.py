@@ -14,11 +14,11 @@ from operator import add
 from typing import Any
 
 from lookahead_hf.model_state import kept
-from lookahead_hf.spelling import known_names
 from lookahead_hf.trace import Trace
 from lookahead_hf.trace.page import notebook
 from lookahead_hf.trace.steps import PARTS
-from lookahead_hf.wrappers import unwrap
+from lookahead_hf.utils.spelling import known_names
+from lookahead_hf.utils.wrappers import unwrap
 
 PHASES = PARTS
 """Parts of a call that are timed."""

@@ -30,8 +30,8 @@ from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.support import checks
 from lookahead_hf.support.checks import Purpose
+from lookahead_hf.utils.wrappers import unwrap
 from lookahead_hf.verification import device
-from lookahead_hf.wrappers import unwrap
 
 REPEATS = 5
 """How often each size is measured: once if an earlier process has done so, and time is short."""

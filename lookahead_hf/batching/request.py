@@ -123,7 +123,7 @@ class Maker:
         state, config = job.state, copy.deepcopy(self.generation_config)
         prompt = state.initial_tokens
         if len(prompt) == 0 or isinstance(prompt[0], (str, list)):
-            raise ValueError(f"a prompt is a list of one token id or more, not {prompt!r}")
+            raise ValueError(f"a prompt must be a non-empty list of token ids, not {prompt!r}")
         ids = torch.tensor([state.initial_tokens], dtype=torch.long, device=self.model.device)
         own = dict(state.logit_processor_kwargs)
         objects = {name: own.pop(name) for name in OBJECTS if name in own}
@@ -134,7 +134,7 @@ class Maker:
             )
         unknown = config.update(num_return_sequences=1, **own)
         if unknown:
-            raise ValueError(f"generation configs have no {', '.join(unknown)}: leave it out")
+            raise ValueError(f"unknown generation setting {', '.join(unknown)}: remove it")
         if state.max_new_tokens is not None:
             config.max_new_tokens = state.max_new_tokens
         if state.eos_token_id not in (None, UNSAID):

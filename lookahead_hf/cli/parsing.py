@@ -15,7 +15,7 @@ import click
 import lookahead_hf
 from lookahead_hf.cli.screen import JsonScreen, Screen
 from lookahead_hf.config import STRATEGIES, SpeculativeConfig
-from lookahead_hf.spelling import known_names
+from lookahead_hf.utils.spelling import known_names
 
 Arguments = SimpleNamespace
 """The values of a command's arguments and options, by name."""

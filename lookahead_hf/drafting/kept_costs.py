@@ -16,7 +16,7 @@ import transformers
 
 from lookahead_hf import compat
 from lookahead_hf.drafting.control.cost_model import KeptCurve
-from lookahead_hf.places import cache_root, replacing
+from lookahead_hf.utils.files import cache_root, replacing
 
 logger = logging.getLogger(__name__)
 

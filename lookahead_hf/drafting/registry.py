@@ -20,7 +20,7 @@ from lookahead_hf.drafting.tree import head
 from lookahead_hf.drafting.user_drafter import Adapted
 from lookahead_hf.ngram_pool.compilation import register
 from lookahead_hf.rows import Rows
-from lookahead_hf.spelling import known_names
+from lookahead_hf.utils.spelling import known_names
 
 if TYPE_CHECKING:
     from lookahead_hf.call.prepared import Request

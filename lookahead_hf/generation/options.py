@@ -17,7 +17,7 @@ from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriter
 from lookahead_hf import compat
 from lookahead_hf.config import SpeculativeConfig
 from lookahead_hf.fallback import FallbackReason, Unserved
-from lookahead_hf.spelling import nearest
+from lookahead_hf.utils.spelling import nearest
 
 OURS = ("speculative", "prediction", "speculative_tokenizer")
 """Arguments that transformers does not know.

@@ -12,6 +12,9 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching.queues import Router
+from lookahead_hf.batching.request import Job
+from lookahead_hf.compat.batching import GenerationOutput, RequestState
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -183,6 +186,20 @@ def test_an_id_that_is_used_again_while_its_text_is_written_is_answered(
     assert manager.output_router.output_queue.empty()
     assert found.generated_tokens == alone(model, new, config)
     speculated([found])
+
+
+@pytest.mark.parametrize("cancelled", ["many", "many__child#0"], ids=["request", "text"])
+def test_only_texts_that_were_added_before_are_dropped_by_their_id(cancelled: str) -> None:
+    router, names, state = Router(), frozenset({"many", "many__child#0"}), RequestState("many", [1])
+    before, after = (Job(state, index, 0, names) for index in (2, 3))
+    old, new = (GenerationOutput("many__child#0", [token]) for token in (1, 2))
+    router.deliver(old, before)
+    router.cancel(cancelled, lambda name: 3)
+    assert router.output_queue.empty()
+    router.deliver(old, before)
+    router.deliver(new, after)
+    assert [*router.output_queue.queue] == [new]
+    assert router.take_cancelled() == {cancelled: 3}
 
 
 def test_a_handler_hears_of_the_request_that_it_was_registered_for(model: Any) -> None:

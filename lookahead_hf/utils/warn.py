@@ -1,4 +1,4 @@
-"""Warnings that point at the user's code, whatever libraries lie between."""
+"""Warnings that point at the user's code instead of a library."""
 
 from __future__ import annotations
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-from lookahead_hf import vllm_config
-from lookahead_hf.spelling import known_names
+from lookahead_hf.config import vllm
+from lookahead_hf.utils.spelling import check_names, known_names, spelt_right
 
 BUILT_IN_DRAFTERS = (
     "ngram",
@@ -59,39 +58,13 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """The fields that take one of a few values."""
 
 
-_Class = TypeVar("_Class", bound=type)
-
-
-def _spelt_right(cls: _Class) -> _Class:
-    """Let a data class say which field an unknown argument may mean."""
-    original = cls.__init__  # type: ignore[misc]
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **fields: Any) -> None:
-        _check_fields(fields, TypeError)
-        original(self, *args, **fields)
-
-    cls.__init__ = init  # type: ignore[misc]
-    return cls
-
-
-def _check_fields(given: Iterable[str], kind: type[Exception]) -> None:
-    names = [each.name for each in dataclasses.fields(SpeculativeConfig)]
-    for name in given:
-        if name not in names:
-            raise kind(
-                f"a speculative configuration has no field {name!r}; {known_names(name, names)}"
-            )
-
-
-@_spelt_right
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How to speculate: which drafters, how many draft tokens, and what to do about a fallback.
 
     Attributes:
-        drafters: Names of built-in drafters, or Drafter objects, or a single one of them; None
-            takes the default drafters.
+        drafters: Names of built-in drafters or Drafter objects, or a single one; None takes the
+            default drafters.
         max_draft_nodes: The most draft tokens per row and step, up to 4,096.
         budget: "auto" measures what draft tokens cost and drafts as many as pay. An int drafts up
             to that many tokens per row in every step, whatever they cost.
@@ -105,10 +78,10 @@ class SpeculativeConfig:
             if the text may become long enough for that to pay off, True always, False never.
             Captured graphs stay with the model, and so do their K and V. If steps cannot be
             captured, the statistics give the reason.
-        compiled_layers: Whether compiled kernels compute the model's layers in steps on a CPU,
-            where they know the code of the layers. They read weights where the model has them, and
-            sum in an order of their own, which is the same for every block; float32 results agree
-            with the model's own up to rounding, bfloat16 texts part at near ties alone.
+        compiled_layers: Whether compiled kernels compute layers whose code they know, in steps on a
+            CPU. They read the model's own weights. Their sums have an order of their own, the same
+            in every block: float32 results agree with the model's up to rounding, and bfloat16
+            texts differ only at near ties.
         pool: The pool of the drafter "pool": an `NgramPool` or the path of one. A pool adds the
             drafter. If `drafters` names "pool" and this is None, the model keeps an empty pool.
         learn: Whether generated texts are added to the pool. The default is False, so that the
@@ -185,9 +158,10 @@ class SpeculativeConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a speculative configuration is built from a dict, not {values!r}")
-        if vllm_config.is_vllm(values):
-            values = vllm_config.fields_of(values)
-        _check_fields(values, ValueError)
+        if vllm.is_vllm(values):
+            values = vllm.fields_of(values)
+        names = (each.name for each in dataclasses.fields(cls))
+        check_names(cls.__name__, values, names, ValueError)
         for name, value in values.items():
             _as_json(value, name)
         return cls(**values)
@@ -233,6 +207,9 @@ class SpeculativeConfig:
                 "pass an object in the call, as in `generate(..., speculative=config)`"
             )
         return cls.resolve(value)
+
+
+SpeculativeConfig.__init__ = spelt_right(SpeculativeConfig.__init__)  # type: ignore[method-assign]
 
 
 def drafter_name(drafter: Any) -> str:
@@ -287,7 +264,7 @@ def _check_pool(pool: Any) -> None:
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if not _is_one_of(value, allowed):
-        raise ValueError(f"{name}={value!r} is not known; {known_names(value, allowed)}")
+        raise ValueError(f"{name} cannot be {value!r}; {known_names(value, allowed)}")
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -317,7 +294,7 @@ def _why_not(name: Any) -> str:
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """Return `value` with tuples as lists; raise ValueError if a part of it is not a JSON value."""
+    """Return a value with tuples as lists; raise ValueError if a part is no JSON value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

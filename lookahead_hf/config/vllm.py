@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from lookahead_hf.spelling import known_names
+from lookahead_hf.utils.spelling import known_names
 
 _logger = logging.getLogger(__name__)
 
@@ -21,10 +21,10 @@ _KEYS = {
     "draft_model": ("model",),
     "mtp": (),
 }
-"""The methods that are understood, and the keys that each has for itself."""
+"""The supported methods, and the keys that only this method takes."""
 
 _LEARNED = _KEYS["suffix"][1:]
-"""Limits of a draft's length, which learned acceptance rates and measured costs decide here."""
+"""Limits of a draft's length; here learned acceptance rates and measured costs decide it."""
 
 
 def is_vllm(values: Mapping[str, Any]) -> bool:
@@ -47,8 +47,8 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     known = {"method", "num_speculative_tokens", *_KEYS[method]}
     if unknown := [str(name) for name in values if name not in known]:
         raise ValueError(
-            f"method={method!r} does not take {', '.join(unknown)} here: leave out what is not one "
-            f"of {', '.join(sorted(known))}"
+            f"method={method!r} does not take {', '.join(unknown)} here; known: "
+            f"{', '.join(sorted(known))}"
         )
     fields = _drafters(method, values)
     if (most := values.get("num_speculative_tokens")) is not None:

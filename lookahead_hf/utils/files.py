@@ -17,7 +17,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 YOUNG_SECONDS = 60
-"""Age below which a part of a file is left alone."""
+"""Age below which a part of a file is kept."""
 
 
 def cache_root() -> Path:
@@ -30,7 +30,7 @@ def cache_root() -> Path:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file in the same folder, which replaces `path` once it is on the disk.
 
-    What writers that were killed have left of earlier ones is removed.
+    Parts that killed writers have left behind are removed.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         _remove_if_left(left)
@@ -59,10 +59,10 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _remove_if_left(part: Path) -> None:
-    """Remove a part of a file whose writer is gone, so that nobody has it locked.
+    """Remove a part of a file if its writer is gone and it is therefore unlocked.
 
-    A writer locks what it has just made. What is younger than a minute may not be locked yet, or
-    is on a file system without locks.
+    A part younger than a minute stays: its writer may not have locked it yet, or its file system
+    may have no locks.
     """
     with suppress(OSError):
         if time.time() - part.stat().st_mtime < YOUNG_SECONDS:

@@ -1,4 +1,4 @@
-"""Find the transformers model inside the wrappers that other libraries put around it."""
+"""Finds the transformers model inside the wrappers of other libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unwrap(model: Any) -> Any:
 
 
 def _inside(wrapper: Any) -> Any:
-    """The next object inside a wrapper, None where none is known."""
+    """Return the next object inside a wrapper, None for an unknown wrapper."""
     from torch import nn
 
     if isinstance(wrapper, type):
