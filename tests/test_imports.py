@@ -95,7 +95,7 @@ LAYERS = {
         "__init__",
     ),
     "kernels": (
-        "_attention_sizes _common cpu.fields cpu.llvm cpu.team path_table results",
+        "_attention_sizes _common _launch cpu.fields cpu.llvm cpu.team path_table results",
         "cpu.scalars cpu.vectors",
         """_softmax reference cpu._choice_numba cpu._elementwise_numba cpu._plan_numba
         cpu._products_numba tiles""",
@@ -103,6 +103,7 @@ LAYERS = {
         "cpu._program_numba",
         "cpu.program",
         "attention compact reject topk trial verify",
+        "ahead",
         "dispatch",
         "__init__",
     ),
@@ -118,11 +119,9 @@ LAYERS = {
     ),
     "runner": (
         """cuda.capture cuda.transfer flat masks non_finite passthrough_kwargs prompts recurrent""",
-        "outputs",
-        "cuda.step layout",
-        "cuda.graph_set prefill",
-        "host",
-        "cuda.graphs",
+        "cuda.ahead cuda.state layout outputs",
+        "cuda.graph_set cuda.step prefill",
+        "cuda.decision cuda.graphs host",
         "cuda.runner",
     ),
     "serving": ("metrics openai_fields tools", "fields", "schemas", "middleware", "server"),

@@ -142,6 +142,15 @@ def mask_kinds(model: nn.Module) -> tuple[str, ...]:
     return ("sliding_attention",) if sliding and windowed else ("full_attention",)
 
 
+def additive_mask(
+    seen: torch.Tensor,  # [rows, width, columns] bool
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return 0 for what is seen and the lowest number elsewhere, [rows, 1, width, columns]."""
+    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+    return torch.where(seen[:, None], torch.zeros_like(lowest), lowest)
+
+
 def window(model: nn.Module) -> int | None:
     """Return the most columns that a sliding or chunked layer sees, None without such layers."""
     config = text_config(model)

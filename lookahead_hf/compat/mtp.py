@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import cache_utils, modeling_layers
 
-from lookahead_hf.compat.attention import set_attention_name
+from lookahead_hf.compat.attention import additive_mask, set_attention_name
 from lookahead_hf.compat.forwards import text_config
 
 LAST_HIDDEN_STATES = {"output_hidden_states": -1}
@@ -111,6 +111,4 @@ def _masks(
     seen = (key >= 0) & (key <= query)  # [rows, width, columns]
     if (window := windows[layer]) is not None:
         seen &= query - key < window
-    lowest = torch.finfo(embedded.dtype).min
-    mask = torch.zeros(seen.shape, dtype=embedded.dtype, device=seen.device)
-    return {"attention_mask": mask.masked_fill_(~seen, lowest)[:, None]}
+    return {"attention_mask": additive_mask(seen, embedded.dtype)}

@@ -21,7 +21,8 @@ from lookahead_hf.logits import constraints
 from lookahead_hf.model import position_limits
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.rows import rows_of
-from lookahead_hf.runner.cuda.runner import CudaRunner, ForwardRunner
+from lookahead_hf.runner.cuda.decision import OnDevice, OnHost
+from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.layout import BlockShape
 from lookahead_hf.support import checks, self_test
@@ -167,12 +168,11 @@ def _runner(
     may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
     may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
     if may_be_captured and checks.on_device(call.model, call.input_ids):
-        kind = CudaRunner if isinstance(verifier, Device) else ForwardRunner
-        return kind(
+        return CudaRunner(
             call.model,
             call.num_rows,
             shape,
-            scoring=verifier.scoring if isinstance(verifier, Device) else None,
+            decision=OnDevice(verifier.scoring) if isinstance(verifier, Device) else OnHost(),
             room=call.num_new,
             cuda_graphs=call.request.config.cuda_graphs,
         )

@@ -50,8 +50,10 @@ class BlockTree:
 
 def ancestor_words(seen: np.ndarray) -> np.ndarray:
     """Pack who sees whom, [rows, width, width], into words per block token, [rows, width] int64."""
-    bits = np.uint64(1) << np.arange(seen.shape[2], dtype=np.uint64)
-    return (seen * bits).sum(2, dtype=np.uint64).astype(np.int64)
+    words = np.zeros((*seen.shape[:2], 8), np.uint8)
+    packed = np.packbits(seen, axis=2, bitorder="little")
+    words[:, :, : packed.shape[2]] = packed
+    return words.view("<i8")[:, :, 0]
 
 
 def serves(device: torch.device, width: int) -> bool:

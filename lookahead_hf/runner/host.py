@@ -9,7 +9,7 @@ import numpy as np
 
 from lookahead_hf import compat
 from lookahead_hf.call import execution
-from lookahead_hf.draft import DraftTree, Verdict
+from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.model import compiled
 from lookahead_hf.model_state import state_of
 from lookahead_hf.patches.forward import ForwardContext, running
@@ -99,8 +99,7 @@ class Runner(PromptRunner):
         elif self._is_compiled:
             width = compiled.width_for(width)
             compiled.make_room(self.cache.slots, self.cache.slots.longest + width)
-        tokens, _, depths = draft.padded(width, rows.last_tokens)
-        return self._layout.block(tokens, depths, draft, _ahead(rows))
+        return self._layout.block(draft.padded(width, rows.last_tokens), _ahead(rows))
 
     def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
@@ -131,21 +130,16 @@ class Runner(PromptRunner):
     def check_for_nan(self, step: StepOutputs, live: np.ndarray) -> bool:
         """Return whether a step's draft may have caused NaN in the logits of a live row."""
         self._is_repeat = False
-        return bool(((self._has_nan(step) > 0) & live & ~self._is_nan_alone).any())
+        return bool(((step.count_nan() > 0) & live & ~self._is_nan_alone).any())
 
     def repeat_without_draft(self, rows: Rows) -> StepOutputs:
         """Run a step again without its draft, in cleared slots."""
         non_finite.clear(self.cache.slots)
         self.roll_back()
         step = self.launch(rows, DraftTree.empty(self.num_rows))
-        self._is_nan_alone |= self._has_nan(step) > 0
+        self._is_nan_alone |= step.count_nan() > 0
         self._is_repeat = True
         return step
-
-    def _has_nan(self, step: StepOutputs) -> np.ndarray:
-        """Count NaN in a sample of the logits of each row, [rows]."""
-        found: np.ndarray = non_finite.has_nan(step.logits).cpu().numpy()
-        return found
 
     def commit(self, verdict: Verdict) -> int:
         """Keep each live row's last token and accepted path in the cache, and nothing else.
@@ -153,21 +147,19 @@ class Runner(PromptRunner):
         Returns:
             The number of accepted tokens whose K and V were moved.
         """
-        accepted = verdict.num_accepted
-        moved = self._close_gaps(verdict, accepted) if len(verdict.path) else 0
-        self.keep(np.where(verdict.num_emitted > 0, accepted + 1, 0))
+        moved = int((verdict.path != place_in_row(verdict.path_offsets)).sum())
+        if moved:
+            self._close_gaps(verdict)
+        self.keep(np.where(verdict.num_emitted > 0, verdict.num_accepted + 1, 0))
         return moved
 
-    def _close_gaps(self, verdict: Verdict, accepted: np.ndarray) -> int:
-        """Move the accepted paths to the front, unless they are chains already."""
-        identity = np.arange(1 + int(accepted.max()))
-        path = np.tile(identity, (self.num_rows, 1))
+    def _close_gaps(self, verdict: Verdict) -> None:
+        """Move the tokens of the accepted paths together in the cache."""
+        accepted = verdict.num_accepted
+        path = np.tile(np.arange(1 + accepted.max()), (self.num_rows, 1))
         for row, count in enumerate(accepted.tolist()):
             path[row, 1 : 1 + count] = verdict.accepted(row) + 1
-        moved = int((path != identity).sum())
-        if moved:
-            self.cache.slots.compact(path, accepted + 1)
-        return moved
+        self.cache.slots.compact(path, accepted + 1)
 
     def end(self) -> None:
         """End the call, after its cache was handed back or became useless."""
@@ -198,13 +190,11 @@ class Runner(PromptRunner):
             tokens: Tokens per row, the last token of the row first; rows may have none.
             ahead: Tokens of each row that were fed since the prompt, [rows].
         """
-        width = max(map(len, tokens))
-        block = np.zeros((self.num_rows, width), np.int64)
+        fields = DraftTree.from_chains([[fed[1:]] for fed in tokens]).padded(max(map(len, tokens)))
         for row, fed in enumerate(tokens):
-            block[row, : len(fed)] = fed
-            block[row, len(fed) :] = fed[-1] if fed else 0  # padding, as in `layout`
-        draft = DraftTree.from_chains([[row[1:]] for row in tokens])
-        return Runner.forward(self, self._layout.block(block, draft.padded(width)[2], draft, ahead))
+            fields[0, row, : len(fed)] = fed
+            fields[0, row, len(fed) :] = fed[-1] if fed else 0  # padding, as in `layout`
+        return self.forward(self._layout.block(fields, ahead))
 
     def keep(self, counts: np.ndarray) -> None:
         """Keep the first tokens of the latest block in every row, [rows]."""

@@ -11,7 +11,6 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import implicit_positions, tree_attention
@@ -77,17 +76,14 @@ class BlockLayout:
         pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
 
-    def block(
-        self, tokens: np.ndarray, depths: np.ndarray, draft: DraftTree, ahead: np.ndarray
-    ) -> BlockInputs:
-        """Place a block behind the tokens that each row has in the cache.
+    def block(self, fields: np.ndarray, ahead: np.ndarray) -> BlockInputs:
+        """Place a block behind what each row has in the cache.
 
         Args:
-            tokens: The last token of each row and the draft's nodes, [rows, width].
-            depths: Depth of each of them, 0 for the last token and padding, [rows, width].
-            draft: The draft.
+            fields: Tokens, parents and depths as of `DraftTree.padded`, [3, rows, width].
             ahead: Tokens of each row that were fed since the prompt, [rows].
         """
+        tokens, parents, depths = fields
         width = tokens.shape[1]
         self._cache.slots.place(width)
         offsets = torch.from_numpy(ahead[:, None] + depths).to(self._device)
@@ -107,8 +103,11 @@ class BlockLayout:
         uniform = bool((slots.lengths == slots.lengths[0]).all())
         if width == 1 and uniform and not self._is_limited and slots.extent.shown is None:
             return BlockInputs(inputs, tokens.size, columns=columns)  # each token sees every slot
-        seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
-        built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
+        seen, query = masks.ancestors(parents), self._query(depths, ahead)
+        built = {
+            kind.name: self._mask(kind, seen, query if kind.is_limited else None)
+            for kind in self._kinds
+        }
         named = compat.with_states(built) if self._has_states else built
         inputs[self._names.mask] = named if self._mask_dict else next(iter(built.values()))
         return BlockInputs(inputs, tokens.size, self._trees(built, seen), columns)
@@ -198,13 +197,10 @@ class BlockLayout:
             return RunMask(run, visible, None)
         if seen is None:
             seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
-        both = None
+        query = None
         if is_limited:
-            padded = columns if run.padded is None else columns[run.padded]
-            query = padded.reshape(-1, width)
-            both = query, self._slot_columns(group, query, visible, run.rows)
-        place = lengths, visible, both, self._cache.pads[run.rows]
-        mask = masks.additive(kind, seen, *place, self._model.dtype, self._device)
+            query = (columns if run.padded is None else columns[run.padded]).reshape(-1, width)
+        mask = self._mask(kind, seen, query, visible, run.rows)
         return RunMask(run, visible, mask)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
@@ -213,11 +209,12 @@ class BlockLayout:
             return None
         kind = self._kinds[0]  # of several only where the slots' columns are not asked for
         group = self._cache.slots.groups[kind.name]
-        columns = self._columns(group, depths, ahead)
-        order = np.tile(np.arange(columns[1].shape[1]), (len(depths), 1))
+        query, key = self._query(depths, ahead), self._cache.token_columns(group)
+        order = np.tile(np.arange(key.shape[1]), (len(depths), 1))
         for row, length in enumerate(group.lengths.tolist()):
-            order[row, length : length + depths.shape[1]] = length + depths[row]
-        told = (torch.from_numpy(each).to(self._device) for each in (*columns, order))
+            block = slice(length, length + depths.shape[1])
+            key[row, block], order[row, block] = query[row], length + depths[row]
+        told = (torch.from_numpy(each).to(self._device) for each in (query, key, order))
         return implicit_positions.Columns(*told)
 
     def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
@@ -244,29 +241,28 @@ class BlockLayout:
         return trees
 
     def _mask(
-        self, kind: masks.MaskKind, seen: np.ndarray, depths: np.ndarray, ahead: np.ndarray
+        self,
+        kind: masks.MaskKind,
+        seen: np.ndarray,  # [rows, width, width]
+        query: np.ndarray | None,  # columns of the tokens where they matter, [rows, width]
+        visible: int | None = None,
+        rows: slice = slice(None),
     ) -> torch.Tensor:
-        """Return the mask of layers of one kind, [rows, 1, width, visible]."""
+        """The mask of the layers of one kind for some rows, [rows, 1, width, visible]."""
         group = self._cache.slots.groups[kind.name]
-        columns = self._columns(group, depths, ahead) if kind.is_limited else None
-        place = group.lengths, group.visible, columns, self._cache.pads
-        return masks.additive(kind, seen, *place, self._model.dtype, self._device)
+        visible = group.visible if visible is None else visible
+        given = [seen, group.lengths[rows], self._cache.pads[rows]]
+        if query is not None:
+            given += [query, self._cache.token_columns(group, visible)[rows]]
+        tree, lengths, pads, *columns = map(torch.from_numpy, given)
+        both = (columns[0], columns[1]) if columns else None
+        mask = masks.additive(kind, tree, lengths, visible, both, pads, self._model.dtype)
+        return mask.to(self._device)
 
-    def _columns(
-        self, group: SlotGroup, depths: np.ndarray, ahead: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the columns of the block, [rows, width], and of a group's slots."""
-        query = self._cache.num_columns + ahead[:, None] + depths
-        return query, self._slot_columns(group, query, group.visible)
-
-    def _slot_columns(
-        self, group: SlotGroup, query: np.ndarray, visible: int, rows: slice = slice(None)
-    ) -> np.ndarray:
-        """Return the columns of a group's slots, [rows, visible]; `query` are the block's."""
-        key = self._cache.token_columns(group, visible)[rows]
-        for row, length in enumerate(group.lengths[rows].tolist()):
-            key[row, length : length + query.shape[1]] = query[row, : visible - length]
-        return key
+    def _query(self, depths: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """Columns of the tokens of a block, [rows, width]."""
+        query: np.ndarray = self._cache.num_columns + ahead[:, None] + depths
+        return query
 
 
 def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:
@@ -281,7 +277,7 @@ def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | No
     for index, count in enumerate(run.counts.tolist()):
         row = run.rows.start + index
         of_row, first = seen[index], num_fed[row]
-        of_row[first:count, first:count] = masks.ancestors(draft, row, 1 + nodes[row])[1:, 1:]
+        of_row[first:count, first:count] = masks.ancestors(draft.parents[None, draft.row(row)])[0]
         of_row[count:] = of_row[count - 1]
     return seen
 

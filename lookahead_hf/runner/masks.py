@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.draft import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,10 @@ class MaskKind:
         return self.chunk is not None or (self.window is not None and last >= self.window)
 
     def is_near(self, query: Any, key: Any, pads: Any) -> Any:
-        """Return which columns a column sees, causality aside, of arrays or tensors that broadcast.
+        """Return which columns `query` sees of the columns `key`, causality aside.
 
-        Args:
-            query: Columns of tokens.
-            key: Columns that they may see.
-            pads: Padded columns of each row. They hold nothing, so that a negative difference does
-                not matter.
+        All are arrays or tensors that broadcast. `pads` counts the columns of the prompt that a row
+        does not attend; those before the first attended one hold nothing.
         """
         near = True if self.window is None else query - key < self.window
         if self.chunk is not None:
@@ -63,27 +59,33 @@ def of_model(model: Any) -> list[MaskKind]:
     return [MaskKind(name, **limits[name]) for name in names]
 
 
-def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
-    """Return which tokens of a row's block each token sees, its ancestors and itself.
+def ancestors(parents: np.ndarray) -> np.ndarray:
+    """Return which tokens of its block each token sees: its ancestors and itself.
 
-    The result is [width, width] bool; index 0 is the last token, 1 + i node i, and others padding.
+    Args:
+        parents: Index of each token's parent in its block, -1 for none, [rows, width].
+
+    Returns:
+        [rows, width, width] bool.
     """
-    seen = np.eye(width, dtype=bool)
-    parents = draft.parents[draft.row(row)] + 1
-    for node, parent in enumerate(parents.tolist(), 1):
-        seen[node] |= seen[parent]
+    width = parents.shape[1]
+    row, own = np.arange(len(parents))[:, None], np.arange(width)
+    above = np.where(parents < 0, own, parents)
+    seen = np.tile(np.eye(width, dtype=bool), (len(parents), 1, 1))
+    for _ in range((width - 1).bit_length()):  # each round doubles the distance
+        seen = seen | seen[row, above]
+        above = above[row, above]
     return seen
 
 
 def additive(
     kind: MaskKind,
-    seen: np.ndarray,  # [rows, width, width] bool
-    lengths: np.ndarray,  # [rows]
+    seen: torch.Tensor,  # [rows, width, width] bool
+    lengths: torch.Tensor,  # [rows]
     visible: int,
-    columns: tuple[np.ndarray, np.ndarray] | None,
-    pads: np.ndarray,  # [rows]
+    columns: tuple[torch.Tensor, torch.Tensor] | None,
+    pads: torch.Tensor,  # [rows]
     dtype: torch.dtype,
-    device: torch.device,
 ) -> torch.Tensor:
     """Return `[rows, 1, width, visible]`: 0 for seen slots and the lowest number elsewhere.
 
@@ -93,19 +95,19 @@ def additive(
         kind: The kind of mask.
         seen: Which tokens of the block each token sees.
         lengths: Kept tokens of every row; its block is in the slots behind them.
-        visible: Slots that the attention reads.
-        columns: Columns of the block's tokens, [rows, width], and of the slots, [rows, visible];
-            needed for windows and chunks.
-        pads: Padded columns of each row.
+        visible: Slots that the attention reads, at least as many as the longest row has tokens.
+        columns: Column of every block token, [rows, width], and of every slot before the block,
+            [rows, visible or more]; needed where the kind has a window or chunks.
+        pads: Columns of the prompt that the row does not attend.
+        dtype: That of the mask.
     """
-    rows, width = seen.shape[:2]
-    mask = np.zeros((rows, width, visible), bool)
-    for row, length in enumerate(lengths.tolist()):
-        mask[row, :, :length] = True
-        mask[row, :, length : length + width] = seen[row, :, : visible - length]
+    width = seen.shape[1]
+    slots = torch.arange(visible + width, device=seen.device)  # a row may end behind the visible
+    block = lengths[:, None] + slots[:width]
+    shown = (slots < lengths[:, None])[:, None].repeat(1, width, 1)
+    shown = shown.scatter_(2, block[:, None].expand_as(seen), seen)[..., :visible]
     if columns is not None:
-        query, key = columns[0][:, :, None], columns[1][:, None, :]
-        mask &= kind.is_near(query, key, pads[:, None, None])
-    hidden = torch.from_numpy(~mask)[:, None].to(device)
-    out = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return out.masked_fill_(hidden, torch.finfo(dtype).min)
+        query, key = columns
+        key = torch.cat([key[:, :visible], query], 1).scatter_(1, block, query)[:, :visible]
+        shown = shown & kind.is_near(query[:, :, None], key[:, None], pads[:, None, None])
+    return compat.additive_mask(shown, dtype)
