@@ -32,7 +32,7 @@ ROOMS = (
     {"batching"},
     {"hook"},
     {"auto", "pipelines", "serving", "warmup"},
-    {"cli"},
+    {"cli", "ray"},
     {"__main__"},
 )
 """Rooms, lowest first. A room is a module or a whole package; those of a level see no other."""
@@ -126,6 +126,7 @@ LAYERS = {
         "cuda.graphs",
         "cuda.runner",
     ),
+    "ray": ("data serving", "__init__"),
     "serving": ("metrics openai_fields tools", "fields", "schemas", "middleware", "server"),
     "support": ("plain_steps", "recurrent_self_test", "self_test", "checks"),
     "verification": (
