@@ -31,7 +31,7 @@ ROOMS = (
     {"batching"},
     {"hook"},
     {"auto", "pipelines", "serving", "warmup"},
-    {"cli"},
+    {"cli", "ray"},
     {"__main__"},
 )
 """Rooms, lowest first. A room is a module or a whole package; those of a level see no other."""
@@ -124,6 +124,7 @@ LAYERS = {
         "cuda.decision cuda.graphs host",
         "cuda.runner",
     ),
+    "ray": ("data serving", "__init__"),
     "serving": ("metrics openai_fields tools", "fields", "schemas", "middleware", "server"),
     "support": ("self_test", "checks"),
     "verification": (

@@ -14,7 +14,7 @@ import torch
 from lookahead_hf import ngram_pool, stats
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.queues import RequestQueue, Router, Waiting
-from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects, request_seed
+from lookahead_hf.batching.request import UNSAID, Job, Maker, own_objects
 from lookahead_hf.batching.session import new_session
 from lookahead_hf.batching.threads import CallersThread, end_team
 from lookahead_hf.compat.batching import GenerationOutput, QueueManager, fill
@@ -28,8 +28,8 @@ IDLE_SECONDS = 0.1
 class SpeculativeBatchingManager(QueueManager):
     """Decodes requests together and speculatively, behind the methods of transformers' manager.
 
-    Every text is the one that `generate` writes for its prompt alone; see `request_seed` for
-    samples. A cancelled request yields nothing more.
+    Every text is the one that `generate` writes for its prompt alone, a sample with its own seed. A
+    cancelled request yields nothing more.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SpeculativeBatchingManager(QueueManager):
         *,
         max_batch_tokens: int | None,
         max_queue_size: int,
-        seed: int | None,
+        seed_of: Callable[[int], int],
         in_call: bool,
         is_run: bool,
         progress: Progress | None,
@@ -51,7 +51,7 @@ class SpeculativeBatchingManager(QueueManager):
             max_slots: Most texts that are decoded together.
             max_batch_tokens: Most tokens of a step, None for any number.
             max_queue_size: Most requests that wait; adding another one waits; 0: any number.
-            seed: The seed of the samples, None to draw one from torch's default generator.
+            seed_of: Returns the seed of a text by its number.
             in_call: Whether the caller's thread decodes as soon as it asks for a result.
             is_run: Whether `last_stats` adds up the requests, since one call makes all of them.
             progress: Shows how the requests get on, None for no bar.
@@ -67,7 +67,7 @@ class SpeculativeBatchingManager(QueueManager):
         self._is_run = is_run
         self._sum: SpeculativeStats | None = None
         self._jobs: deque[Job] = deque()  # the other texts of the request that was taken last
-        self._seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self._seed_of = seed_of
 
     def warmup(self) -> None:
         """Wait until the compiled functions of drafting are loaded."""
@@ -227,9 +227,8 @@ class SpeculativeBatchingManager(QueueManager):
             if each.request_id in request.cancelled:
                 continue
             each.num_children = 0
-            seed = request_seed(self._seed, index)
             names = frozenset({each.request_id, name})
-            jobs.append(Job(each, index, seed, names, own_objects(each)))
+            jobs.append(Job(each, index, self._seed_of(index), names, own_objects(each)))
         return jobs
 
     def decode(self) -> None:

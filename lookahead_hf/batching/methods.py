@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from types import MethodType
 from typing import Any
 
+import torch
 import transformers
 from transformers import ContinuousBatchingConfig
 
-from lookahead_hf import fallback
+from lookahead_hf import fallback, stats
 from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
-from lookahead_hf.batching.request import OBJECTS, Maker
+from lookahead_hf.batching.request import OBJECTS, Maker, request_seed
 from lookahead_hf.call.prepared import Request
 from lookahead_hf.compat.batching import IS_KNOWN
 from lookahead_hf.config import SpeculativeConfig, check_int
@@ -41,6 +42,7 @@ class Asked:
 
     Attributes:
         max_tokens: Most tokens of all texts, prompts included. Each may have an equal share.
+        seeds: A seed for each text of a call.
         in_call: Whether the run ends with the call that asks, which brings all of its requests.
     """
 
@@ -48,6 +50,7 @@ class Asked:
     max_slots: int | None = None
     max_tokens: int | None = None
     progress: bool = False
+    seeds: Sequence[int] | None = None
     in_call: bool = False
 
 
@@ -55,7 +58,7 @@ OWN = tuple(each.name for each in fields(Asked) if each.name != "in_call")
 """Arguments of a call that transformers does not know."""
 
 INSTEAD = {
-    "seed": "pass continuous_batching_config=ContinuousBatchingConfig(seed=...)",
+    "seed": "pass seeds=, or continuous_batching_config=ContinuousBatchingConfig(seed=...)",
     "assistant_model": "leave it out, or call generate",
     "streamer": "call add_request of a manager with streaming=True",
 } | dict.fromkeys(OBJECTS, "pass it to add_request of a manager")
@@ -191,6 +194,14 @@ def _manager(
             return _ours(model, config, asked, *given)
         except Unserved as unserved:
             fallback.report(model, unserved, config.on_fallback, "transformers' manager")
+            record = stats.SpeculativeStats(fallback_reason=unserved.reason)
+            stats.publish(model, record)
+            stats.tell(model, record)
+    if asked.seeds is not None:
+        raise ValueError(
+            "seeds= needs speculation, since transformers' manager has one seed for all texts: "
+            "pass speculative=, or leave seeds= out"
+        )
     return original(*given)
 
 
@@ -242,11 +253,32 @@ def _ours(
         slots,
         max_batch_tokens=most,
         max_queue_size=batching.max_queue_size,
-        seed=batching.seed,
+        seed_of=_seed_of(asked.seeds, batching.seed, getattr(hints, "num_requests", None)),
         in_call=asked.in_call and not batching.max_queue_size,  # adding to a full queue waits
         is_run=asked.in_call,
         progress=Progress(getattr(hints, "num_requests", None)) if asked.progress else None,
     )
+
+
+def _seed_of(
+    seeds: Sequence[int] | None, seed: int | None, num_texts: int | None
+) -> Callable[[int], int]:
+    """Return what tells the seed of a text by its number.
+
+    Args:
+        seeds: The caller's seed for each text, if there are any.
+        seed: Otherwise the seed of the run, None to draw one from torch's default generator.
+        num_texts: Texts of the call, None for a manager, to which any number can be added.
+    """
+    if seeds is None:
+        first = int(torch.randint(2**31, ())) if seed is None else seed
+        return functools.partial(request_seed, first)
+    if len(seeds) != num_texts:
+        wanted = "generate_batch alone takes them" if num_texts is None else f"{num_texts} texts"
+        raise ValueError(f"seeds= holds {len(seeds)} seeds, but {wanted}: pass one for each text")
+    for each in seeds:
+        check_int("each of seeds", each, 0, 2**32 - 1)
+    return list(seeds).__getitem__
 
 
 def _unserved(what: str) -> Unserved:

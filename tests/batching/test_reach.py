@@ -183,3 +183,5 @@ def test_an_accelerator_keeps_transformers_own(model: Any, monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="an accelerator"):
         manager = model.init_continuous_batching(settings(model), seeded())
     assert not isinstance(manager, SpeculativeBatchingManager)
+    assert lookahead_hf.last_stats(model).fallback_reason == "continuous_batching"
+    assert lookahead_hf.totals(model).fallbacks == {"continuous_batching": 1}
