@@ -20,13 +20,17 @@ from lookahead_hf.batching.manager import SpeculativeBatchingManager
 from lookahead_hf.batching.progress import Progress
 from lookahead_hf.batching.request import OBJECTS, Maker
 from lookahead_hf.call.prepared import Request
-from lookahead_hf.compat.batching import IS_KNOWN
+from lookahead_hf.compat.batching import IS_KNOWN, bytes_per_token
 from lookahead_hf.config import SpeculativeConfig, check_int
 from lookahead_hf.fallback import FallbackReason, Unserved
 from lookahead_hf.generation.options import check_name, wanted
 
-DEFAULT_SLOTS = 8
-"""Texts that are decoded together where nobody says how many."""
+DEFAULT_SLOTS = 16
+"""Texts that are decoded together by default, if there is room for their K and V. On two cores, 24
+mixed prompts took 0.73 of the time of 4 slots, and 0.85 of that of 8 (SmolLM2-135M, bfloat16)."""
+
+LEAST_ROOM = 1 << 30
+"""Most bytes of K and V in the default slots; larger weights allow as many bytes as they have."""
 
 MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
@@ -221,17 +225,18 @@ def _ours(
         raise _unserved(f"cpu_offload_space={batching.cpu_offload_space!r}")
     # The cache of `generate` is another one: transformers' server, for one, switches it off.
     generation.cache_implementation, generation.use_cache = None, True
+    tokens = asked.max_tokens
+    if tokens is None and batching.num_blocks is not None:
+        tokens = batching.num_blocks * batching.page_size
+    if tokens is not None:
+        check_int("max_tokens", tokens, 1, 2**40)
     slots = batching.max_requests_per_batch if asked.max_slots is None else asked.max_slots
-    if slots is None:
-        slots = max(1, min(DEFAULT_SLOTS, getattr(hints, "num_requests", None) or DEFAULT_SLOTS))
+    slots = default_slots(model, hints, tokens) if slots is None else slots
     check_int("max_slots", slots, 1, MOST_SLOTS)
     most = batching.max_batch_tokens
     if most is not None:
         check_int("max_batch_tokens", most, 1, 2**40)
         slots = min(slots, most)
-    tokens = asked.max_tokens
-    if tokens is None and batching.num_blocks is not None:
-        tokens = batching.num_blocks * batching.page_size
     if tokens is not None:
         check_int("max_tokens", tokens, slots, 2**40)
     room = None if tokens is None else tokens // slots
@@ -247,6 +252,22 @@ def _ours(
         is_run=asked.in_call,
         progress=Progress(getattr(hints, "num_requests", None)) if asked.progress else None,
     )
+
+
+def default_slots(model: Any, hints: Any, max_tokens: int | None = None) -> int:
+    """Return how many texts to decode together if the caller does not say.
+
+    Args:
+        model: The model.
+        hints: transformers' `WorkloadHints` of the requests, None if it knows nothing.
+        max_tokens: Most tokens of all texts, prompts included, None for any number.
+    """
+    if max_tokens is None:
+        room = max(LEAST_ROOM, model.get_memory_footprint())
+        max_tokens = room // bytes_per_token(model)
+    longest = 1 if hints is None else hints.max_prompt_length + hints.max_generated_length
+    num_requests = getattr(hints, "num_requests", None) or DEFAULT_SLOTS
+    return max(1, min(DEFAULT_SLOTS, num_requests, max_tokens // max(1, longest)))
 
 
 def _unserved(what: str) -> Unserved:

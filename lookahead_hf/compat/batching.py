@@ -17,6 +17,8 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from lookahead_hf.compat.forwards import text_config
+
 IS_KNOWN = "_wake_up_loop" in ContinuousBatchingManager.__init__.__code__.co_names
 """Whether the manager is one whose queues and threads ours can inherit; that of 5.17 is not."""
 
@@ -62,6 +64,15 @@ class QueueManager(ContinuousBatchingManager):
 
     def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
         self.fail_waiting(error)
+
+
+def bytes_per_token(model: Any) -> int:
+    """Return the bytes that K and V of a token take at most, from the configuration of a model."""
+    config = text_config(model)
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = kv_heads if isinstance(kv_heads, int) else heads
+    return int(2 * config.num_hidden_layers * kv_heads * dim * model.dtype.itemsize)
 
 
 UNREAD = {"cancel_queue", "continuous_batching_config", "logit_processor"}
