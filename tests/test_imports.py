@@ -51,8 +51,9 @@ LAYERS = {
         "hf_layers storage",
         "slot_layer",
         "slots",
-        "adopt",
-        "column_map refilled",
+        "columns",
+        "adopt texts",
+        "column_map",
     ),
     "drafting": (
         """_heap control._learning_numba control.cost_model control.source_backoff drafter

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.cache.refilled import RefilledCache
+from lookahead_hf.cache.texts import TextCache
 from lookahead_hf.call.prepared import PreparedCall
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.patches.layers import CompiledSteps
@@ -60,7 +60,7 @@ class RefilledRunner(Runner):
     ) -> None:
         """Prepare for the requests of one run, with at most `most_tokens` per step if given."""
         super().__init__(model, num_rows, None, compiled, flat)
-        self._texts = RefilledCache(num_rows)
+        self._texts = TextCache(num_rows)
         self.most_tokens = most_tokens
         if most_tokens is not None:
             self.most_nodes = most_tokens // num_rows - 1

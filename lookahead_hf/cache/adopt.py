@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache import hf_layers
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slot_layer import SlotLayer
-from lookahead_hf.cache.slots import SlotCache, SlotGroup
+from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.compat import Cache, is_users_cache, self_attention, with_self_attention
 
 MOST_COPIES = 8
@@ -19,20 +20,14 @@ MOST_COPIES = 8
 _Part = tuple[slice, slice, np.ndarray]
 
 
-class AdoptedCache:
+class AdoptedCache(ColumnCache):
     """A cache of transformers whose content lives in slots for the length of a call.
 
-    Columns are indices in plain's padded batch. Slots count the attended columns only. The content
-    is moved layer by layer, so that at most one layer is held twice. Only the tensors of a static
-    cache that the caller made stay in place beside ours.
+    The content is moved layer by layer, so that at most one layer is held twice. Only the tensors
+    of a static cache that the caller made stay in place beside ours.
 
     Attributes:
         original: The object that was taken over; empty until `hand_back`.
-        slots: The content.
-        for_model: The slots, together with an encoder's part of the cache.
-        columns: Column of each row's token i, [rows, columns of the prompt] int64; None where that
-            is i in every row.
-        pads: Columns of the prompt that are not attended, [rows] int64.
         seen: Most columns before its own that a token sees in plain's cache, None for all, by mask.
     """
 
@@ -61,12 +56,10 @@ class AdoptedCache:
             is_fed: Whether our cache will be fed the prompt without its pads. Such a cache cannot
                 be handed back.
         """
+        held = original.get_seq_length() if num_columns is None else num_columns
+        super().__init__(num_rows, int(held))
         self.original, self._text = original, self_attention(original)
         self._is_fed = is_fed
-        held = original.get_seq_length() if num_columns is None else num_columns
-        self.num_columns = int(held)
-        self.slots = SlotCache(num_rows)
-        self.columns: np.ndarray | None = None
         self._known: dict[Any, tuple[list[_Part], dict[torch.device, Any]]] = {}
         self.slots.lengths[:] = self.num_columns
         # Where the caller sees the cache and may attend a row's pads later: the rows, the columns
@@ -170,20 +163,6 @@ class AdoptedCache:
         found: tuple[list[_Part], dict[torch.device, Any]] = parts, {}
         self._known[asked] = found
         return found
-
-    def token_columns(self, group: SlotGroup, slots: int | None = None) -> np.ndarray:
-        """Return the token's column in every slot, by default visible ones, [rows, slots] int64."""
-        tokens = group.dropped[:, None] + np.arange(group.visible if slots is None else slots)
-        rows = np.broadcast_to(np.arange(len(tokens))[:, None], tokens.shape)
-        return self.columns_of(rows, tokens)
-
-    def columns_of(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return columns of tokens by their rows and indices in these, int64 of the same shape."""
-        columns: np.ndarray = tokens + self.pads[rows]
-        if self.columns is not None:
-            early = tokens < self.num_columns
-            columns[early] = self.columns[rows[early], tokens[early]]
-        return columns
 
     @property
     def views(self) -> list[tuple[int | None, np.ndarray]]:

@@ -6,15 +6,17 @@ import numpy as np
 import torch
 
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 
 
-def seen_slots(cache: AdoptedCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
+def seen_slots(cache: ColumnCache, row: int, kept: list[int]) -> list[list[torch.Tensor]]:
     """Return the slots that a row's tokens in the latest block see, each the parent of the next.
 
     `kept` are their places in the block, root first; the cache's lengths count them already. The
     slots come per token and layer, in the order of the columns that plain's cache shows, -1 for
     pads.
     """
+    assert isinstance(cache, AdoptedCache)
     length = int(cache.slots.lengths[row]) - len(kept)  # where the block begins
     prompt, first = np.arange(cache.num_columns), cache.num_columns - int(cache.pads[row])
     if cache.columns is not None:

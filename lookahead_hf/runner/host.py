@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf import compat
+from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model import compiled
@@ -195,6 +196,7 @@ class Runner(PromptRunner):
         apart, the cache is returned empty, and a later call on it reads the text again.
         """
         cache = self.cache
+        assert isinstance(cache, AdoptedCache)
         if self.recurrent is not None:
             if not self.recurrent.are_at(num_fed):
                 cache.original.layers = compat.empty_cache(self.model).layers
