@@ -39,10 +39,11 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "generators progress recorder rows threads",
-        "runner verifier",
+        "generators progress threads times",
+        "verifier",
         "request",
-        "alone queues",
+        "alone queues scheduler",
+        "runner",
         "session",
         "manager",
         "methods",

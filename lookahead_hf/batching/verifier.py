@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lookahead_hf.batching.generators import OwnGenerators
-from lookahead_hf.batching.rows import RefilledRows
 from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
@@ -16,7 +15,7 @@ from lookahead_hf.verification.verifier import Verifier
 class Seeded(Verifier):
     """Verifies a text whose tokens, processors or criteria draw from the default generators.
 
-    They draw in plain's order, and what other texts draw in between does not count.
+    They draw in plain generation's order; what other texts draw meanwhile does not count.
     """
 
     def __init__(self, verifier: Verifier, generators: OwnGenerators) -> None:
@@ -38,35 +37,30 @@ class EachRow(Verifier):
 
     name = "walk"
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self) -> None:
         super().__init__(Processes())
-        self._verifiers: list[Verifier | None] = [None] * num_rows
+        self._verifiers: dict[int, Verifier] = {}
         self.errors: dict[int, Exception] = {}
 
-    def take(self, rows: RefilledRows, row: int, verifier: Verifier, logits: torch.Tensor) -> None:
-        """Begin another text in a row and emit its first token.
-
-        The verifier sees a batch of this one row; `logits`, [1, 1, vocab], follow its prompt.
-        """
+    def take(self, rows: Rows, row: int, verifier: Verifier, logits: torch.Tensor) -> None:
+        """Emit the first token of another text in a row, by the logits, [1, 1, vocab]."""
         self._verifiers[row] = verifier
-        verifier.first(rows.texts[row], logits)
+        verifier.first(rows.of_row(row, 1), logits)
 
     def free(self, row: int) -> None:
         """Let go of the verifier of a row."""
-        self._verifiers[row] = None
+        self._verifiers.pop(row, None)
         self.errors.pop(row, None)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        assert isinstance(rows, RefilledRows)
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
         live = rows.live
         for row in np.flatnonzero(live).tolist():
-            verifier = self._verifiers[row]
-            assert verifier is not None
+            own = draft.of_row(row)
             try:
-                own = logits[row : row + 1]
-                verdict = verifier.verify(rows.texts[row], draft.of_row(row), own)
+                alone = rows.of_row(row, 1 + own.num_nodes)
+                verdict = self._verifiers[row].verify(alone, own, logits[row : row + 1])
             except Exception as error:
                 self.errors[row], live[row] = error, False
                 rows.end(row)

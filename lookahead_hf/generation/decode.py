@@ -62,8 +62,8 @@ def run(session: Session) -> Any:
                 prepare(step)
                 draft, step = session.repeat_if_not_finite(draft, step)
                 verdict = read(rows, draft, step)
-                num_moved = commit(verdict)
-                session.observe(draft, step, verdict, num_moved)
+                commit(verdict)
+                session.observe(draft, step, verdict)
             return session.output()
     finally:
         patches.restore()  # again, since an interrupt may fall just where they are left

@@ -76,9 +76,9 @@ class Session(ABC):
         self.drafts.spoiled(step)
         return DraftTree.empty(self.rows.num_rows), step
 
-    def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
+    def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step: statistics and drafting."""
-        self.stats.observe(draft, verdict, num_moved)
+        self.stats.observe(draft, verdict)
         with self.stats.phase("draft"):
             self.drafts.observe(
                 self.rows,
@@ -148,11 +148,11 @@ class DecodingSession(Session):
         if self.tracer is not None:
             self.tracer.observe_prefill(self.rows)
 
-    def observe(self, draft: DraftTree, step: Any, verdict: Verdict, num_moved: int) -> None:
+    def observe(self, draft: DraftTree, step: Any, verdict: Verdict) -> None:
         """Learn from a committed step: requested outputs, statistics, drafting and the trace."""
         for row in np.flatnonzero(verdict.num_emitted).tolist() if self.outputs.observes else ():
             finalize.observe(self, row, [0, *(verdict.accepted(row) + 1).tolist()], step)
-        Session.observe(self, draft, step, verdict, num_moved)
+        Session.observe(self, draft, step, verdict)
         if self.tracer is not None:
             self.tracer.observe(draft, verdict)
 

@@ -109,7 +109,14 @@ class Runner(PromptRunner):
             width = compiled.width_for(width)
             compiled.make_room(self.cache.slots, self.cache.slots.longest + width)
         tokens, _, depths = draft.padded(width, rows.last_tokens)
-        return self._layout.block(tokens, depths, draft, _ahead(rows))
+        ahead = self._ahead(rows)
+        # A text that has ended may do so at the last position that a table has.
+        ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
+        return self._layout.block(tokens, depths, draft, ahead)
+
+    def _ahead(self, rows: Rows) -> np.ndarray:
+        """Tokens of each row that were fed since the prompt, [rows]."""
+        return rows.num_emitted - 1
 
     def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
@@ -164,27 +171,21 @@ class Runner(PromptRunner):
         found: np.ndarray = non_finite.has_nan(step.logits).cpu().numpy()
         return found
 
-    def commit(self, verdict: Verdict) -> int:
-        """Keep each live row's last token and accepted path in the cache, and nothing else.
-
-        Returns:
-            Accepted tokens whose K and V had to be moved.
-        """
+    def commit(self, verdict: Verdict) -> None:
+        """Keep each live row's last token and accepted path in the cache, and nothing else."""
         accepted = verdict.num_accepted
-        moved = self._close_gaps(verdict, accepted) if len(verdict.path) else 0
+        if len(verdict.path):
+            self._close_gaps(verdict, accepted)
         self.keep(np.where(verdict.num_emitted > 0, accepted + 1, 0))
-        return moved
 
-    def _close_gaps(self, verdict: Verdict, accepted: np.ndarray) -> int:
+    def _close_gaps(self, verdict: Verdict, accepted: np.ndarray) -> None:
         """Move the accepted paths together, unless they are chains already."""
         identity = np.arange(1 + int(accepted.max()))
         path = np.tile(identity, (self.num_rows, 1))
         for row, count in enumerate(accepted.tolist()):
             path[row, 1 : 1 + count] = verdict.accepted(row) + 1
-        moved = int((path != identity).sum())
-        if moved:
+        if (path != identity).any():
             self.cache.slots.compact(path, accepted + 1)
-        return moved
 
     def end(self) -> None:
         """End the call; its cache was handed back, or nobody needs it."""
@@ -234,12 +235,3 @@ class Runner(PromptRunner):
 def node_counts(widths: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many nodes blocks of these widths hold beside the last token, the fewest first."""
     return tuple(sorted(width - 1 for width in widths))
-
-
-def _ahead(rows: Rows) -> np.ndarray:
-    """Tokens of each row that were fed since the prompt, [rows].
-
-    The last token of a text that has ended may be the end of a table of positions.
-    """
-    ahead = rows.num_fed
-    return np.minimum(ahead, ahead[rows.live].max(initial=0))

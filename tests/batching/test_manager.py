@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import lookahead_hf
-from lookahead_hf.batching import progress, runner
+from lookahead_hf.batching import progress, scheduler
 from lookahead_hf.ngram_pool import NgramPool
 from tests.helpers import architectures, models
 from tests.helpers.requests import (
@@ -255,7 +255,7 @@ def test_arrivals_cancellations_and_failures_in_any_order(
     model: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     chosen, texts = random.Random(seed), prompts(12, seed)
-    monkeypatch.setattr(runner, "PIECE", (1, 5, 256)[seed % 3])
+    monkeypatch.setattr(scheduler, "CHUNK", (1, 5, 256)[seed % 3])
     config = settings(model, do_sample=seed == 1)
     with running(model, config, max_slots=chosen.randint(1, 4)) as manager:
         found, cancelled, failing = {}, set(), set()

@@ -8,7 +8,7 @@ import numpy as np
 
 from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call import execution
-from lookahead_hf.draft import DraftTree, Verdict, place_in_row
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.model import compiled
 from lookahead_hf.patches.trust import ModelSnapshot
@@ -285,11 +285,10 @@ class CudaRunner(Runner):
         """Let the next call use the graphs; the cache was handed back."""
         self._leave_graphs()
 
-    def commit(self, verdict: Verdict) -> int:
+    def commit(self, verdict: Verdict) -> None:
         """Note what the device has kept; see `Runner.commit`."""
         accepted = verdict.num_accepted
         self.cache.slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
-        return int((verdict.path != place_in_row(verdict.path_offsets)).sum())
 
 
 class ForwardRunner(CudaRunner):
@@ -309,8 +308,8 @@ class ForwardRunner(CudaRunner):
         _, (logits, states) = self._step(rows, draft)
         return StepOutputs(logits=logits, hidden_states=states)
 
-    def commit(self, verdict: Verdict) -> int:
-        return Runner.commit(self, verdict)
+    def commit(self, verdict: Verdict) -> None:
+        Runner.commit(self, verdict)
 
     def _has_nan(self, step: StepOutputs) -> np.ndarray:
         return Runner._has_nan(self, step)
