@@ -131,7 +131,7 @@ LAYERS = {
     "serving": ("metrics openai_fields tools", "fields", "schemas", "middleware", "server"),
     "support": ("plain_steps", "recurrent_self_test", "self_test", "checks"),
     "verification": (
-        "node_processors rng stopping verifier",
+        "node_processors rng verifier",
         "lockstep noise",
         "walk",
         "batched_walk follower rejection",

@@ -13,8 +13,10 @@ import torch
 from lookahead_hf import compat
 from lookahead_hf.batching.generators import OwnGenerators
 from lookahead_hf.batching.verifier import Seeded
+from lookahead_hf.call import emitter
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
+from lookahead_hf.call.stopping import knows_criterion
 from lookahead_hf.call.streaming import ColumnStream
 from lookahead_hf.compat.batching import RequestState
 from lookahead_hf.config import drafter_name
@@ -28,7 +30,6 @@ from lookahead_hf.model import position_limits, prefix_tuning
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.support import checks
 from lookahead_hf.verification.select import choose_verifier
-from lookahead_hf.verification.stopping import knows_criterion
 from lookahead_hf.verification.verifier import Verifier
 from lookahead_hf.verification.walk import Walk
 
@@ -197,8 +198,8 @@ class Maker:
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
         outputs = RequestedOutputs(call.generation_config, 1)
-        stream = ColumnStream(None, 1, call.pad)
-        chosen = choose_verifier(call, outputs, stream, Processes(), seed)
+        heard = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
+        chosen = choose_verifier(call, heard, Processes(), seed)
         if isinstance(chosen, Walk) and not chosen.rules.in_order:
             return chosen
         return Seeded(chosen, OwnGenerators(call.input_ids.device, seed))

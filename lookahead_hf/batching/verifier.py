@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lookahead_hf.batching.generators import OwnGenerators
-from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.verification.verifier import Verifier
@@ -20,7 +19,7 @@ class Seeded(Verifier):
 
     def __init__(self, verifier: Verifier, generators: OwnGenerators) -> None:
         """`verifier`: decides; `generators`: those of the text."""
-        super().__init__(Processes())
+        super().__init__()
         self.name, self._verifier, self._generators = verifier.name, verifier, generators
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
@@ -38,7 +37,7 @@ class EachRow(Verifier):
     name = "walk"
 
     def __init__(self) -> None:
-        super().__init__(Processes())
+        super().__init__()
         self._verifiers: dict[int, Verifier] = {}
         self.errors: dict[int, Exception] = {}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lookahead_hf import compat, ngram_pool
-from lookahead_hf.call import execution
+from lookahead_hf.call import emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
@@ -76,7 +76,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
         call.generation_config, call.num_rows, call.model_kwargs.get("encoder_outputs")
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
-    verifier = choose_verifier(call, outputs, stream, processes)
+    verifier = choose_verifier(call, emitter.of_call(call, outputs, stream), processes)
     is_flat = call.num_rows > 1 and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
     is_flat = is_flat and checks.takes_flat(model, position_ids, call.model_kwargs)

@@ -46,12 +46,12 @@ class BatchedWalk(Walk):
 
     def _choose_each(self, rows: Rows, going: list[int], logits: torch.Tensor) -> list[int]:
         """The tokens that plain would choose after these logits, [rows that go on, vocab]."""
-        rules = self.rules
-        raw = logits.to(copy=True, dtype=torch.float32, device=rules.device)
-        scores = rules.processors.of_rows(going, lambda row: self._ids(rows, row), raw)
+        emitter = self._emitter
+        raw = logits.to(copy=True, dtype=torch.float32, device=emitter.device)
+        scores = self.rules.processors.of_rows(going, lambda row: emitter.ids(rows, row), raw)
         for row, chosen_by, given in zip(going, scores, raw, strict=True):
-            rules.outputs.choose(row, chosen_by, given)
-        if not rules.do_sample:
+            emitter.choose(row, chosen_by, given)
+        if not self.rules.do_sample:
             return scores.argmax(-1).tolist()
         assert isinstance(self._noise, Noise)
         return self._noise.pick(scores.softmax(-1), going, rows.num_emitted[going])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lookahead_hf.call.emitter import Emitter
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores, Scoring
@@ -26,8 +27,8 @@ class Device(BatchedWalk):
 
     name = "device"
 
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules)
+    def __init__(self, rules: Rules, emitter: Emitter) -> None:
+        super().__init__(rules, emitter)
         self._processed = NodeProcessors(rules.processors)
 
     @property

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from lookahead_hf import kernels
+from lookahead_hf.call.emitter import Emitter
+from lookahead_hf.distributed.coordinator import Processes
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.transfer import pinned
@@ -35,10 +37,10 @@ class Rejection(Walk):
 
     name = "rejection"
 
-    def __init__(self, rules: Rules) -> None:
-        super().__init__(rules)
+    def __init__(self, rules: Rules, emitter: Emitter, processes: Processes | None = None) -> None:
+        super().__init__(rules, emitter, processes)
         processors, self._processed = rules.processors, None
-        if processors.all_known and admits(processors) and not rules.outputs.chooses:
+        if processors.all_known and admits(processors) and not emitter.keeps_choices:
             self._processed = NodeProcessors(processors)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:

@@ -20,8 +20,9 @@ class Verifier:
 
     name = ""
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, processes: Processes | None = None) -> None:
+        """`processes`: who decides if several of them run the model."""
+        self._processes = processes or Processes()
 
     def first(self, rows: Rows, logits: torch.Tensor) -> Verdict:
         """Emit the token after the prompt.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -74,7 +75,6 @@ class RowStopping:
 
     def stops(
         self,
-        row: int,
         token_id: int,
         num_columns: int,
         ids: Callable[[], torch.Tensor],
@@ -83,8 +83,7 @@ class RowStopping:
         """Return whether the row's text ends with the token that it has just emitted.
 
         Args:
-            row: The row.
-            token_id: Its newest token.
+            token_id: The row's newest token.
             num_columns: Its columns in plain's batch, including prompt pads and the newest token.
             ids: Returns the row as plain holds it, [1, columns]; called only where it is needed.
             scores: Returns the `scores` of plain's criteria; called only where they are needed.
@@ -99,6 +98,21 @@ class RowStopping:
             ended |= any(time.time() - c.initial_timestamp > c.max_time for c in self._times)
         ended |= token_id in self._eos
         return ended or any(c.end_with(token_id, ids) for c in self._strings)
+
+    def ended(self, ids: torch.Tensor, going: np.ndarray, scores: Any) -> np.ndarray:
+        """Ask all criteria about a whole batch, as plain does.
+
+        Args:
+            ids: The batch as plain holds it, [rows, columns].
+            going: Rows that no criterion has ended so far, [rows] bool.
+            scores: The `scores` of plain's criteria.
+
+        Returns:
+            Rows that a criterion has ended, [rows] bool.
+        """
+        unfinished = torch.from_numpy(going.astype(np.int64)).to(ids.device)
+        unfinished = unfinished & ~self._criteria(ids, scores)
+        return unfinished.to("cpu").numpy() == 0
 
     def _warn(self, num_columns: int) -> None:
         """Let the length criteria warn of a text of so many columns that outgrows the model."""
