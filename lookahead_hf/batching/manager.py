@@ -185,7 +185,7 @@ class SpeculativeBatchingManager(QueueManager):
         output.speculative_stats = record
         if record is not None:
             if self._is_run:
-                self._sum = stats.of_run(self._sum, record)
+                self._sum = record if self._sum is None else stats.joined(self._sum, record)
             stats.publish(self.model, self._sum or record)
             stats.tell(self.model, record)
         if self.progress is not None and output.is_finished():

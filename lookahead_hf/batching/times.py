@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.stats import PHASES
+from lookahead_hf.trace.steps import PARTS
 
-_PREFILL, _FORWARD = PHASES.index("prefill"), PHASES.index("forward")
+_PREFILL, _FORWARD = PARTS.index("prefill"), PARTS.index("forward")
 
 
 class RowTimes:
@@ -24,14 +24,14 @@ class RowTimes:
 
     def __init__(self, num_rows: int, recorder: StatsRecorder) -> None:
         self._recorder = recorder
-        self._spent = np.zeros((num_rows, len(PHASES)))
-        self._shared = np.zeros(len(PHASES))  # what of the recorder's times is in `_spent`
+        self._spent = np.zeros((num_rows, len(PARTS)))
+        self._shared = np.zeros(len(PARTS))  # what of the recorder's times is in `_spent`
         self._fed, self._fed_in_steps = np.zeros((2, num_rows), np.int64)
 
     @contextmanager
     def phase(self, row: int, name: str) -> Iterator[None]:
         """Time a block as a phase of one row alone."""
-        spent_by_all, index = self._recorder.milliseconds, PHASES.index(name)
+        spent_by_all, index = self._recorder.milliseconds, PARTS.index(name)
         before = spent_by_all[name]
         try:
             with self._recorder.phase(name):
@@ -54,7 +54,7 @@ class RowTimes:
         """
         fed, self._fed_in_steps = step_tokens - self._fed_in_steps, step_tokens.copy()
         self._fed += fed
-        total = np.array([self._recorder.milliseconds[name] for name in PHASES])
+        total = np.array([self._recorder.milliseconds[name] for name in PARTS])
         spent, self._shared = total - self._shared, total
         by_tokens = fed / fed.sum()
         equally = live / live.sum() if live.any() else by_tokens
@@ -66,7 +66,7 @@ class RowTimes:
 
     def of_row(self, row: int) -> dict[str, Any]:
         """Return the arguments of `StatsRecorder.of_row` that are known here."""
-        milliseconds = dict(zip(PHASES, self._spent[row].tolist(), strict=True))
+        milliseconds = dict(zip(PARTS, self._spent[row].tolist(), strict=True))
         return {"milliseconds": milliseconds, "num_fed": int(self._fed[row])}
 
     def free(self, row: int) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.stats import PHASES, RowStats, SpeculativeStats
+from lookahead_hf.stats import RowStats, SpeculativeStats
+from lookahead_hf.trace.steps import PARTS
 
 if TYPE_CHECKING:
     from lookahead_hf.rows import Rows
@@ -28,7 +29,7 @@ class StatsRecorder:
     step_seconds = 0.0
 
     def __init__(self, num_rows: int) -> None:
-        self.milliseconds = dict.fromkeys(PHASES, 0.0)
+        self.milliseconds = dict.fromkeys(PARTS, 0.0)
         self._before = 0.0
         self._budgets = Counter[int]()
         self._counts = np.zeros((5, num_rows), np.int64)
@@ -38,7 +39,7 @@ class StatsRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block, or every call of a function, as part of a phase, one of `PHASES`."""
+        """Time a block, or every call of a function, as part of a phase, one of `PARTS`."""
         start = time.perf_counter()
         try:
             yield

@@ -282,8 +282,6 @@ class Strategy:
     def _add(self, model: Any) -> None:
         """Publish one record of everything that the call has decoded with the model so far."""
         latest = stats.of_this_thread(model)
-        if self.record is not None and self.record.fallback_reason:
-            self.record = None
         if self.record is not None and latest is not None:
             latest = stats.joined(self.record, latest)
             stats.publish(model, latest)

@@ -15,7 +15,8 @@ from lookahead_hf.batching.times import RowTimes
 from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.generation.recorder import StatsRecorder
 from lookahead_hf.rows import Rows
-from lookahead_hf.stats import PHASES, joined
+from lookahead_hf.stats import joined
+from lookahead_hf.trace.steps import PARTS
 from tests.helpers import models
 from tests.helpers.requests import DRAFTED, WAIT, prompts, running, seeded, settings, speculated
 
@@ -61,7 +62,7 @@ def test_requests_add_up_to_the_run(
     (session,) = sessions
     total, run = reduce(joined, stats), every_step.finish(session.rows)
     assert session.runner.is_flat is (attn == "sdpa")
-    times = sum(getattr(total, f"{name}_ms") for name in PHASES)
+    times = sum(getattr(total, f"{name}_ms") for name in PARTS)
     assert times == pytest.approx(sum(session.stats.milliseconds.values()))
     for name in ("num_moved", "num_accepted", "accepted_histogram", "max_width"):
         assert getattr(total, name) == getattr(run, name)
