@@ -1,4 +1,4 @@
-"""Lets plain `generate` write a text that cannot be decoded together with others."""
+"""Writes texts that cannot be decoded with others, by plain `generate`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lookahead_hf.batching.request import OBJECTS
 def write(
     model: Any, settings: dict[str, Any], seed: int, on_token: Callable[[], bool]
 ) -> list[int]:
-    """Write the text of a request with the arguments of `Maker.settings`; return its new tokens.
+    """Return the new tokens of a request, from the arguments that `Maker.settings` returns.
 
-    `on_token`, called after every token, returns whether nobody wants the text any more.
+    `on_token` is called after every token and returns whether to stop.
     """
 
     def given_up(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -36,7 +36,7 @@ def write(
 
 
 def _may_draw(model: Any, settings: dict[str, Any]) -> bool:
-    """Return whether a call may draw random numbers: it samples, or calls what we do not know."""
+    """Return whether a call may draw random numbers: it samples, or calls objects of a user."""
     do_sample = settings["generation_config"].do_sample
     if do_sample is None:
         do_sample = model.generation_config.do_sample

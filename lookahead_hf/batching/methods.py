@@ -36,7 +36,7 @@ MOST_SLOTS = 4096
 """The upper limit of `max_slots`."""
 
 NAMES = ("generate_batch", "init_continuous_batching")
-"""The methods of a model that speculate in continuous batching."""
+"""Methods of a model for continuous batching."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Asked:
 
     Attributes:
         max_tokens: Most tokens of all texts, prompts included. Each may have an equal share.
-        in_call: Whether the run ends with the call that asks, which brings all of its requests.
+        in_call: Whether one call makes all requests and waits for them.
     """
 
     speculative: Any = None
@@ -63,7 +63,7 @@ INSTEAD = {
     "assistant_model": "leave it out, or call generate",
     "streamer": "call add_request of a manager with streaming=True",
 } | dict.fromkeys(OBJECTS, "pass it to add_request of a manager")
-"""Arguments of `generate` that `generate_batch` ignores, and what serves them."""
+"""Arguments of `generate` that `generate_batch` ignores, and what to do instead."""
 
 ELSEWHERE = {
     "prediction": "leave it out, or call generate, which has prediction",
@@ -72,15 +72,15 @@ ELSEWHERE = {
         "pass continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=...)"
     ),
 }
-"""Names that a misspelt one may mean, and what serves them."""
+"""Further names that a misspelt one may mean, and what to do instead."""
 
 _asked: ContextVar[Asked | None] = ContextVar("lookahead_hf_asked", default=None)
-"""The options of the call in progress, for the methods that it calls in turn."""
+"""Options of the call in progress, for the methods that it calls."""
 
 
 @contextmanager
 def asking(asked: Asked) -> Iterator[None]:
-    """Let the methods of continuous batching that are called inside know what is asked."""
+    """Give options to the methods of continuous batching that are called inside."""
     token = _asked.set(asked)
     try:
         yield
@@ -96,10 +96,10 @@ def run_paged(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 class BatchMethod:
-    """Stands for one of `NAMES` on a model object; a copy of the model has one of its own."""
+    """Replaces one of `NAMES` on a model object; a copy of the model gets its own."""
 
     def __init__(self, model: Any, name: str, hook: Any) -> None:
-        """`hook`: stands for the model's `generate`, and holds the default of both."""
+        """`hook`: replaces the model's `generate`, and has the default of both methods."""
         self._model, self._name, self._hook = model, name, hook
 
     @property
@@ -118,10 +118,7 @@ class BatchMethod:
 
 
 def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that stands for one of `NAMES` on a class, until the class has its own.
-
-    `default()` is what calls do where nothing else decides.
-    """
+    """Return a replacement for one of `NAMES` on a class; `default` returns how it speculates."""
     original = getattr(cls, name)
 
     @functools.wraps(original)
@@ -133,7 +130,7 @@ def class_method(cls: type, name: str, default: Callable[[], Any]) -> Callable[.
 
 
 def remove(cls: type, name: str) -> None:
-    """Give a class, which inherits the method, back what `class_method` stands for."""
+    """Remove the replacement of an inherited method from a class."""
     if hasattr(vars(cls).get(name), "replaced"):
         delattr(cls, name)
 
@@ -168,7 +165,7 @@ def _check_names(model: Any, original: Callable[..., Any], given: Iterable[str])
     """Check names that transformers does not know, since `generate_batch` ignores them.
 
     Raises:
-        ValueError: A name resembles that of an argument or an option of ours.
+        ValueError: A name resembles an argument or option of this library.
     """
     theirs = {*inspect.signature(original).parameters, "max_new_tokens"}
     settings = model.generation_config, ContinuousBatchingConfig()
@@ -187,7 +184,7 @@ def _manager(
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Make a manager: ours if speculation is asked for and can be served, else transformers'."""
+    """Make our manager if speculation is asked for and can be served, else transformers'."""
     given = generation_config, continuous_batching_config, workload_hints
     config = _wanted(model, asked, generation_config, default)
     if config is not None:
@@ -199,7 +196,7 @@ def _manager(
 
 
 def _wanted(model: Any, asked: Asked, generation: Any, default: Any) -> SpeculativeConfig | None:
-    """Return how to speculate, None for not at all."""
+    """Return how to speculate, None to use plain generation."""
     return wanted(asked.speculative, (generation, model.generation_config), default)[1]
 
 

@@ -1,4 +1,4 @@
-"""Verifies every row as a call of its own, by the rules of the request that it belongs to."""
+"""Verifies each row of a queue by the rules of its request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from lookahead_hf.verification.verifier import Verifier
 class Seeded(Verifier):
     """Verifies a text whose tokens, processors or criteria draw from the default generators.
 
-    They draw in plain generation's order; what other texts draw meanwhile does not count.
+    They draw as in plain generation, whatever other texts draw meanwhile.
     """
 
     def __init__(self, verifier: Verifier, generators: OwnGenerators) -> None:
-        """`verifier`: decides; `generators`: those of the text."""
         super().__init__()
         self.name, self._verifier, self._generators = verifier.name, verifier, generators
 
@@ -28,11 +27,7 @@ class Seeded(Verifier):
 
 
 class EachRow(Verifier):
-    """Hands every row to a verifier of its own.
-
-    Attributes:
-        errors: What the verifier of a row raised; its text has ended with that.
-    """
+    """Gives every row a verifier of its own; `errors` has the exceptions that ended texts."""
 
     name = "walk"
 
@@ -47,7 +42,7 @@ class EachRow(Verifier):
         verifier.first(rows.of_row(row, 1), logits)
 
     def free(self, row: int) -> None:
-        """Let go of the verifier of a row."""
+        """Forget the verifier of a row."""
         self._verifiers.pop(row, None)
         self.errors.pop(row, None)
 

@@ -9,7 +9,7 @@ from lookahead_hf.compat import Cache
 
 
 class ColumnCache:
-    """What a block is laid out over: slots, and a column for every token in them.
+    """Slots with a column for every token in them.
 
     Columns are indices in plain's padded batch. Slots count the attended columns only.
 

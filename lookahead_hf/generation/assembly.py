@@ -1,4 +1,4 @@
-"""How the parts of one decoded call are put together."""
+"""Builds the parts of one decoded call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits, warn_of_numba
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.generation.session import DecodingSession
+from lookahead_hf.generation.session import BatchSession
 from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.logits import constraints
 from lookahead_hf.model import position_limits
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
 
 
-def assemble(call: PreparedCall) -> DecodingSession:
-    """Put the parts of a call together; nothing is emitted, and the prompt is not run.
+def assemble(call: PreparedCall) -> BatchSession:
+    """Build the parts of a call; nothing is emitted, and the prompt is not read.
 
     Raises:
         Unserved: The call cannot be speculated.
@@ -96,7 +96,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
         processes,
         verifier.complete,
     )
-    return DecodingSession(
+    return BatchSession(
         call=call,
         rows=rows,
         drafts=drafts,
@@ -120,9 +120,7 @@ def build_drafters(
     processors: Sequence[Any] = (),
     grammar_of: Callable[[int], Grammar | None] | None = None,
 ) -> list[Drafter]:
-    """Build what drafts in a call of so many rows, None where the number is not known.
-
-    This costs little and runs nothing.
+    """Build the drafters of a call, which costs little; `num_rows` is None if it is not known.
 
     Raises:
         ValueError: An option, a pool or a prediction is wrong.
@@ -149,7 +147,7 @@ def build_drafters(
 
 
 def _checked_positions(call: PreparedCall) -> torch.Tensor:
-    """The prompt's positions, [..., rows, columns]; raises Unserved where the call has to."""
+    """Return the prompt's positions, [..., rows, columns], or raise Unserved."""
     model = call.model
     checks.check_call(model, call.generation_config, call.model_kwargs, is_checked=call.is_checked)
     checks.check_room(model, call.input_ids, call.generation_config, call.model_kwargs)
@@ -160,10 +158,9 @@ def _checked_positions(call: PreparedCall) -> torch.Tensor:
 
 
 def _block_shape(call: PreparedCall) -> tuple[BlockShape | None, bool]:
-    """The shape of all blocks where the text may not depend on the drafts, else None.
+    """Return the shape of all blocks with `draft_invariant`, else None.
 
-    Returns:
-        The shape, and whether our kernel does all attention, whatever else would be faster.
+    Beside it, whether our kernel does all attention, whatever else would be faster.
     """
     if not call.request.config.draft_invariant:
         return None, False
@@ -182,7 +179,7 @@ def _runner(
     outputs: RequestedOutputs,
     is_flat: bool,
 ) -> Runner:
-    """What runs the model; on a device, forwards are captured whatever decides on the tokens."""
+    """Return the runner of a call. On a device, every engine has its forwards captured."""
     may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
     may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
     if may_be_captured and checks.on_device(call.model, call.input_ids):

@@ -1,7 +1,7 @@
-"""Verification where another process decides.
+"""Verification if another process decides.
 
-All processors, criteria and random generators are asked as in the process that decides, so that
-they are in the same state everywhere. Then the tokens that were received are emitted.
+Processors, criteria and random generators are asked as in the process that decides, so that their
+states are the same everywhere. Then the tokens that were received are emitted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lookahead_hf.verification.walk import Decide, Walk
 
 
 class _Follower(Verifier):
-    """Receives what another process decided before it goes through a step."""
+    """Receives the decision of another process before each step."""
 
     _message: StepMessage
-    _at = 0  # decoding steps of it that were taken
+    _at = 0  # decoding steps of the message that were taken
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
         assert self._processes.receive is not None

@@ -1,4 +1,4 @@
-"""Which verifier serves a call, decided before the call's first token."""
+"""Chooses the verifier of a call."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lookahead_hf.verification.walk import Rules, Walk
 def choose_verifier(
     call: PreparedCall, emitter: Emitter, processes: Processes, seed: int | None = None
 ) -> Verifier:
-    """Choose what verifies a call: row by row where its rules allow that, else in lockstep.
+    """Choose the verifier of a call: row by row if processors and criteria allow it, else lockstep.
 
     Args:
         call: The call.
-        emitter: Gets every token.
-        processes: Who decides where several processes run the model.
-        seed: The seed of the call's own noise, for a call that shares its steps with others and is
-            verified on the host; None: the default generator's noise.
+        emitter: Emits the tokens.
+        processes: Who decides if several processes run the model.
+        seed: The seed of a request in a queue, which is verified on the host; None for the noise of
+            the default generator.
     """
     where, stopping = call.input_ids.device, emitter.stopping
     processors = RowProcessors(call.processors, call.num_rows)
-    # A class that is not known may draw random numbers: then every draw keeps plain's order.
+    # An unknown class may draw random numbers. Then every draw keeps plain's order.
     is_known = processors.all_known and stopping.all_known
     is_replayed = not call.do_sample or same_as_multinomial(where)
     in_order = call.num_rows == 1 and not (is_known and is_replayed)

@@ -20,7 +20,7 @@ from lookahead_hf.verification.rng import refuse_unless
 from lookahead_hf.verification.verifier import Verifier
 
 Decide = Callable[[int], tuple[int, int | None]]
-"""From a node to the token after it, and to the child with that token, None if there is none."""
+"""Takes a node and returns the token after it and the child with that token, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Rules:
 
 
 class Walk(Verifier):
-    """Verifies node by node: processors and criteria see what plain `generate` shows them."""
+    """Verifies row by row and node by node; processors and criteria see what plain shows them."""
 
     name = "walk"
 
@@ -73,14 +73,14 @@ class Walk(Verifier):
         self._emitter.feed_pad(rows, row)
 
     def verify(self, rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Verdict:
-        # On an accelerator this takes one launch and one copy. On a CPU it pays to look only at the
-        # nodes that the walk reaches.
+        # One launch and one copy on an accelerator. On a CPU it is faster to look only at the nodes
+        # that the walk reaches.
         at_once = self._choices_are_free and logits.device.type != "cpu"
         self._likeliest = logits.argmax(-1).cpu().numpy() if at_once else None
         return self._walk(rows, lambda row: self._decider(rows, row, draft, logits))
 
     def _walk(self, rows: Rows, decider: Callable[[int], Decide]) -> Verdict:
-        """Walk down the tree of every live row, each by the function made for it."""
+        """Walk down the tree of every live row, each by its own function."""
         live = rows.live
         tokens: list[list[int]] = [[] for _ in range(rows.num_rows)]
         paths: list[list[int]] = [[] for _ in range(rows.num_rows)]
@@ -97,7 +97,7 @@ class Walk(Verifier):
     def _walk_row(
         self, rows: Rows, row: int, decide: Decide, tokens: list[int], path: list[int]
     ) -> None:
-        """Append what a row emits to `tokens`, and the nodes that it accepts to `path`."""
+        """Append the tokens that a row emits to `tokens`, and its accepted nodes to `path`."""
         while True:
             token, child = decide(path[-1] if path else ROOT)
             tokens.append(token)
@@ -112,7 +112,7 @@ class Walk(Verifier):
         return self._emitter.emit(rows, row, token)
 
     def _decider(self, rows: Rows, row: int, draft: DraftTree, logits: torch.Tensor) -> Decide:
-        """A function that chooses the token after a node of the row and finds its child."""
+        """Return a function that chooses the token after a node of the row and finds its child."""
         known = self._likeliest
 
         def decide(node: int) -> tuple[int, int | None]:
@@ -123,7 +123,7 @@ class Walk(Verifier):
         return decide
 
     def _choose(self, rows: Rows, row: int, logits: torch.Tensor) -> int:
-        """The token that plain `generate` would choose after these logits, [vocab]."""
+        """Return the token that plain `generate` chooses after logits, [vocab]."""
         rules = self.rules
         if self._choices_are_free:
             return argmax(logits)
@@ -136,7 +136,7 @@ class Walk(Verifier):
         return self._noise.pick(probs, [row], rows.num_emitted[[row]])[0]
 
     def score(self, rows: Rows, row: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the processed scores after these logits, [1, vocab] float32, and keep them."""
+        """Return the processed scores after logits, [1, vocab] float32; keep them if requested."""
         processors, emitter = self.rules.processors, self._emitter
         raw = logits[None].to(copy=True, dtype=torch.float32, device=emitter.device)
         scores = raw
@@ -154,13 +154,13 @@ def along(
     drafted: np.ndarray,  # [nodes] integers
     is_distribution: np.ndarray | None,  # [width]
 ) -> Decide:
-    """Follow the path of a row that was walked on the device.
+    """Return a function that follows the path of a row that was walked on the device.
 
     Args:
         walked: The row's `TreeWalk.packed`.
         drafted: Token of each node.
         is_distribution: Whether the probabilities after the last token and after each node are
-            finite; None where the tokens were not chosen by probabilities.
+            finite; None if the tokens were not chosen by probabilities.
     """
     accepted, bonus = int(walked[0]), int(walked[1])
     after = dict(pairwise((walked[2 : 3 + accepted] - 1).tolist()))

@@ -80,9 +80,9 @@ def test_a_long_prompt_does_not_hold_up_the_others(
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [
-        ([], "list of one token id or more"),
-        ("text", "list of one token id or more"),
-        ([[1, 2]], "list of one token id or more"),
+        ([], "a non-empty list of token ids"),
+        ("text", "a non-empty list of token ids"),
+        ([[1, 2]], "a non-empty list of token ids"),
         ([torch.tensor([1, 2])] * 3, "TypeError"),
         ([None, 1], "TypeError"),
         ([*range(5, 25), 10_000], "index"),  # found by the embedding, in the third piece
