@@ -39,7 +39,7 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "generators progress threads times",
+        "generators log_probs progress threads times",
         "verifier",
         "request",
         "alone queues scheduler",

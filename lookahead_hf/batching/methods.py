@@ -216,10 +216,9 @@ def _ours(
     if not IS_KNOWN:
         detail, fix = f"transformers {transformers.__version__}", "update transformers"
         raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, fix)
-    if batching.return_logprobs:
-        raise _unserved("return_logprobs=True")
     if batching.cpu_offload_space:
-        raise _unserved(f"cpu_offload_space={batching.cpu_offload_space!r}")
+        detail = f"cpu_offload_space={batching.cpu_offload_space!r}"
+        raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
     # The cache of `generate` is another one: transformers' server, for one, switches it off.
     generation.cache_implementation, generation.use_cache = None, True
     tokens = asked.max_tokens
@@ -237,7 +236,7 @@ def _ours(
     if tokens is not None:
         check_int("max_tokens", tokens, slots, 2**40)
     room = None if tokens is None else tokens // slots
-    maker = Maker(model.eval(), generation, Request(config), room)
+    maker = Maker(model.eval(), generation, Request(config), room, batching.return_logprobs)
     maker.check()
     return SpeculativeBatchingManager(
         maker,
@@ -265,7 +264,3 @@ def default_slots(model: Any, hints: Any, max_tokens: int | None = None) -> int:
     longest = 1 if hints is None else hints.max_prompt_length + hints.max_generated_length
     num_requests = getattr(hints, "num_requests", None) or DEFAULT_SLOTS
     return max(1, min(DEFAULT_SLOTS, num_requests, max_tokens // max(1, longest)))
-
-
-def _unserved(what: str) -> Unserved:
-    return Unserved(FallbackReason.CONTINUOUS_BATCHING, what, "leave it out")

@@ -12,6 +12,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.batching.generators import OwnGenerators
+from lookahead_hf.batching.log_probs import LogProbs
 from lookahead_hf.batching.verifier import Seeded
 from lookahead_hf.call import emitter
 from lookahead_hf.call.outputs import RequestedOutputs
@@ -74,7 +75,7 @@ def own_objects(state: RequestState) -> frozenset[int]:
 
 @dataclass(eq=False)
 class Job:
-    """One text of a run; `call` and `verifier` are None before it has a row.
+    """One text of a run; what follows `objects` is None before it has a row.
 
     Attributes:
         index: How many texts were added before.
@@ -88,6 +89,7 @@ class Job:
     names: frozenset[str] = frozenset()
     objects: frozenset[int] = frozenset()
     call: PreparedCall | None = None
+    outputs: RequestedOutputs | None = None
     verifier: Verifier | None = None
     constraint: Constraint | None = None
 
@@ -108,12 +110,16 @@ def _set_for_one(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Maker:
-    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt."""
+    """Turns requests into calls of `generate`, of at most `room` tokens including the prompt.
+
+    With `log_probs`, the log probabilities of tokens are kept.
+    """
 
     model: Any
     generation_config: Any
     request: Request
     room: int | None = None
+    log_probs: bool = False
 
     def settings(self, job: Job) -> dict[str, Any]:
         """Return the arguments of the call of `generate` that writes the text of a job.
@@ -188,7 +194,12 @@ class Maker:
         checks.check_call(self.model, call.generation_config, call.model_kwargs, is_checked=True)
         return call
 
-    def verifier(self, call: PreparedCall, seed: int) -> Verifier:
+    def outputs(self, call: PreparedCall) -> RequestedOutputs:
+        """Return what keeps the requested outputs of a call's text."""
+        config = call.generation_config
+        return LogProbs(config) if self.log_probs else RequestedOutputs(config, 1)
+
+    def verifier(self, call: PreparedCall, outputs: RequestedOutputs, seed: int) -> Verifier:
         """Return the verifier of a call's text.
 
         Raises:
@@ -197,7 +208,6 @@ class Maker:
         if self.request.draws(call.do_sample):
             detail = f"verification={self.request.config.verification!r} of samples"
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail, "leave it out")
-        outputs = RequestedOutputs(call.generation_config, 1)
         heard = emitter.of_call(call, outputs, ColumnStream(None, 1, call.pad))
         chosen = choose_verifier(call, heard, Processes(), seed)
         if isinstance(chosen, Walk) and not chosen.rules.in_order:
@@ -237,7 +247,8 @@ class Maker:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, detail)
         if self.request.config.draft_invariant:
             raise Unserved(FallbackReason.CONTINUOUS_BATCHING, "draft_invariant=True")
-        self.verifier(self.trial(), 0)
+        trial = self.trial()
+        self.verifier(trial, self.outputs(trial), 0)
         checks.check_trial(model)
 
     def _check_drafters(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.batching import alone
+from lookahead_hf.batching.log_probs import LogProbs
 from lookahead_hf.batching.request import Job, Maker
 from lookahead_hf.batching.runner import QueueRunner
 from lookahead_hf.batching.scheduler import Scheduler
@@ -141,7 +142,8 @@ class QueueSession(Session):
         if job.call is None:
             job.call = self.manager.maker.call(job)
             job.constraint = constraints.of_call(job.call.processors, 1)
-            job.verifier = self.manager.maker.verifier(job.call, job.seed)
+            job.outputs = self.manager.maker.outputs(job.call)
+            job.verifier = self.manager.maker.verifier(job.call, job.outputs, job.seed)
         ids = job.call.input_ids[0].cpu().numpy()
         logits = self._after_prompt(row, job.call, ids)
         if logits is None:
@@ -180,8 +182,9 @@ class QueueSession(Session):
 
         self.setup.close()
         try:
-            settings = self.manager.maker.settings(job)
-            tokens = alone.write(self.manager.model, settings, job.seed, on_token)
+            maker = self.manager.maker
+            given = maker.settings(job), job.seed, on_token, maker.log_probs
+            tokens, log_probs = alone.write(self.manager.model, *given)
             if self.manager.stops():
                 raise RuntimeError(STOPPED)
         except Exception as error:
@@ -189,7 +192,7 @@ class QueueSession(Session):
                 self._fail(row, job, error)
             return
         if self._has(row, job):
-            job.state.generated_tokens = tokens
+            job.state.generated_tokens, job.state.logprobs = tokens, log_probs
             if (times := job.state.timestamps) is not None:
                 del times[len(tokens) :]  # beams may go on after the best has ended
             self._finish(row, job, SpeculativeStats(fallback_reason=unserved.reason))
@@ -210,6 +213,8 @@ class QueueSession(Session):
         emitted = self.rows.emitted(row)
         new = emitted[known:].tolist()
         state.generated_tokens += new
+        if isinstance(job.outputs, LogProbs):
+            state.logprobs += job.outputs.take(new)
         self._note_tokens(job, len(new))
         if self.rows.finished[row]:
             state.generated_tokens = emitted.tolist()  # a processor may have edited earlier ones
