@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookahead_hf.batching.request import request_seed
-from tests.helpers.requests import SEED, prompts, seeded, settings, speculated
+from tests.helpers.requests import SEED, WAIT, prompts, running, seeded, settings, speculated
 
 SETTINGS: list[dict[str, Any]] = [
     {"eos_token_id": [5, 40]},
@@ -44,10 +44,12 @@ def test_log_probabilities_are_plains(model: Any, own: dict[str, Any]) -> None:
 
 
 def test_beams_have_them_too(model: Any) -> None:
-    config, (text,) = settings(model, num_beams=2, max_new_tokens=8), prompts(1)
-    (output,) = model.generate_batch([text], config, seeded(return_logprobs=True)).values()
+    own, (text,) = {"num_beams": 2, "max_new_tokens": 8}, prompts(1)
+    with running(model, settings(model), return_logprobs=True) as manager:
+        manager.add_request(text, **own)
+        output = manager.get_result(timeout=WAIT)
     assert output.speculative_stats.fallback_reason == "beams"
-    mean = plain(model, text, config).sequences_scores[0]
+    mean = plain(model, text, settings(model, **own)).sequences_scores[0]
     assert sum(output.logprobs) / len(output.logprobs) == pytest.approx(float(mean), abs=1e-4)
 
 
