@@ -38,10 +38,11 @@ ROOMS = (
 
 LAYERS = {
     "batching": (
-        "generators progress recorder rows threads",
-        "runner verifier",
+        "generators log_probs progress threads times",
+        "verifier",
         "request",
-        "alone queues",
+        "alone queues scheduler",
+        "runner",
         "session",
         "manager",
         "methods",
@@ -50,8 +51,9 @@ LAYERS = {
         "hf_layers storage",
         "slot_layer",
         "slots",
-        "adopt",
-        "column_map refilled",
+        "columns",
+        "adopt texts",
+        "column_map",
     ),
     "config": ("vllm", "__init__"),
     "drafting": (
@@ -128,7 +130,7 @@ LAYERS = {
     "serving": ("metrics openai_fields tools", "fields", "schemas", "middleware", "server"),
     "support": ("self_test", "checks"),
     "verification": (
-        "node_processors rng stopping verifier",
+        "node_processors rng verifier",
         "lockstep noise",
         "walk",
         "batched_walk follower rejection",

@@ -1,4 +1,4 @@
-"""How the parts of one decoded call are put together."""
+"""Builds the parts of one decoded call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lookahead_hf import compat, ngram_pool
-from lookahead_hf.call import execution
+from lookahead_hf.call import emitter, execution
 from lookahead_hf.call.outputs import RequestedOutputs
 from lookahead_hf.call.prepared import PreparedCall, Request
 from lookahead_hf.call.streaming import ColumnStream
@@ -15,7 +15,7 @@ from lookahead_hf.drafting.drafter import Drafter
 from lookahead_hf.drafting.registry import build
 from lookahead_hf.drafting.session import INVARIANT_WIDTH, DraftSession, Limits, warn_of_numba
 from lookahead_hf.generation.recorder import StatsRecorder
-from lookahead_hf.generation.session import DecodingSession
+from lookahead_hf.generation.session import BatchSession
 from lookahead_hf.generation.tracer import Tracer
 from lookahead_hf.logits import constraints
 from lookahead_hf.model import position_limits
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from lookahead_hf.rows import EncoderInputs
 
 
-def assemble(call: PreparedCall) -> DecodingSession:
-    """Put the parts of a call together; nothing is emitted, and the prompt is not run.
+def assemble(call: PreparedCall) -> BatchSession:
+    """Build the parts of a call; nothing is emitted, and the prompt is not read.
 
     Raises:
         Unserved: The call cannot be speculated.
@@ -75,7 +75,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
         call.generation_config, call.num_rows, call.model_kwargs.get("encoder_outputs")
     )
     stream = ColumnStream(request.streamer, call.num_rows, call.pad, stats.leave_out_streaming)
-    verifier = choose_verifier(call, outputs, stream, processes)
+    verifier = choose_verifier(call, emitter.of_call(call, outputs, stream), processes)
     is_flat = call.num_rows > 1 and shape is None and processes.is_alone and not outputs.observes
     is_flat &= not isinstance(verifier, Lockstep)  # which shows finished rows to processors
     is_flat = is_flat and checks.takes_flat(model, position_ids, call.model_kwargs)
@@ -95,7 +95,7 @@ def assemble(call: PreparedCall) -> DecodingSession:
         processes,
         verifier.complete,
     )
-    return DecodingSession(
+    return BatchSession(
         call=call,
         rows=rows,
         drafts=drafts,
@@ -118,9 +118,7 @@ def build_drafters(
     processors: Sequence[Any] = (),
     grammar_of: Callable[[int], Grammar | None] | None = None,
 ) -> list[Drafter]:
-    """Build what drafts in a call of so many rows, None where the number is not known.
-
-    This costs little and runs nothing.
+    """Build the drafters of a call, which costs little; `num_rows` is None if it is not known.
 
     Raises:
         ValueError: An option, a pool or a prediction is wrong.
@@ -147,7 +145,7 @@ def build_drafters(
 
 
 def _block_shape(call: PreparedCall) -> BlockShape | None:
-    """Return the shape of all blocks if the text may not depend on the drafts, else None."""
+    """Return the shape of all blocks with `draft_invariant`, else None."""
     if not call.request.config.draft_invariant:
         return None
     # The kernel has no attention weights to return.
@@ -164,7 +162,7 @@ def _runner(
     outputs: RequestedOutputs,
     is_flat: bool,
 ) -> Runner:
-    """What runs the model; on a device, forwards are captured whatever decides on the tokens."""
+    """Return the runner of a call. On a device, every engine has its forwards captured."""
     may_be_captured = device.serves(call.input_ids.device) and processes.is_alone
     may_be_captured = may_be_captured and not outputs.observes  # which graphs do not return
     if may_be_captured and checks.on_device(call.model, call.input_ids):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lookahead_hf import compat
+from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree, Verdict, place_in_row
 from lookahead_hf.model import compiled
@@ -99,7 +100,14 @@ class Runner(PromptRunner):
         elif self._is_compiled:
             width = compiled.width_for(width)
             compiled.make_room(self.cache.slots, self.cache.slots.longest + width)
-        return self._layout.block(draft.padded(width, rows.last_tokens), _ahead(rows))
+        ahead = self._ahead(rows)
+        # A finished row may already be at the last learned position and must not move past it.
+        ahead = np.minimum(ahead, ahead[rows.live].max(initial=0))
+        return self._layout.block(draft.padded(width, rows.last_tokens), ahead)
+
+    def _ahead(self, rows: Rows) -> np.ndarray:
+        """Return the tokens of each row that were fed since the prompt, [rows]."""
+        return rows.num_emitted - 1
 
     def forward(self, inputs: BlockInputs, is_prompt: bool = False) -> StepOutputs:
         """Run the model on a block; its logits are [rows, width, vocab]."""
@@ -141,17 +149,11 @@ class Runner(PromptRunner):
         self._is_repeat = True
         return step
 
-    def commit(self, verdict: Verdict) -> int:
-        """Keep each live row's last token and accepted path in the cache, and nothing else.
-
-        Returns:
-            The number of accepted tokens whose K and V were moved.
-        """
-        moved = int((verdict.path != place_in_row(verdict.path_offsets)).sum())
-        if moved:
+    def commit(self, verdict: Verdict) -> None:
+        """Keep each live row's last token and accepted path in the cache, and nothing else."""
+        if (verdict.path != place_in_row(verdict.path_offsets)).any():
             self._close_gaps(verdict)
         self.keep(np.where(verdict.num_emitted > 0, verdict.num_accepted + 1, 0))
-        return moved
 
     def _close_gaps(self, verdict: Verdict) -> None:
         """Move the tokens of the accepted paths together in the cache."""
@@ -171,6 +173,7 @@ class Runner(PromptRunner):
         at different tokens, the cache is returned empty, and a later call reads the text again.
         """
         cache = self.cache
+        assert isinstance(cache, AdoptedCache)
         if self.recurrent is not None:
             if not self.recurrent.are_at(num_fed):
                 cache.original.layers = compat.empty_cache(self.model).layers
@@ -206,12 +209,3 @@ class Runner(PromptRunner):
 def node_counts(widths: tuple[int, ...]) -> tuple[int, ...]:
     """Return the numbers of nodes in blocks of these widths, in ascending order."""
     return tuple(sorted(width - 1 for width in widths))
-
-
-def _ahead(rows: Rows) -> np.ndarray:
-    """Return the tokens of each row that were fed since the prompt, [rows].
-
-    A finished row may already be at the last learned position and must not move past it.
-    """
-    ahead = rows.num_fed
-    return np.minimum(ahead, ahead[rows.live].max(initial=0))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import implicit_positions, tree_attention
@@ -54,12 +54,12 @@ class BlockInputs:
 
 
 class BlockLayout:
-    """Lays blocks out over a cache that was taken over."""
+    """Lays blocks out over a cache."""
 
     def __init__(
         self,
         model: Any,
-        cache: AdoptedCache,
+        cache: ColumnCache,
         kinds: list[masks.MaskKind],
         passed: dict[str, Any],
         next_position: torch.Tensor,  # [..., rows, 1], of the token after the prompt

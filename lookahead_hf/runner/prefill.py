@@ -12,6 +12,7 @@ import torch
 
 from lookahead_hf import compat
 from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model import compiled, numerics, position_limits, prefix_tuning
@@ -59,7 +60,7 @@ class PromptRunner(ABC):
         """
         self.model = model
         self.num_rows = num_rows
-        self._cache: AdoptedCache | None = None
+        self._cache: ColumnCache | None = None
         self._shape, self._is_compiled = shape, compiled.is_compiled(model)
         self.by_kernel = Counter[bool]() if shape is not None and shape.by_kernel else None
         self.is_flat = flat
@@ -94,8 +95,8 @@ class PromptRunner(ABC):
         return self._cache is not None
 
     @property
-    def cache(self) -> AdoptedCache:
-        """The cache that `prefill` or `start` took over."""
+    def cache(self) -> ColumnCache:
+        """The cache, which `prefill` or `start` takes over."""
         assert self._cache is not None
         return self._cache
 
@@ -183,7 +184,7 @@ class PromptRunner(ABC):
         is_fed: bool = False,
     ) -> None:
         by_columns = is_fed or self._names.cache == "cache_params"
-        self._cache = AdoptedCache(
+        self._cache = adopted = AdoptedCache(
             *(cache, attended, self.num_rows, compat.layer_masks(self.model), self._trims),
             returned=returned,
             num_columns=position_ids.shape[-1] if by_columns else None,
@@ -192,7 +193,7 @@ class PromptRunner(ABC):
         copies = state_of(self.model).needs_copies
         key = numerics.of_model(self.model), self.is_flat
         self.cache.slots.extent.copies = bool(copies) and key in copies
-        self._kinds = [kind.within(self.cache.seen[kind.name]) for kind in self._kinds]
+        self._kinds = [kind.within(adopted.seen[kind.name]) for kind in self._kinds]
         if self._shape is not None:
             self.cache.slots.fix(self.cache.slots.longest + self._shape.room)
         position_ids = position_ids.expand(*position_ids.shape[:-2], self.num_rows, -1)

@@ -12,7 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import lookahead_hf
-from lookahead_hf.batching import runner
+from lookahead_hf.batching import scheduler
 from lookahead_hf.stats import SourceStats
 from tests.helpers import models, requests
 from tests.helpers.requests import DRAFTED, alone, prompts, seeded, settings, speculated
@@ -63,7 +63,7 @@ def test_nothing_but_the_request_decides_about_its_text(
     config = settings(model, max_new_tokens=longest, do_sample=do_sample, eos_token_id=[9, 70])
     config.num_return_sequences = siblings if do_sample else 1
     drafted = lookahead_hf.SpeculativeConfig(budget=budget)
-    with mock.patch.object(runner, "PIECE", piece):
+    with mock.patch.object(scheduler, "CHUNK", piece):
         batching = seeded(max_batch_tokens=most)
         found = model.generate_batch(texts, config, batching, speculative=drafted, max_slots=slots)
     each = [text for text in texts for _ in range(config.num_return_sequences)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lookahead_hf import compat, kernels
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.kernels import TreeWalk
 from lookahead_hf.model import compiled
@@ -44,7 +44,7 @@ class StepFunction:
     def __init__(
         self,
         model: Any,
-        cache: AdoptedCache,
+        cache: ColumnCache,
         state: StepState,
         extras: dict[str, Any],
         kinds: list[MaskKind],

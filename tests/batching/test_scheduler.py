@@ -10,6 +10,7 @@ import torch
 
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching import scheduler
 from tests.helpers import models
 from tests.helpers.requests import (
     DRAFTED,
@@ -31,15 +32,15 @@ def model(request: pytest.FixtureRequest) -> Any:
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The tokens of rows that decode, and those of prompts, in every flat block."""
     seen: list[tuple[int, int]] = []
-    run = runners.RefilledRunner.run
+    run = runners.QueueRunner.run
 
     def counted(self: Any, fed: Any, draft: Any, is_prompt: bool = False) -> Any:
-        decoding = [r for r, each in enumerate(fed) if len(each) and r not in self._reading]
-        pieces = sum(len(each) for r, each in enumerate(fed) if r in self._reading)
+        decoding = [r for r, each in enumerate(fed) if len(each) and r not in self._queue.reading]
+        pieces = sum(len(each) for r, each in enumerate(fed) if r in self._queue.reading)
         seen.append((len(decoding) + draft.num_nodes, pieces))
         return run(self, fed, draft, is_prompt)
 
-    monkeypatch.setattr(runners.RefilledRunner, "run", counted)
+    monkeypatch.setattr(runners.QueueRunner, "run", counted)
     return seen
 
 
@@ -64,7 +65,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(
     blocks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = lookahead_hf.enable(models.tiny("llama"))
-    monkeypatch.setattr(runners, "PIECE", 8)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
     short, *_ = prompts(1, longest=4)
     texts, config = [short, (prompts(1, 3)[0] * 30)[:80]], settings(model, max_new_tokens=40)
     found = model.generate_batch(texts, config, speculative=DRAFTED, max_slots=2)
@@ -79,9 +80,9 @@ def test_a_long_prompt_does_not_hold_up_the_others(
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [
-        ([], "non-empty list of token ids"),
-        ("text", "non-empty list of token ids"),
-        ([[1, 2]], "non-empty list of token ids"),
+        ([], "a non-empty list of token ids"),
+        ("text", "a non-empty list of token ids"),
+        ([[1, 2]], "a non-empty list of token ids"),
         ([torch.tensor([1, 2])] * 3, "TypeError"),
         ([None, 1], "TypeError"),
         ([*range(5, 25), 10_000], "index"),  # found by the embedding, in the third piece
@@ -90,7 +91,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(
 def test_what_is_no_prompt_fails_alone(
     model: Any, prompt: Any, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runners, "PIECE", 8)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
     texts, config = [*prompts(2), prompt], settings(model)
     found = list(model.generate_batch(texts, config, speculative=DRAFTED, max_slots=3).values())
     assert error in found[2].error
@@ -102,7 +103,7 @@ def test_a_prompt_that_makes_nan_leaves_none_behind(monkeypatch: pytest.MonkeyPa
     """A piece of one token is joined with a row beside it, and masks do not hold NaN back."""
     undrafted = lookahead_hf.SpeculativeConfig(budget=0)
     model = lookahead_hf.enable(models.tiny("llama"), default=undrafted)
-    monkeypatch.setattr(runners, "PIECE", 8)
+    monkeypatch.setattr(scheduler, "CHUNK", 8)
     with torch.no_grad():
         model.get_input_embeddings().weight[77] = float("nan")
     chosen, lengths, most_new = random.Random(3), (60, 60, 41), (100, 2, 30)

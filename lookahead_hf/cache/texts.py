@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slot_layer import SlotLayer
 from lookahead_hf.cache.slots import SlotCache, SlotGroup
 
 
-class RefilledCache(AdoptedCache):
-    """Slots for texts without padding that come and go; nothing is handed back.
-
-    A token's column is its index in its own text.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        """Begin with empty rows; the layers are made like those of the first prompt."""
-        self.num_columns, self.columns = 0, None
-        self.slots = self.for_model = SlotCache(num_rows)
-        self.pads = self.slots.lengths.copy()
+class TextCache(ColumnCache):
+    """Slots for unpadded texts that come and go; the layers are made like the first prompt's."""
 
     def take(self, row: int, prompt: SlotCache) -> None:
-        """Copy a prompt's K and V into a free row.
-
-        Args:
-            row: The row.
-            prompt: The cache of the prompt alone.
-        """
+        """Copy a prompt's K and V, from a cache of the prompt alone, into a free row."""
         if not self.slots.layers:
             self._build_like(prompt)
         for ours, theirs in zip(self.slots.each_group(), prompt.each_group(), strict=True):
@@ -36,17 +22,14 @@ class RefilledCache(AdoptedCache):
         self._set(row, int(prompt.lengths[0]), [int(g.dropped[0]) for g in prompt.each_group()])
 
     def holds(self, row: int, length: int) -> bool:
-        """Return whether a row holds all that the token behind its first `length` tokens sees."""
+        """Return whether a row still holds what the token after its first `length` tokens sees."""
         return all(
             group.window is None or group.dropped[row] <= max(0, length - group.window)
             for group in self.slots.each_group()
         )
 
     def share(self, row: int, source: int, length: int) -> None:
-        """Give a row the first tokens of another row, or leave a row no more than its own.
-
-        The source, perhaps the same row, `holds` so many tokens.
-        """
+        """Copy the first `length` tokens of a source to a row; cut a row that is its own source."""
         for group in self.slots.each_group() if row != source else ():
             held = length - int(group.dropped[source])
             for store in group.stores:
@@ -54,7 +37,7 @@ class RefilledCache(AdoptedCache):
         self._set(row, length, [int(group.dropped[source]) for group in self.slots.each_group()])
 
     def free(self, row: int) -> None:
-        """Let go of what a row holds."""
+        """Empty a row."""
         self._set(row, 0, [0] * len(self.slots.each_group()))
 
     def _set(self, row: int, length: int, dropped: list[int]) -> None:
@@ -65,7 +48,7 @@ class RefilledCache(AdoptedCache):
                 layer.dropped[row] = count
 
     def _build_like(self, prompt: SlotCache) -> None:
-        """Make the groups and layers that the prompt's cache has, with rows of zeros."""
+        """Make groups and layers like those of a prompt's cache, with rows of zeros."""
         names: dict[SlotGroup, str] = {}
         built: dict[SlotGroup, SlotGroup] = {}
         for name, group in prompt.groups.items():

@@ -1,4 +1,4 @@
-"""Stopping criteria, asked row by row after every token, with the answers of plain `generate`."""
+"""Stopping criteria row by row, with the answers that plain `generate` gets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -20,7 +21,7 @@ _KNOWN = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriter
 
 
 def knows_criterion(criterion: Any) -> bool:
-    """Return whether a row's answer depends on that row alone, and nothing of it is kept."""
+    """Return whether a criterion's answer for a row depends on that row alone, without state."""
     return type(criterion) in _KNOWN
 
 
@@ -28,8 +29,8 @@ class RowStopping:
     """One call's stopping criteria, for rows that advance by different counts.
 
     Lengths, times and eos ids are compared as numbers; stop strings are matched only after a token
-    that can end one. With a criterion of any other class, the whole list is called as plain calls
-    it, which is possible for a single row only.
+    that can end one. If there is a criterion of another class, the whole list is called as in plain
+    generation, which is possible for a single row only.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
@@ -51,7 +52,7 @@ class RowStopping:
 
     @property
     def has_eos(self) -> bool:
-        """Whether plain feeds finished rows pads, rather than going on with real tokens."""
+        """Whether plain feeds finished rows pads instead of real tokens."""
         return any(hasattr(c, "eos_token_id") for c in self._criteria)
 
     @property
@@ -60,7 +61,7 @@ class RowStopping:
         return not self._unknown
 
     def unserved(self) -> str | None:
-        """Return the class that prevents asking this batch row by row, None if there is none.
+        """Return the class that cannot be asked row by row in this batch, None if there is none.
 
         Without an eos criterion plain goes on with finished rows until all have finished. Only
         criteria that end all rows at the same length are served then.
@@ -74,7 +75,6 @@ class RowStopping:
 
     def stops(
         self,
-        row: int,
         token_id: int,
         num_columns: int,
         ids: Callable[[], torch.Tensor],
@@ -83,11 +83,10 @@ class RowStopping:
         """Return whether the row's text ends with the token that it has just emitted.
 
         Args:
-            row: The row.
-            token_id: Its newest token.
+            token_id: The row's newest token.
             num_columns: Its columns in plain's batch, including prompt pads and the newest token.
-            ids: Returns the row as plain holds it, [1, columns]; called only where it is needed.
-            scores: Returns the `scores` of plain's criteria; called only where they are needed.
+            ids: Returns the row as plain holds it, [1, columns]; called only if needed.
+            scores: Returns the `scores` that plain passes to criteria; called only if needed.
         """
         if self._unknown:
             prefix = ids()
@@ -100,8 +99,23 @@ class RowStopping:
         ended |= token_id in self._eos
         return ended or any(c.end_with(token_id, ids) for c in self._strings)
 
+    def ended(self, ids: torch.Tensor, going: np.ndarray, scores: Any) -> np.ndarray:
+        """Ask all criteria about a whole batch, as plain does.
+
+        Args:
+            ids: The batch as plain holds it, [rows, columns].
+            going: Rows that no criterion has ended so far, [rows] bool.
+            scores: The `scores` that plain passes to criteria.
+
+        Returns:
+            Rows that a criterion has ended, [rows] bool.
+        """
+        unfinished = torch.from_numpy(going.astype(np.int64)).to(ids.device)
+        unfinished = unfinished & ~self._criteria(ids, scores)
+        return unfinished.to("cpu").numpy() == 0
+
     def _warn(self, num_columns: int) -> None:
-        """Let the length criteria warn of a text of so many columns that outgrows the model."""
+        """Let length criteria warn of a text of so many columns, which may outgrow the model."""
         for c in self._lengths:
             if c.max_position_embeddings is not None and num_columns > c.max_position_embeddings:
                 c(torch.empty(1, num_columns), None)

@@ -18,8 +18,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from lookahead_hf.verification import stopping as stopping_module
-from lookahead_hf.verification.stopping import RowStopping
+from lookahead_hf.call import stopping as stopping_module
+from lookahead_hf.call.stopping import RowStopping
 
 WORDS = ["a", "b", "c", "st", "op", "stop", "sto", "pped", "opera", "s", "t", "o", "p", "ab"]
 
@@ -34,8 +34,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def asked(stopping: RowStopping, ids: torch.Tensor, row: int = 0, scores: Any = None) -> bool:
-    return stopping.stops(row, int(ids[0, -1]), ids.shape[1], lambda: ids, lambda: scores)
+def asked(stopping: RowStopping, ids: torch.Tensor, scores: Any = None) -> bool:
+    return stopping.stops(int(ids[0, -1]), ids.shape[1], lambda: ids, lambda: scores)
 
 
 def plain_stops(criteria: StoppingCriteriaList, ids: torch.Tensor, scores: Any = None) -> bool:
@@ -59,7 +59,7 @@ def test_eos_and_length_are_decided_without_the_prefix(eos: Any):
         for columns in (1, 8, 9, 10):
             ids = torch.full((1, columns), 3)
             ids[0, -1] = token
-            assert ours.stops(1, token, columns, never, None) == plain_stops(criteria, ids)
+            assert ours.stops(token, columns, never, None) == plain_stops(criteria, ids)
 
 
 def test_stop_strings_stop_after_exactly_the_tokens_that_complete_them(
@@ -82,7 +82,7 @@ def test_stop_strings_stop_after_exactly_the_tokens_that_complete_them(
 
 def test_a_token_that_can_end_no_stop_string_costs_no_match(tokenizer: PreTrainedTokenizerFast):
     ours = RowStopping(StoppingCriteriaList([StopStringCriteria(tokenizer, "stop")]), 1)
-    assert not ours.stops(0, WORDS.index("c"), 4, never, None)
+    assert not ours.stops(WORDS.index("c"), 4, never, None)
 
 
 def test_time_is_read_after_every_token(monkeypatch: pytest.MonkeyPatch):
@@ -93,7 +93,7 @@ def test_time_is_read_after_every_token(monkeypatch: pytest.MonkeyPatch):
     assert ours.unserved() is None
     answers = []
     for now[0] in (101.0, 105.0, 105.1):
-        answers.append(ours.stops(0, 3, 4, never, None))
+        answers.append(ours.stops(3, 4, never, None))
         assert answers[-1] == plain_stops(criteria, torch.full((1, 4), 3))
     assert answers == [False, False, True]
 
