@@ -100,7 +100,8 @@ class Job:
 
         Args:
             rows: The data set.
-            concurrency: Number of workers, or the least and the most.
+            concurrency: Number of workers, or the least and the most. The least has to leave a core
+                for reading.
             block_size: Rows that a worker takes at a time. If it dies, they are tried again.
             **resources: What each worker needs, as in `map_batches`: `num_gpus=1`, `num_cpus=8`.
 
