@@ -123,6 +123,11 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
+def set_children(module: nn.Module, children: dict[str, Any]) -> None:
+    """Give a copy of a module a dictionary of modules of its own."""
+    module._modules = children
+
+
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries of a module's hooks after and before its forward."""
     return [module._forward_hooks, module._forward_pre_hooks]

@@ -21,8 +21,9 @@ from lookahead_hf.patches.mixers import without_padding
 MOST_PENDING = 16
 """Kept tokens of a row that make its state advance over them."""
 
-HARSH = (-9.0, 9.0)
-"""Biases that mixers are compared with: the shortest time steps, and open gates."""
+HARSH = ((-9.0, -4.0, 1.0), (9.0, -4.0, 1.0), (9.0, 2.0, 1.0), (None, -4.0, 16.0))
+"""Settings with which mixers are compared, so that a drift shows: the biases of time steps, the
+logarithms of decays, and a factor of the inputs, which opens and closes gates."""
 
 TINY = 1e-12
 
@@ -199,8 +200,8 @@ class TokenByToken(Mixer):
 class Compared(TokenByToken):
     """A mixer that finds out whether several tokens move its state as single ones do.
 
-    It also tries other biases: some mixers derive their time steps from them, and a forward may
-    limit these steps for several tokens only.
+    In each block it is asked once as it is, and once with settings of `HARSH`: a forward may limit
+    time steps, decays or gates for several tokens alone, which its own parameters may not show.
 
     Attributes:
         difference: Largest difference between a block's outputs and states and those token by
@@ -208,14 +209,16 @@ class Compared(TokenByToken):
     """
 
     difference = 0.0
+    _num_blocks = 0
 
     def _block(self, inputs: torch.Tensor) -> Any:
         own = self._run
-        for bias in HARSH:
-            if (harsh := _with_biases(self._module, bias)) is not None:
-                self._run = without_padding(harsh)
-                self._compare(inputs)
-        self._run = own
+        if not any(parameter.is_meta for parameter in self._module.parameters()):  # offloaded
+            bias, decay, factor = HARSH[self._num_blocks % len(HARSH)]
+            self._run = without_padding(_harsh(self._module, bias, decay))
+            self._compare(factor * inputs)
+            self._run = own
+        self._num_blocks += 1
         return self._compare(inputs)
 
     def _compare(self, inputs: torch.Tensor) -> Any:
@@ -229,16 +232,26 @@ class Compared(TokenByToken):
         return output
 
 
-def _with_biases(module: Any, value: float) -> Any:
-    """Return a copy of a mixer with all biases set to a value, None if it has none."""
-    own = compat.parameters_of(module)
-    names = [name for name, each in own.items() if each is not None and name.endswith("bias")]
-    if not names:
-        return None
-    copied = copy.copy(module)
+def _harsh(module: Any, bias: float | None, decay: float) -> Any:
+    """Return a mixer that shares all weights but its decays and the biases of its time steps."""
+    copied = _filled(module, {"bias": bias, "A_log": decay})
     vars(copied).pop("forward", None)  # ours
-    biases = {name: torch.full_like(own[name], value) for name in names}
-    compat.set_parameters(copied, {**own, **biases})
+    children = compat.children_of(module)
+    steps = {name: _filled(children[name], {"bias": bias}) for name in children if "dt" in name}
+    compat.set_children(copied, {**children, **steps})
+    return copied
+
+
+def _filled(module: Any, values: dict[str, float | None]) -> Any:
+    """Return a copy of a module with values for the parameters whose names end so; None keeps."""
+    copied, own = copy.copy(module), compat.parameters_of(module)
+    filled = {
+        name: torch.full_like(parameter, value)
+        for name, parameter in own.items()
+        for end, value in values.items()
+        if value is not None and parameter is not None and name.endswith(end)
+    }
+    compat.set_parameters(copied, {**own, **filled})
     return copied
 
 

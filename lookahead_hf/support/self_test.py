@@ -38,7 +38,7 @@ TOLERANCE_CHAINS = 1e-3
 """The same for a model with recurrent states. Rounding gives about 1e-5, an ignored state 2e-2 in a
 tiny Jamba."""
 
-MIXER_TOLERANCE, MIXER_TOLERANCE_HALF = 1e-3, 0.1
+MIXER_TOLERANCE, MIXER_TOLERANCE_HALF = 1e-4, 0.1
 """Largest difference of a mixer's outputs and states that counts as rounding, in standard
 deviations."""
 
