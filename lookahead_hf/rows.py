@@ -84,7 +84,7 @@ class Rows:
     @property
     def prompt_columns(self) -> int:
         """Columns of the padded prompt, or of the longest one."""
-        return int(self._width.max())
+        return int(self._width.max(initial=0))
 
     @property
     def live(self) -> np.ndarray:

@@ -105,7 +105,7 @@ class StatsRecorder:
             num_accepted=num_accepted,
             num_moved=int(self._moved[chosen].sum()),
             accepted_histogram=tuple(accepted[k] for k in range(max(accepted, default=-1) + 1)),
-            max_width=int(self._width[chosen].max()),
+            max_width=int(self._width[chosen].max(initial=0)),
             budget_histogram=dict(sorted(drafted.items())),
             row_stats=tuple(RowStats(*counts) for counts in per_row.tolist()),
             **times,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-FP_FUSION = True
+_FP_FUSION = True
 """Given in every launch: Triton 3.9 warns without it, and 3.10 has the other default."""
 
 threads: set[threading.Thread] = set()
@@ -21,7 +21,7 @@ _begun: dict[tuple[Any, ...], threading.Event] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, **arguments: Any) -> None:
     """Launch a kernel on the device of a tensor, or compile it if the tensor has no memory."""
-    arguments["enable_fp_fusion"] = FP_FUSION
+    arguments["enable_fp_fusion"] = _FP_FUSION
     with using(on.device), _in_turn(kernel, arguments) if threads else nullcontext():
         if not on.is_meta:
             kernel[grid](**arguments)
@@ -44,20 +44,13 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 @contextmanager
 def _in_turn(kernel: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Let the first thread that needs a variant compile it; others wait for this one alone."""
+    types = [value.dtype for value in arguments.values() if isinstance(value, torch.Tensor)]
+    sizes = [value for name, value in arguments.items() if name.isupper() or name == "num_warps"]
     ended = threading.Event()
-    first = _begun.setdefault((id(kernel), *_types(arguments)), ended)
+    first = _begun.setdefault((id(kernel), *types, *sizes), ended)
     if first is not ended:
         first.wait()
     try:
         yield
     finally:
         ended.set()
-
-
-def _types(arguments: dict[str, Any]) -> Iterator[Any]:
-    """Yield what a variant is compiled for, but for the divisibility of numbers and addresses."""
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            yield value.dtype
-        elif name.isupper() or name in ("num_warps", "num_stages"):
-            yield value

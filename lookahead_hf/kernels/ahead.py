@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,66 +20,12 @@ from lookahead_hf.kernels.results import Wanted
 BEST_TOKENS, FEW_TOKENS = 48, 12
 """Best tokens that recycling asks for at the end of a path, and at other nodes."""
 
-_SLOTS = 512
 _known: set[str] = set()
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """What the kernels of the steps of a call are compiled for."""
-
-    rows: int
-    widths: tuple[int, ...]  # tokens per row
-    vocab: int
-    dtype: torch.dtype  # of the logits, K and V
-    draws: bool | None  # whether the device samples; None where the host decides
-    heads: tuple[int, int]  # of the queries, and of K and V
-    dim: int  # of a head
-    windows: tuple[bool, ...]  # whether layers have one
-    softcap: float = 0.0
-
-    def compile(self) -> None:
-        """Compile the kernels, those of narrow steps first."""
-        for width in sorted(self.widths):
-            for window in self.windows:
-                self._attend(width, window)
-            if self.draws is not None:
-                self._verify(width)
-
-    def _attend(self, width: int, window: bool) -> None:
-        q = _empty(self.rows, width, self.heads[0], self.dim, dtype=self.dtype).transpose(1, 2)
-        kv = self._store().transpose(1, 2)
-        lengths, words = _empty(self.rows), _empty(self.rows, width)
-        given: dict[str, Any] = {"softcap": self.softcap}
-        if window:
-            given |= {"window": 1, "columns": _empty(self.rows, _SLOTS), "pads": lengths}
-        attention.tree_attention(q, kv, kv, lengths, words, scale=1.0, **given)
-
-    def _verify(self, width: int) -> None:
-        block, of_rows = _empty(self.rows, width), _empty(self.rows)
-        logits = _empty(self.rows, width, self.vocab, dtype=self.dtype)
-        if self.draws:
-            noise = _empty(self.rows, 1, self.vocab, dtype=torch.float32)
-            tree = logits.float(), block, block, of_rows, noise, block
-            walk = verify.verify_tree(*tree)
-        else:
-            walk = verify.verify_tree(logits, block, block, of_rows, keep_scan=True)
-        if width > 1:
-            compact.compact_path(PathTable([self._store()]), of_rows, walk.path, of_rows)
-        wanted = Wanted(walk.packed, of_rows, FEW_TOKENS)
-        topk.topk_rows(logits.flatten(0, 1), min(BEST_TOKENS, self.vocab), walk.scan, wanted)
-
-    def _store(self) -> torch.Tensor:
-        return _empty(self.rows, _SLOTS, self.heads[1], self.dim, dtype=self.dtype)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def compile_beside(device: torch.device, steps: Steps) -> None:
-    """Compile the kernels of a call's steps in a thread, once for all calls of a kind.
+def compile_beside(device: torch.device, steps: Callable[[], object]) -> None:
+    """Run `steps` in a thread to compile their kernels, once for steps of a kind.
 
     It raises nothing: what fails here is compiled by the first launch. A process ends as soon as
     the kernel is compiled that the thread has begun.
@@ -90,7 +37,7 @@ def compile_beside(device: torch.device, steps: Steps) -> None:
     def run() -> None:
         try:
             with _launch.using(device):
-                steps.compile()
+                steps()
         except Exception as error:
             _logger.info("kernels are compiled when they are first launched: %s", error)
         finally:
@@ -99,3 +46,38 @@ def compile_beside(device: torch.device, steps: Steps) -> None:
     thread = threading.Thread(target=run, name="lookahead_hf kernels")
     _launch.threads.add(thread)
     thread.start()
+
+
+def compile_steps(
+    rows: int,
+    widths: tuple[int, ...],  # tokens per row
+    vocab: int,
+    dtype: torch.dtype,  # of the logits, K and V
+    draws: bool | None,  # None where the host decides
+    heads: tuple[int, int],  # of the queries, and of K and V
+    dim: int,  # of a head
+    windows: tuple[bool, ...],  # whether layers have one
+    softcap: float = 0.0,
+) -> None:
+    """Compile the kernels of a call's steps, those of narrow steps first."""
+    floats = partial(torch.empty, dtype=dtype, device="meta")
+    integers = partial(torch.empty, dtype=torch.int64, device="meta")
+    of_rows, store = integers(rows), floats(rows, 512, heads[1], dim)
+    limits: dict[str, Any] = {"window": 1, "columns": integers(rows, 512), "pads": of_rows}
+    for width in sorted(widths):
+        block, logits = integers(rows, width), floats(rows, width, vocab)
+        q, kv = floats(rows, width, heads[0], dim).transpose(1, 2), store.transpose(1, 2)
+        for window in windows:
+            given = (limits if window else {}) | {"softcap": softcap}
+            attention.tree_attention(q, kv, kv, of_rows, block, 1.0, **given)
+        if draws is None:
+            continue
+        if draws:
+            noise = floats(rows, 1, vocab).float(), block
+            walk = verify.verify_tree(logits.float(), block, block, of_rows, *noise)
+        else:
+            walk = verify.verify_tree(logits, block, block, of_rows, keep_scan=True)
+        if width > 1:
+            compact.compact_path(PathTable([store]), of_rows, walk.path, of_rows)
+        wanted = Wanted(walk.packed, of_rows, FEW_TOKENS)
+        topk.topk_rows(logits.flatten(0, 1), min(BEST_TOKENS, vocab), walk.scan, wanted)

@@ -6,7 +6,6 @@ import os
 import warnings
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
@@ -89,14 +88,6 @@ def _has_triton(device: torch.device) -> bool:
         )
         return False
     return True
-
-
-def compile_beside(device: torch.device, **steps: Any) -> None:
-    """Compile the kernels of a call's steps in a thread; `steps` are fields of `ahead.Steps`."""
-    if backend(device) == "triton":
-        from lookahead_hf.kernels import ahead
-
-        ahead.compile_beside(device, ahead.Steps(**steps))
 
 
 def verify_tree(

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
 from lookahead_hf.kernels._attention_sizes import stages
-from lookahead_hf.kernels.ahead import Steps
+from lookahead_hf.kernels.ahead import compile_steps
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.results import Wanted
 from lookahead_hf.runner.cuda import graphs
@@ -71,9 +71,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 def _step(rows: int, width: int, sampled: bool) -> None:
     """All launches of a step of a model of eight billion parameters, on short and long texts."""
-    shapes: dict[str, Any] = {"vocab": 128256, "dtype": torch.bfloat16, "heads": (32, 8)}
-    steps = Steps(rows, (width,), **shapes, dim=128, draws=sampled, windows=(False,))
-    steps.compile()
+    model = 128256, torch.bfloat16, sampled, (32, 8), 128, (False,)
+    compile_steps(rows, (width,), *model)
     _attend(width, (32, 8), 128, rows=rows, slots=4096)
 
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ class Kernel:
 
 def begin(compile_steps: Callable[[], object]) -> None:
     """Compile these steps beside the test."""
-    ahead.compile_beside(CPU, SimpleNamespace(compile=compile_steps))  # type: ignore[arg-type]
+    ahead.compile_beside(CPU, compile_steps)
 
 
 def end() -> None:
@@ -123,9 +123,8 @@ def test_errors_of_the_thread_do_not_reach_a_call(
 def test_steps_of_a_kind_are_compiled_once() -> None:
     kernel = Kernel()
     kernel.may_end.set()
-    steps = SimpleNamespace(compile=lambda: kernel.launch(16, NOTHING))
     for _ in range(3):
-        ahead.compile_beside(CPU, steps)  # type: ignore[arg-type]
+        begin(partial(kernel.launch, 16, NOTHING))
         end()
     assert kernel.compiled == [16]
 
@@ -133,7 +132,6 @@ def test_steps_of_a_kind_are_compiled_once() -> None:
 def test_a_process_ends_with_the_kernel_that_the_thread_has_begun() -> None:
     code = (
         "import time, torch\n"
-        "from types import SimpleNamespace\n"
         "from lookahead_hf.kernels import _launch, ahead\n"
         "nothing = torch.empty(1, device='meta')\n"
         "class Kernel:\n"
@@ -141,7 +139,7 @@ def test_a_process_ends_with_the_kernel_that_the_thread_has_begun() -> None:
         "kernel = Kernel()\n"
         "def compile():\n"
         "    for size in range(1000): _launch.launch(kernel, (1,), nothing, SIZE=size)\n"
-        "ahead.compile_beside(torch.device('cpu'), SimpleNamespace(compile=compile))\n"
+        "ahead.compile_beside(torch.device('cpu'), compile)\n"
         "time.sleep(0.1)\n"
     )
     done = run("-c", code)

@@ -1,7 +1,8 @@
-"""Which kernels the steps of a call will launch, by the model's configuration."""
+"""Compiles the kernels that the steps of a call will launch, by the model's configuration."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lookahead_hf import compat, kernels
@@ -11,24 +12,17 @@ from lookahead_hf.runner.masks import MaskKind
 def compile_kernels(
     model: Any, kinds: list[MaskKind], num_rows: int, widths: tuple[int, ...], draws: bool | None
 ) -> None:
-    """Compile the kernels of a call's steps while its prompt runs.
-
-    Where a layer has heads of another size than the configuration says, its kernels are compiled
-    when a step launches them.
-
-    Args:
-        model: The target.
-        kinds: The masks that its layers need.
-        num_rows: Rows of the batch.
-        widths: Tokens per row of the steps.
-        draws: As in `Decision`.
-    """
+    """Begin to compile; a step compiles what differs, such as heads of an unusual size."""
     config = compat.text_config(model)
     heads, hidden = (getattr(config, n, None) for n in ("num_attention_heads", "hidden_size"))
     if not (isinstance(heads, int) and isinstance(hidden, int) and heads):
         return
-    kernels.compile_beside(
-        model.device,
+    if kernels.backend(model.device) != "triton":
+        return
+    from lookahead_hf.kernels import ahead
+
+    steps = partial(
+        ahead.compile_steps,
         rows=num_rows,
         widths=widths,
         vocab=config.vocab_size,
@@ -39,3 +33,4 @@ def compile_kernels(
         windows=tuple({kind.window is not None for kind in kinds if kind.chunk is None}),
         softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
     )
+    ahead.compile_beside(model.device, steps)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.kernels import RowScan
 from lookahead_hf.rows import Rows
@@ -14,36 +12,22 @@ from lookahead_hf.runner.cuda.transfer import HostCopy
 from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
 
 
-class Decision(Protocol):
-    """What becomes of the logits of a step."""
-
-    is_captured: bool  # whether the captured part of a step chooses the tokens, too
-    keeps: bool  # whether the device keeps the accepted path in the cache
-    draws: bool | None  # whether it chooses by other numbers than the logits; None on the host
-    mode: str  # end of `Runner.mode`
-
-    def run(self, step: StepFunction, width: int, visible: int) -> Captured:
-        """Run the part of a step that can be captured."""
-
-    def outputs(
-        self, step: StepFunction, rows: Rows, draft: DraftTree, width: int, captured: Captured
-    ) -> StepOutputs:
-        """Launch what follows the captured part, and return the step."""
-
-
 class OnHost:
     """The host reads the logits, chooses the tokens and keeps them."""
 
-    is_captured = keeps = False
-    draws: bool | None = None
-    mode = ", decided on the host"
+    is_captured = False  # whether the captured part of a step chooses the tokens, too
+    keeps = False  # whether the device keeps the accepted path in the cache
+    draws: bool | None = None  # whether it chooses by other numbers than the logits
+    mode = ", decided on the host"  # end of `Runner.mode`
 
     def run(self, step: StepFunction, width: int, visible: int) -> Captured:
+        """Run the part of a step that can be captured."""
         return step.forward(width, visible)
 
     def outputs(
         self, step: StepFunction, rows: Rows, draft: DraftTree, width: int, captured: Captured
     ) -> StepOutputs:
+        """Launch what follows the captured part, and return the step."""
         logits, states = captured
         return StepOutputs(logits=logits, hidden_states=states)
 
@@ -57,15 +41,16 @@ class OnDevice:
     def __init__(self, scoring: Scoring | None = None) -> None:
         """Choose the likeliest tokens, or by what `scoring` makes of the logits."""
         self._scoring = scoring
-        self.is_captured = scoring is None
-        self.draws: bool | None = scoring is not None
+        self.is_captured, self.draws = scoring is None, scoring is not None
 
     def run(self, step: StepFunction, width: int, visible: int) -> Captured:
+        """See `OnHost.run`."""
         return step.run(width, visible) if self.is_captured else step.forward(width, visible)
 
     def outputs(
         self, step: StepFunction, rows: Rows, draft: DraftTree, width: int, captured: Captured
     ) -> DeviceOutputs:
+        """See `OnHost.outputs`."""
         logits, states, *decided = captured
         scan = finite = None
         if self._scoring is None:
@@ -87,3 +72,6 @@ class OnDevice:
             num_nan=num_nan,
             is_finite=is_finite,
         )
+
+
+Decision = OnHost | OnDevice
