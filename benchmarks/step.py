@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lookahead_hf import kernels
+from lookahead_hf.call import execution
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.model_state import state_of
@@ -46,6 +47,7 @@ from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
+from lookahead_hf.runner.outputs import DeviceOutputs
 from lookahead_hf.support import checks
 
 SHAPES = {
@@ -183,7 +185,8 @@ class Bench:
         if on_device is None:
             on_device = self.model.device.type == "cuda"
         with patched(self.model):
-            given: dict[str, Any] = {"steps": CompiledSteps(self.model, compiled)}
+            refusal = None if compiled else execution.NOT_ASKED_FOR
+            given: dict[str, Any] = {"steps": CompiledSteps(self.model, refusal)}
             if on_device:
                 # With room for one token no step follows, and none tries what layers read.
                 given = {"room": max(2, 1 + nodes), "cuda_graphs": cuda_graphs}
@@ -212,7 +215,9 @@ class Bench:
 
 
 def _on_device(target: CudaRunner, texts: Rows, draft: DraftTree) -> None:
-    target.launch(texts, draft).walk.take()
+    step = target.launch(texts, draft)
+    assert isinstance(step, DeviceOutputs)
+    step.walk.take()
 
 
 class _Host:
@@ -264,7 +269,7 @@ def bytes_read(model: Any) -> int:
 def measure(model: Any, shape: str, floor: float, options: argparse.Namespace) -> Iterator[Line]:
     """All lines of one model."""
     cuda = model.device.type == "cuda"
-    checks.check_trial(model)  # decides how layers with a recurrent state run blocks
+    checks.admit(model, checks.Purpose.WARM_UP)  # decides how recurrent layers run blocks
     for rows in options.batch:
         for context in options.context:
             bench = Bench(model, rows, context, options.rounds)

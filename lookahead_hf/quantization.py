@@ -1,4 +1,4 @@
-"""Models that quantise activations, whose text may depend on how many tokens a forward has."""
+"""Detects models that quantise activations: their text may depend on the tokens of a forward."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lookahead_hf.model_state import state_of
 from lookahead_hf.utils.warn import warn_caller
 
 _ALWAYS = ("fp8", "fbgemm_fp8", "bitnet", "fp_quant")
-"""Methods of transformers that compute with quantised activations whatever else they are told."""
+"""Methods of transformers that always quantise activations."""
 
 
 def say_once(model: Any) -> None:
-    """Warn, at the first call of a model that does so, that its text may not be plain's.
+    """Warn once for each model whose text may differ from plain generation's.
 
-    A forward of one token and a forward of several round activations to a coarse grid with other
-    scales or from slightly other values, so that a token changes more often than in half precision.
+    Forwards of one and of several tokens round activations to a coarse grid by other scales, so
+    that tokens change more often than in half precision.
     """
-    how = quantised_activations(model)  # in every call: a model may be quantised after its first
+    how = quantised_activations(model)  # in every call: it may be quantised after the first
     if how is not None and state_of(model).is_first("quantised activations"):
         warn_caller(
             f"{type(model).__name__} quantises activations ({how}): a block of tokens rounds "
@@ -30,13 +30,13 @@ def say_once(model: Any) -> None:
 
 
 def quantised_activations(model: Any) -> str | None:
-    """How a model quantises activations, None where it does not."""
+    """Return how a model quantises activations, None if it does not."""
     config = getattr(model.config, "quantization_config", None)
     return _by_config(_fields(config or {})) or _by_modules(model)
 
 
 def _fields(config: Any) -> Mapping[str, Any]:
-    """The fields of a config; `to_dict` of torchao's is a copy without its types."""
+    """Return the fields of a config; `to_dict` of torchao's loses its types."""
     return config if isinstance(config, Mapping) else vars(config)
 
 
@@ -59,7 +59,7 @@ def _by_config(config: Mapping[str, Any]) -> str | None:
 
 
 def _by_modules(model: Any) -> str | None:
-    """What was quantised after loading says it by its types."""
+    """Detect models that were quantised after loading, by the types of their parts."""
     for module in model.modules():
         kind = type(module)
         if kind.__module__.startswith("torch.ao.nn.quantized"):

@@ -1,4 +1,4 @@
-"""Compile, prepare and measure ahead of the first call, instead of during it."""
+"""Compiles, prepares and measures before the first call instead of during it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from lookahead_hf.ngram_pool import compilation
 from lookahead_hf.patches.layers import CompiledSteps
 from lookahead_hf.patches.patched import patched
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner.cuda.decision import OnDevice
 from lookahead_hf.runner.cuda.runner import CudaRunner
 from lookahead_hf.runner.host import Runner
 from lookahead_hf.runner.outputs import DeviceOutputs, Scores
 from lookahead_hf.support import checks
+from lookahead_hf.support.checks import Purpose
 from lookahead_hf.utils.wrappers import unwrap
 from lookahead_hf.verification import device
 
 REPEATS = 5
-"""How often each size is measured: once if an earlier process has done so, and time is short."""
+"""Measurements of each size; one if an earlier process has measured it and time is limited."""
 
 SECONDS = 10.0
-"""Time that warming up takes at most, but for a part that has begun."""
+"""Most time that warming up takes, apart from completing a part that has begun."""
 
 POLL_SECONDS = 0.05
-"""How often it looks whether another process has compiled the functions."""
+"""Time between two looks at whether another process has compiled the functions."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,31 +60,31 @@ def warm_up(
 ) -> None:
     """Compile, prepare layers, capture steps, and measure what draft tokens cost this model.
 
-    It ends after `seconds` with what it has by then, and calls do the rest. For a model of 135
-    million parameters on two cores all of it takes about 3 seconds, and 20 more right after an
-    installation. What steps cost is kept on disk for the next process with the same model.
+    It ends after `seconds`, and calls do the rest. For a model of 135 million parameters on two
+    cores everything takes about 3 seconds, and 20 more right after an installation. Costs of steps
+    are kept on disk for the next process with the same model.
 
     Without it the first calls draft by prompt lookup until numba has compiled (seconds, once per
-    installation), the first steps of a model find out what they cost, the first one on a CPU also
-    which layers the kernels compute, and steps on a GPU are captured in a call.
+    installation). The first steps of a model find out what they cost, and on a CPU which layers the
+    kernels compute; on a GPU, steps are captured during a call.
 
     Args:
         model: The model that will generate.
         batch_size: Rows of the calls to come.
-        context_length: Tokens of their texts, roughly: costs are told apart by powers of two. What
-            a model has no positions for is not tried.
+        context_length: Approximate tokens of their texts; costs are kept per power of two. Lengths
+            beyond the model's positions are not tried.
         max_draft_nodes: Most draft tokens per row, as in the configuration.
-        max_new_tokens: Tokens that calls on a GPU may write behind such a text. What is captured
-            serves all calls that need no more room.
-        do_sample: Whether such calls sample or have logits processors: then only the forward is
-            captured. What is captured serves one of the two kinds.
-        compiled_layers: That of the calls to come, as in `SpeculativeConfig`.
-        seconds: When to end; None ends when all is done. A part that has begun is completed.
-        progress: Whether a bar on stderr shows what goes on, from the first second on.
+        max_new_tokens: Most tokens that calls on a GPU write behind such a text. Captured steps
+            serve all calls that need no more room.
+        do_sample: Whether these calls sample or have logits processors: then only the forward is
+            captured. Captured steps serve one of the two kinds.
+        compiled_layers: As in the `SpeculativeConfig` of these calls.
+        seconds: When to end; None for no limit. A part that has begun is completed.
+        progress: Whether a bar on stderr shows the progress after the first second.
 
     Raises:
-        ValueError: A number that is no int from 1 on, `seconds` that are not above 0, another value
-            of `compiled_layers` than a configuration takes, or no model in `model`.
+        ValueError: A number is not an int above 0, `seconds` is not above 0, `compiled_layers` is
+            no value that a configuration takes, or `model` is no model.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -102,7 +104,7 @@ def warm_up(
 
 
 class _Time:
-    """The time that warming up may take, and a bar that shows it after the first second."""
+    """A time limit, and a progress bar that appears after the first second."""
 
     def __init__(self, seconds: float | None, shows: bool) -> None:
         self._begin, self._shown = time.monotonic(), 0.0
@@ -119,7 +121,7 @@ class _Time:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to be begun."""
+        """Whether to begin nothing more."""
         return time.monotonic() - self._begin >= self._most
 
     @property
@@ -128,7 +130,7 @@ class _Time:
         return self._most == math.inf
 
     def show(self, what: str) -> None:
-        """Show what goes on."""
+        """Show the present activity."""
         passed = time.monotonic() - self._begin
         self._bar.set_description_str(what, refresh=False)
         self._bar.update(passed - self._shown)
@@ -170,19 +172,17 @@ def _warm_up(
     compiled: bool,
     limit: _Time,
 ) -> None:
-    """Do all that `warm_up` does, up to a time limit."""
+    """Do what `warm_up` does, up to a time limit."""
     _compile(limit, compiled)
     if limit.is_over:
         return
     limit.show("testing the model")
     try:
-        checks.check_setup(model)
-        checks.check_kind(model)
-        checks.check_trial(model)
+        checks.admit(model, Purpose.WARM_UP)
     except Unserved:
         return  # its calls will run plain generate
     if model.config.is_encoder_decoder:
-        return  # what its steps cost is learned in its calls
+        return  # its calls learn what its steps cost
     room = position_limits.room(model)
     if room is not None:
         max_draft_nodes = min(max_draft_nodes, room // 2)
@@ -200,11 +200,11 @@ def _warm_up(
 def _runner(
     model: Any, num_rows: int, max_new_tokens: int, do_sample: bool, compiled: bool
 ) -> Runner:
-    """What will run the steps of calls like these."""
+    """Build the runner of such calls."""
     nothing = torch.empty(num_rows, 0, device=model.device)
     if device.serves(model.device) and checks.on_device(model, nothing):
-        scoring = _unaltered if do_sample else None
-        return CudaRunner(model, num_rows, scoring=scoring, room=max_new_tokens)
+        decision = OnDevice(_unaltered if do_sample else None)
+        return CudaRunner(model, num_rows, decision=decision, room=max_new_tokens)
     is_flat = num_rows > 1 and checks.takes_flat(model, torch.zeros(num_rows, 1), {})
     steps = CompiledSteps(model, None if compiled else execution.NOT_ASKED_FOR)
     return Runner(model, num_rows, steps=steps, flat=is_flat)
@@ -216,7 +216,7 @@ def _unaltered(rows: Rows, draft: DraftTree, logits: torch.Tensor) -> Scores:
 
 @torch.no_grad()
 def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time) -> None:
-    """Time steps of every size, the sizes in turn, so that a disturbance hits all of them."""
+    """Time steps of every size, in turns, so that a disturbance hits all sizes."""
     model, num_rows = runner.model, runner.num_rows
     vocab = int(compat.text_config(model).vocab_size)
     ids = np.random.default_rng(0).integers(0, vocab, (num_rows, context_length))
@@ -258,11 +258,11 @@ def _measure(runner: Runner, context_length: int, most_nodes: int, limit: _Time)
 
 
 def _time_step(runner: Runner, rows: Rows, token: int, num_nodes: int) -> float:
-    """Seconds of a step that verifies a chain of `num_nodes` in every row and keeps nothing."""
+    """Return the seconds of a step that verifies a chain in every row and keeps nothing."""
     draft = DraftTree.from_chains([[[token] * num_nodes]] * rows.num_rows)
     start = time.perf_counter()
     step = runner.launch(rows, draft)
-    if isinstance(runner, CudaRunner) and isinstance(step, DeviceOutputs):
+    if isinstance(step, DeviceOutputs):
         step.walk.take()
         seconds = time.perf_counter() - start
         runner.roll_back()

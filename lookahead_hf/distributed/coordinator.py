@@ -1,4 +1,4 @@
-"""Decision makers of a call: this process alone, each of several for its rows, or one for all."""
+"""Which process decides in a call: this one alone, each for its rows, or one for all."""
 
 from __future__ import annotations
 
@@ -19,47 +19,37 @@ from lookahead_hf.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """The verdict of one process on a step, and the draft of the next step, without its evidence.
-
-    `num_text`, [rows], counts the tokens of each row's text.
-    """
+    """The verdict of one process on a step, and the draft of the next one."""
 
     verdict: Verdict
-    num_text: np.ndarray
-    draft: DraftTree
+    num_text: np.ndarray  # tokens of each row's text, [rows]
+    draft: DraftTree  # without evidence
 
 
 class Processes:
-    """The processes that decode a call; of this class itself, one that waits for nobody.
+    """The processes that decode a call; this class is one process that waits for no other."""
 
-    Attributes:
-        decides: Whether this process drafts and decides.
-        is_alone: Whether a forward needs no other process.
-        runs_same: Whether all processes run the same rows, and so the same forwards.
-        receive: Returns what another process decided; None where this process decides.
-    """
-
-    decides = True
-    is_alone = True
-    runs_same = False
-    receive: Callable[[], StepMessage] | None = None
+    decides = True  # whether this process drafts and decides
+    is_alone = True  # whether a forward needs no other process
+    runs_same = False  # whether all processes run the same rows, and so the same forwards
+    receive: Callable[[], StepMessage] | None = None  # what another process decided
 
     def step(self) -> None:
-        """Tell the processes that wait for it that this one runs a forward."""
+        """Tell waiting processes that this one runs a forward."""
 
     def others_go_on(self) -> bool:
-        """Return whether this process, whose texts have ended, must run a forward for others."""
+        """Return whether this process must run a forward for others after its texts have ended."""
         return False
 
     def draft(self, propose: Callable[[], DraftTree]) -> DraftTree:
-        """Return the draft of the step that follows: `propose()` where this process decides."""
+        """Return the draft of the next step: `propose()` if this process decides."""
         return propose()
 
     def ready(self) -> None:
-        """Note that a step has its logits: from now on others wait for a verdict."""
+        """Note that a step has its logits, so that others wait for a verdict."""
 
     def decided(self, rows: Rows, verdict: Verdict) -> None:
-        """Take the verdict on a step, whose tokens are in `rows`."""
+        """Note the verdict on a step, whose tokens are in `rows`."""
 
     def broke_off(self) -> None:
         """Tell others that the call failed here."""
@@ -68,8 +58,8 @@ class Processes:
 class InStep(Processes):
     """Processes with rows of their own that share the weights: all run equally many forwards.
 
-    The signals are plain's own, one before every forward behind the prefill, so that processes of
-    one group may decode plainly and speculatively side by side.
+    The signals are plain generation's own, one before every forward after the prefill, so that some
+    processes of a group may decode plainly.
     """
 
     is_alone = False
@@ -104,7 +94,7 @@ class _Shared(Processes):
         self._source = distributed.get_global_rank(group, 0)
 
     def _broadcast(self, message: StepMessage | None) -> StepMessage | None:
-        """Return what the deciding process says; None announces that it broke the call off."""
+        """Return the message of the deciding process, None if its call has failed."""
         held = [message]
         distributed.broadcast_object_list(held, self._source, self._group, self._device)
         return held[0]
@@ -142,7 +132,7 @@ class LeadingProcess(_Shared):
 
 
 class FollowingProcess(_Shared):
-    """A process that receives what to draft and what to emit."""
+    """A process that receives drafts and verdicts."""
 
     decides = False
     _draft: DraftTree | None = None
@@ -165,11 +155,17 @@ class FollowingProcess(_Shared):
 def of_call(
     model: Any, device: torch.device, *, synced: bool, draws: bool, assistant: Any = None
 ) -> Processes:
-    """Return who decides in a call, from the device of its tokens and the models that run.
+    """Return which processes decide in a call.
 
-    `synced` processes must run equally many forwards, as `generate` computes it; a verification
-    that `draws` needs random numbers that depend on the draft. Unserved if a model is split over
-    processes in a way that is not served.
+    Args:
+        model: The target.
+        device: That of the tokens.
+        synced: Whether the processes must run equally many forwards, as `generate` computes it.
+        draws: Whether verification needs random numbers that depend on the draft.
+        assistant: A model that drafts.
+
+    Raises:
+        Unserved: A model is split over processes in a way that is not served.
     """
     group = sharding.tensor_group(model)
     if group is None and not synced:

@@ -1,4 +1,4 @@
-"""Ways to split a model over processes: not at all, each matrix in parts, or weights in shards."""
+"""How a model is split over processes: not at all, each matrix in parts, or weights in shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
-    """Return the processes that hold parts of each matrix and run every row together, if any.
+    """Return the processes that hold parts of each matrix and run all rows together, if any.
 
     Raises:
         Unserved: The weights are sharded too, or the processes differ between the matrices.
@@ -59,7 +59,7 @@ def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
 
 
 def _meshes(model: nn.Module) -> list[Any]:
-    """Return the different meshes of several processes that parameters are split over."""
+    """Return the meshes of several processes that parameters are split over."""
     if not is_one_of_several():
         return []
     from torch.distributed.tensor import DTensor

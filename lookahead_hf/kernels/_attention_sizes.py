@@ -14,8 +14,8 @@ LEAST_KEYS = 128
 def tile_sizes(queries: int, dim: int, dtype: torch.dtype, is_rdna: bool = False) -> dict[str, int]:
     """Queries, keys and warps per tile, as many as fit into registers for up to 256 dimensions.
 
-    float32 is multiplied without tensor cores, which takes a register for every operand. On RDNA,
-    the operands of a product are in the registers twice.
+    float32 is multiplied without tensor cores and takes a register per operand. RDNA holds the
+    operands of a product twice.
     """
     keys = 16 if dtype == torch.float32 else 32 if dim > 128 else 64
     if is_rdna:
@@ -30,8 +30,7 @@ def tile_sizes(queries: int, dim: int, dtype: torch.dtype, is_rdna: bool = False
 def keys_per_split(slots: int, programs: int, device: torch.device) -> int:
     """Keys of one program: two programs per processor where the cache is long enough.
 
-    It depends on the capacity and not on the lengths, so that no bit changes in mid-text. There are
-    as many programs where they share the lengths instead.
+    It depends on the capacity and not on the lengths, so that no bit changes in mid-text.
     """
     splits = max(1, min(64, 2 * _processors(device) // programs))
     return max(LEAST_KEYS, triton.cdiv(triton.cdiv(slots, splits), 64) * 64)
@@ -46,7 +45,7 @@ def _processors(device: torch.device) -> int:
 
 @lru_cache
 def is_rdna(device: torch.device) -> bool:
-    """Whether a device is one of AMD's with 32 lanes in a warp, all but those for data centres."""
+    """Return whether a device is an AMD GPU with 32 lanes in a warp: all but data-centre ones."""
     if device.type != "cuda" or not torch.version.hip:
         return False
     return int(torch.cuda.get_device_properties(device).warp_size) == 32
@@ -63,10 +62,6 @@ def num_stages(device: torch.device, dim: int) -> int:
 def stages(dim: int, major: int) -> int:
     """Three tiles in flight where they fit: up to 128 dimensions, on GPUs with 227 KB per program.
 
-    Hopper and the Blackwells of data centres (9.0, 10.x) have them, those of desktops (12.x) 99 KB.
-
-    Args:
-        dim: Dimensions of a head.
-        major: Compute capability of an NVIDIA GPU, 0 for others.
+    Those are of compute capability 9.0 and 10.x; 12.x has 99 KB. `major` is 0 for AMD.
     """
     return 3 if dim <= 128 and major in (9, 10) else 2

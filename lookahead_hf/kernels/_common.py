@@ -1,17 +1,11 @@
-"""What several kernels share: an order for scores, packed (score, index) keys, and launching."""
+"""What several kernels share: an order for scores, and packed (score, index) keys."""
 
 # The bodies are Triton's language, in which pointers and blocks carry no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
 import triton
 import triton.language as tl
-
-FP_FUSION = True
-"""Given in every launch: Triton 3.9 warns without it, and 3.10 has the other default."""
 
 LOWEST_KEY = tl.constexpr(-(2**31))
 """Below the key of every score, minus infinity included: masked lanes carry it and never win."""
@@ -32,7 +26,7 @@ def order_key(score):
 
 @triton.jit
 def finite(score):
-    """A score to subtract from scores, the greatest for NaN: infinity minus itself is NaN."""
+    """A finite score to subtract from others: infinity minus itself is NaN."""
     return tl.where(score != score, 1.0e38, tl.minimum(tl.maximum(score, -1.0e38), 1.0e38))
 
 
@@ -64,13 +58,8 @@ def best_of(key, index):
 
 
 def places(width: int) -> int:
-    """Places that a program has for the nodes of a row, the same for all widths but the first.
+    """Places for the nodes of a row in a program, the same for most widths.
 
-    A kernel for each width would save next to nothing, and the first call waits for each of them.
+    A kernel per width would save next to nothing and have to be compiled.
     """
     return 1 if width == 1 else max(64, triton.next_power_of_2(width))
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device current: Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

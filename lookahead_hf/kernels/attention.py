@@ -31,7 +31,7 @@ from lookahead_hf.kernels._attention_sizes import (
     num_stages,
     tile_sizes,
 )
-from lookahead_hf.kernels._common import FP_FUSION, on_device
+from lookahead_hf.kernels._launch import device_of, launch
 from lookahead_hf.kernels._softmax import (
     add_sink,
     ancestor_at,
@@ -241,10 +241,10 @@ def tree_attention(
     """See `dispatch.tree_attention`."""
     rows, heads, nodes, dim = q.shape
     kv_heads, slots, v_dim = v.shape[1:]
-    group = heads // kv_heads
-    tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype, is_rdna(q.device))
+    group, device = heads // kv_heads, device_of(q)
+    tile = tile_sizes(nodes * group, max(dim, v_dim), q.dtype, is_rdna(device))
     tiles = triton.cdiv(nodes * group, tile["QUERIES"])
-    split_keys = keys_per_split(slots, rows * kv_heads * tiles, q.device)
+    split_keys = keys_per_split(slots, rows * kv_heads * tiles, device)
     splits = triton.cdiv(slots, split_keys)
     partial = rows, kv_heads, splits, nodes * group
     out = torch.empty(rows, nodes, heads, v_dim, dtype=q.dtype, device=q.device)
@@ -267,27 +267,30 @@ def tree_attention(
         "KEYS": tile["KEYS"],
         **_layout(q, k, v),
     }
-    with on_device(q):
-        _prefix_kernel[(splits, kv_heads * tiles, rows)](
-            nodes=nodes,
-            kv_heads=kv_heads,
-            QUERIES=tile["QUERIES"],
-            num_stages=num_stages(q.device, max(dim, v_dim)),
-            num_warps=tile["WARPS"],
-            enable_fp_fusion=FP_FUSION,
-            **shared,
-        )
-        _node_kernel[(nodes, kv_heads, rows)](
-            out_ptr=out,
-            sinks_ptr=lengths if sinks is None else sinks.contiguous(),
-            splits=splits,
-            SINKS=sinks is not None,
-            QUERIES=max(16, triton.next_power_of_2(group)),
-            num_stages=1,
-            num_warps=4,
-            enable_fp_fusion=FP_FUSION,
-            **shared,
-        )
+    launch(
+        _prefix_kernel,
+        (splits, kv_heads * tiles, rows),
+        q,
+        nodes=nodes,
+        kv_heads=kv_heads,
+        QUERIES=tile["QUERIES"],
+        num_stages=num_stages(device, max(dim, v_dim)),
+        num_warps=tile["WARPS"],
+        **shared,
+    )
+    launch(
+        _node_kernel,
+        (nodes, kv_heads, rows),
+        q,
+        out_ptr=out,
+        sinks_ptr=lengths if sinks is None else sinks.contiguous(),
+        splits=splits,
+        SINKS=sinks is not None,
+        QUERIES=max(16, triton.next_power_of_2(group)),
+        num_stages=1,
+        num_warps=4,
+        **shared,
+    )
     return out
 
 

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import FP_FUSION, on_device, places
+from lookahead_hf.kernels._common import places
+from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.path_table import PathTable
 
 _WORD = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
@@ -69,18 +70,19 @@ def compact_path(
     """See `dispatch.compact_path`; the tensors share one device."""
     assert len(table.by_device) == 1, "one launch serves one device"
     path = path if path.stride(1) == 1 else path.contiguous()
-    with on_device(lengths):
-        _compact_path_kernel[(len(table.tensors), len(path), triton.cdiv(table.max_words, _BLOCK))](
-            table_ptr=table.words,
-            lengths_ptr=lengths.contiguous(),
-            path_ptr=path,
-            num_kept_ptr=num_kept.contiguous(),
-            path_stride=path.stride(0),
-            path_width=path.shape[1],
-            WORD=_WORD[table.word_bytes],
-            ALIGNED=table.aligned,
-            PATH=places(path.shape[1]),
-            BLOCK=_BLOCK,
-            num_warps=4,
-            enable_fp_fusion=FP_FUSION,
-        )
+    launch(
+        _compact_path_kernel,
+        (len(table.tensors), len(path), triton.cdiv(table.max_words, _BLOCK)),
+        lengths,
+        table_ptr=table.words,
+        lengths_ptr=lengths.contiguous(),
+        path_ptr=path,
+        num_kept_ptr=num_kept.contiguous(),
+        path_stride=path.stride(0),
+        path_width=path.shape[1],
+        WORD=_WORD[table.word_bytes],
+        ALIGNED=table.aligned,
+        PATH=places(path.shape[1]),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

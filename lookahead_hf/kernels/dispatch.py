@@ -31,9 +31,9 @@ _VARIABLE = "LOOKAHEAD_HF_BACKEND"
 def backend(device: torch.device) -> str:
     """Return what runs on a device: "triton" on CUDA and ROCm, "torch" elsewhere.
 
-    NVIDIA's GPUs before Ampere, which Triton does not support, take "torch" as well, and so does a
-    device on which the first launch fails. If the environment variable LOOKAHEAD_HF_BACKEND is
-    "triton" or "torch", it decides.
+    It is "torch" also for NVIDIA's GPUs before Ampere, which Triton does not support, and where the
+    first launch fails. The environment variable LOOKAHEAD_HF_BACKEND, "triton" or "torch",
+    overrides it.
 
     Raises:
         ValueError: The variable holds anything else, or names Triton where it cannot run.
@@ -57,13 +57,13 @@ def setting() -> str:
 
 
 def is_asked_for() -> bool:
-    """Whether the environment variable asks for the kernels, and not only the device."""
+    """Return whether the environment variable asks for the kernels."""
     return setting() == "triton"
 
 
 @lru_cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed, supports the GPU (NVIDIA's since Ampere) and runs on it.
+    """Return whether Triton is installed, supports the GPU and runs on it.
 
     Before its first launch Triton compiles code for the host, for which it needs a C compiler and
     Python's headers. Slim images have neither.
@@ -99,7 +99,7 @@ def verify_tree(
     depth: torch.Tensor | None = None,
     keep_scan: bool = False,
 ) -> TreeWalk:
-    """Choose a token at every node of a draft tree; walk down while a child holds the chosen one.
+    """Choose a token at every node of a draft tree, and walk down while a child holds it.
 
     Without `noise` the token at a node is `argmax(scores)`. With it, `scores` are probabilities and
     the token is `argmax(scores / noise[depth])`, as `torch.multinomial` computes it. NaN and ties
@@ -121,11 +121,12 @@ def verify_tree(
     """
     assert (noise is None) == (depth is None), "noise and depth go together"
     assert noise is None or not keep_scan, "scores divided by noise are of no use to topk_rows"
+    given = scores, tokens, parents, num_nodes, noise, depth
     if backend(scores.device) == "triton":
         from lookahead_hf.kernels import verify
 
-        return verify.verify_tree(scores, tokens, parents, num_nodes, noise, depth, keep_scan)
-    return reference.verify_tree(scores, tokens, parents, num_nodes, noise, depth)
+        return verify.verify_tree(*given, keep_scan)
+    return reference.verify_tree(*given)
 
 
 def reject_tree(
@@ -148,9 +149,9 @@ def reject_tree(
         draft_probs: What each drafted node was drawn from, node `1 + i` at index `i`; one token at
             1.0 for a draft without probabilities, [rows, nodes, vocab] float32.
         tokens: As in `verify_tree`, and so are `parents` and `num_nodes`.
-        parents: Parent of each node, [rows, 1 + nodes] integers.
-        num_nodes: Drafted nodes of each row, [rows] integers.
-        uniforms: Random numbers of [0, 1), one for each drafted node, [rows, nodes] float32.
+        parents: As there.
+        num_nodes: As there.
+        uniforms: A random number of [0, 1) for each drafted node, [rows, nodes] float32.
         noise: Exponential noise, which decides the last token of each row, [rows, vocab] float32.
 
     Returns:
@@ -195,21 +196,22 @@ def compact_path(
 def compact_on_host(
     table: PathTable, lengths: np.ndarray, path: np.ndarray, num_kept: np.ndarray
 ) -> None:
-    """Keep one path as `compact_path` does, by arrays of int64 that are on the host.
+    """Keep one path as `compact_path` does, given arrays of int64 on the host.
 
-    A compiled loop moves tokens on a CPU: for 60 tensors torch takes 0.6 ms.
+    On a CPU a compiled loop moves the tokens: for 60 tensors torch takes 0.6 ms.
     """
     is_ready = compilation.of_kernels.compiled() and compilation.available()
     for part in table.by_device:
-        is_served = part.tensors[0].device.type == "cpu" and part.word_bytes > 1
-        if is_ready and is_served and backend(part.tensors[0].device) == "torch":
+        device = part.tensors[0].device
+        is_served = device.type == "cpu" and part.word_bytes > 1
+        if is_ready and is_served and backend(device) == "torch":
             program.compact_path(part, lengths, path, num_kept)
         else:
             compact_path(part, *map(torch.from_numpy, (lengths, path, num_kept)))
 
 
 def argmax(scores: torch.Tensor) -> int:
-    """Return the place of the first largest of some scores, [vocab], as `torch.argmax`.
+    """Return the index of the first largest of some scores, [vocab], as `torch.argmax`.
 
     On a CPU torch takes 60 us for 49,152 scores in float32 and 180 us in bfloat16.
     """
@@ -230,9 +232,9 @@ def topk_rows(
         logits: Scores, [rows, vocab].
         k: How many, at most the size of the vocabulary.
         scan: `TreeWalk.scan` of these scores, if `verify_tree` kept it. Results for rows of
-            padding then mean nothing.
-        wanted: Of which rows fewer than `k` are wanted, if these are the nodes of a step's trees.
-            Further entries then mean nothing; a kernel does not look for them.
+            padding are then undefined.
+        wanted: Limits below `k` for rows that are the nodes of a step's trees. Entries beyond a
+            row's limit are undefined, and a kernel skips them.
 
     Returns:
         Values, [rows, k] float32, token ids, [rows, k] int64, and sums, [rows] float32.

@@ -11,17 +11,14 @@ import torch
 class PathTable:
     """Tensors `[batch, slot, ...]` in whose slots `compact_path` moves tokens.
 
-    Build it once per allocation of the cache: it holds addresses, so a layer that was reallocated
-    needs a new table. Head sizes, dtypes, capacities and devices may differ from tensor to tensor.
-
-    Attributes:
-        tensors: The tensors, each with one token's values in one piece of memory.
+    It holds addresses: a layer that was reallocated needs a new table. Head sizes, dtypes,
+    capacities and devices may differ. A token's values lie in one piece of memory.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
         devices = list(dict.fromkeys(tensor.device for tensor in self.tensors))
-        self._parts: list[PathTable] | None = None
+        self._parts: list[PathTable] | None = None  # itself would be a circle that holds memory
         if len(devices) != 1:
             self._parts = [
                 PathTable([tensor for tensor in self.tensors if tensor.device == device])
@@ -30,15 +27,12 @@ class PathTable:
 
     @property
     def by_device(self) -> list[PathTable]:
-        """One table per device, this one itself if there is only one.
-
-        It does not keep itself: a circle would hold the tensors until Python looks for one.
-        """
+        """One table per device: this one if there is only one device."""
         return [self] if self._parts is None else self._parts
 
     @cached_property
     def word_bytes(self) -> int:
-        """Largest size, up to 4 bytes, in which the tokens of all tensors can be moved."""
+        """Size of the words in which the tokens of all tensors can be moved, at most 4 bytes."""
         return next(size for size in (4, 2, 1) if self._divisible_by(size))
 
     @cached_property

@@ -1,8 +1,8 @@
 """Torch twins of the kernels: what runs without Triton, and what the kernels are tested against.
 
-`verify_tree` and `compact_path` are parts of a step that a graph may capture: they take the same
-operations for trees of any shape, and never wait for the device. `tree_attention` has no twin:
-without Triton a model's own attention reads the mask of the step.
+A graph may capture `verify_tree` and `compact_path`: they take the same operations for trees of any
+shape and never wait for the device. `tree_attention` has no twin: without Triton the model's own
+attention reads the mask of the step.
 """
 
 from __future__ import annotations

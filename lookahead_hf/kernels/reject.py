@@ -26,14 +26,13 @@ import triton
 import triton.language as tl
 
 from lookahead_hf.kernels._common import (
-    FP_FUSION,
     LOWEST_KEY,
     LOWEST_PACKED,
     best_of,
-    on_device,
     order_key,
     packed_index,
 )
+from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.results import TreeWalk
 
 _BLOCK = 4096
@@ -150,27 +149,28 @@ def reject_tree(
     left = torch.empty(rows, vocab, dtype=torch.float32, device=probs.device)
     packed = torch.empty(rows, 2 + width, dtype=torch.int64, device=probs.device)
     in_fours = all(n % 4 == 0 for n in (vocab, probs.stride(0), probs.stride(1)))
-    with on_device(probs):
-        _reject_kernel[(rows,)](
-            packed_ptr=packed,
-            left_ptr=left,
-            probs_ptr=probs,
-            draft_ptr=draft_probs,
-            tokens_ptr=tokens.contiguous(),
-            parents_ptr=parents.contiguous(),
-            num_nodes_ptr=num_nodes.contiguous(),
-            uniforms_ptr=uniforms.contiguous(),
-            noise_ptr=noise.contiguous(),
-            probs_stride_row=probs.stride(0),
-            probs_stride_node=probs.stride(1),
-            draft_stride_row=draft_probs.stride(0),
-            draft_stride_node=draft_probs.stride(1),
-            vocab=vocab,
-            width=width,
-            NODES=triton.next_power_of_2(width),
-            BLOCK=_BLOCK,
-            ALIGNED=16 if in_fours and probs.data_ptr() % 16 == 0 else 4,
-            num_warps=8,
-            enable_fp_fusion=FP_FUSION,
-        )
+    launch(
+        _reject_kernel,
+        (rows,),
+        probs,
+        packed_ptr=packed,
+        left_ptr=left,
+        probs_ptr=probs,
+        draft_ptr=draft_probs,
+        tokens_ptr=tokens.contiguous(),
+        parents_ptr=parents.contiguous(),
+        num_nodes_ptr=num_nodes.contiguous(),
+        uniforms_ptr=uniforms.contiguous(),
+        noise_ptr=noise.contiguous(),
+        probs_stride_row=probs.stride(0),
+        probs_stride_node=probs.stride(1),
+        draft_stride_row=draft_probs.stride(0),
+        draft_stride_node=draft_probs.stride(1),
+        vocab=vocab,
+        width=width,
+        NODES=triton.next_power_of_2(width),
+        BLOCK=_BLOCK,
+        ALIGNED=16 if in_fours and probs.data_ptr() % 16 == 0 else 4,
+        num_warps=8,
+    )
     return TreeWalk(packed)

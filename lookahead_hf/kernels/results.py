@@ -11,7 +11,7 @@ class RowScan(NamedTuple):
     """One pass over logits; verification reads `best`, and `topk_rows` reads everything.
 
     Attributes:
-        best: Greatest entry of every tile, as `_common.pack` packs it, [rows, nodes, tiles] int64.
+        best: Greatest entry of every tile, packed by `_common.pack`, [rows, nodes, tiles] int64.
         parts: Order keys of the greatest entries of `PART` entries each, [rows, nodes, parts]
             int32; a tile has a whole number of parts.
         sums: `sum(exp(entry - greatest entry))` of every tile, [rows, nodes, tiles] float32.
@@ -23,7 +23,7 @@ class RowScan(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Of which nodes of a step's trees `topk_rows` finds how many entries.
+    """How many entries `topk_rows` finds for which nodes of a step's trees.
 
     Attributes:
         walk: `TreeWalk.packed`, [rows, 2 + width] int64; all k are found where a path ends.
@@ -58,11 +58,11 @@ class TreeWalk(NamedTuple):
     of the tokens that were fed.
 
     Attributes:
-        packed: `num_accepted`, `bonus` and `path` side by side, [rows, 2 + 1 + nodes] int64, which
-            is all that the host needs.
+        packed: `num_accepted`, `bonus` and `path` side by side, [rows, 2 + 1 + nodes] int64: all
+            that the host needs.
         best: Token chosen at each node, -1 where a row has no such node, [rows, 1 + nodes] int64;
             None where tokens are not chosen at every node.
-        scan: What a kernel's pass over the scores found besides, if it was asked for.
+        scan: A kernel's pass over the scores, if it was to be kept.
     """
 
     packed: torch.Tensor

@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 
 from lookahead_hf.kernels._common import (
-    FP_FUSION,
     LOWEST_KEY,
     best_of,
     finite,
-    on_device,
     order_key,
     packed_score,
 )
+from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.results import RowScan
 
 PART = 256
@@ -94,21 +93,16 @@ def _tile_best_kernel(
 
 
 def tile_best(
-    scores: torch.Tensor,
-    num_nodes: torch.Tensor | None = None,
-    noise: torch.Tensor | None = None,
-    depth: torch.Tensor | None = None,
+    scores: torch.Tensor,  # [rows, nodes, vocab]
+    num_nodes: torch.Tensor | None = None,  # [rows]
+    noise: torch.Tensor | None = None,  # [rows, depths, vocab]
+    depth: torch.Tensor | None = None,  # [rows, nodes]
     *,
     parts: bool = False,
 ) -> RowScan:
-    """Best entry of every tile.
+    """Find the best entry of every tile.
 
-    Args:
-        scores: Logits or probabilities, [rows, nodes, vocab].
-        num_nodes: Index of the last node that counts in each row, [rows]; the others are not read.
-        noise: Divisors by depth, [rows, depths, vocab] float32.
-        depth: Depth of each node, [rows, nodes].
-        parts: Whether to fill `RowScan.parts` and `sums`, which else are empty.
+    Nodes behind `num_nodes` are not read. Without `parts`, `RowScan.parts` and `sums` are empty.
     """
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     rows, nodes, vocab = scores.shape
@@ -122,31 +116,32 @@ def tile_best(
     )
     divisors = scores if noise is None else noise
     assert divisors.stride(-1) == 1, "noise of one depth must lie in one piece"
-    with on_device(scores):
-        _tile_best_kernel[(tiles * nodes * rows,)](
-            best_ptr=scan.best,
-            parts_ptr=scan.parts if parts else scan.best,
-            sums_ptr=scan.sums if parts else scan.best,
-            scores_ptr=scores,
-            noise_ptr=divisors,
-            depth_ptr=scan.best if depth is None else depth.contiguous(),
-            num_nodes_ptr=scan.best if num_nodes is None else num_nodes.contiguous(),
-            scores_stride_row=scores.stride(0),
-            scores_stride_node=scores.stride(1),
-            noise_stride_row=divisors.stride(0),
-            noise_stride_depth=divisors.stride(1),
-            nodes=nodes,
-            tiles=tiles,
-            depths=divisors.shape[1],
-            vocab=vocab,
-            HAS_COUNT=num_nodes is not None,
-            HAS_NOISE=noise is not None,
-            HAS_PARTS=parts,
-            PART=PART,
-            BLOCK=block,
-            num_warps=4,
-            enable_fp_fusion=FP_FUSION,
-        )
+    launch(
+        _tile_best_kernel,
+        (tiles * nodes * rows,),
+        scores,
+        best_ptr=scan.best,
+        parts_ptr=scan.parts if parts else scan.best,
+        sums_ptr=scan.sums if parts else scan.best,
+        scores_ptr=scores,
+        noise_ptr=divisors,
+        depth_ptr=scan.best if depth is None else depth.contiguous(),
+        num_nodes_ptr=scan.best if num_nodes is None else num_nodes.contiguous(),
+        scores_stride_row=scores.stride(0),
+        scores_stride_node=scores.stride(1),
+        noise_stride_row=divisors.stride(0),
+        noise_stride_depth=divisors.stride(1),
+        nodes=nodes,
+        tiles=tiles,
+        depths=divisors.shape[1],
+        vocab=vocab,
+        HAS_COUNT=num_nodes is not None,
+        HAS_NOISE=noise is not None,
+        HAS_PARTS=parts,
+        PART=PART,
+        BLOCK=block,
+        num_warps=4,
+    )
     return scan
 
 

@@ -19,16 +19,15 @@ import triton
 import triton.language as tl
 
 from lookahead_hf.kernels._common import (
-    FP_FUSION,
     LOWEST_KEY,
     LOWEST_PACKED,
     finite,
-    on_device,
     order_key,
     pack,
     packed_index,
     packed_score,
 )
+from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.results import RowScan, TopRows, Wanted
 from lookahead_hf.kernels.tiles import PART, tile_best
 
@@ -140,30 +139,31 @@ def topk_rows(
         torch.empty(rows, k, dtype=torch.int64, device=logits.device),
         torch.empty(rows, dtype=torch.float32, device=logits.device),
     )
-    with on_device(logits):
-        _topk_kernel[(rows,)](
-            values_ptr=found.values,
-            ids_ptr=found.ids,
-            log_sum_ptr=found.log_sum,
-            logits_ptr=logits,
-            best_ptr=scan.best,
-            parts_ptr=scan.parts,
-            sums_ptr=scan.sums,
-            walk_ptr=scan.best if wanted is None else wanted.walk.contiguous(),
-            num_nodes_ptr=scan.best if wanted is None else wanted.num_nodes.contiguous(),
-            logits_stride_row=logits.stride(0),
-            vocab=vocab,
-            tiles=tiles,
-            parts=parts,
-            width=1 if wanted is None else wanted.walk.shape[1] - 2,
-            k=k,
-            few=k if wanted is None else wanted.few,
-            HAS_WALK=wanted is not None,
-            K=ranks,
-            PART=PART,
-            PARTS=triton.next_power_of_2(parts),
-            TILES=triton.next_power_of_2(tiles),
-            num_warps=8 if ranks * PART <= _MOST_FOR_EIGHT_WARPS else 16,
-            enable_fp_fusion=FP_FUSION,
-        )
+    launch(
+        _topk_kernel,
+        (rows,),
+        logits,
+        values_ptr=found.values,
+        ids_ptr=found.ids,
+        log_sum_ptr=found.log_sum,
+        logits_ptr=logits,
+        best_ptr=scan.best,
+        parts_ptr=scan.parts,
+        sums_ptr=scan.sums,
+        walk_ptr=scan.best if wanted is None else wanted.walk.contiguous(),
+        num_nodes_ptr=scan.best if wanted is None else wanted.num_nodes.contiguous(),
+        logits_stride_row=logits.stride(0),
+        vocab=vocab,
+        tiles=tiles,
+        parts=parts,
+        width=1 if wanted is None else wanted.walk.shape[1] - 2,
+        k=k,
+        few=k if wanted is None else wanted.few,
+        HAS_WALK=wanted is not None,
+        K=ranks,
+        PART=PART,
+        PARTS=triton.next_power_of_2(parts),
+        TILES=triton.next_power_of_2(tiles),
+        num_warps=8 if ranks * PART <= _MOST_FOR_EIGHT_WARPS else 16,
+    )
     return found

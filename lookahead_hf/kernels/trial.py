@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import FP_FUSION, on_device
+from lookahead_hf.kernels._launch import launch as launch_on
 
 
 @triton.jit
@@ -18,5 +18,4 @@ def _trial_kernel(out_ptr):
 def launch(device: torch.device) -> None:
     """Launch a kernel that needs next to nothing."""
     out = torch.zeros(1, dtype=torch.int32, device=device)
-    with on_device(out):
-        _trial_kernel[(1,)](out_ptr=out, num_warps=1, enable_fp_fusion=FP_FUSION)
+    launch_on(_trial_kernel, (1,), out, out_ptr=out, num_warps=1)

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead_hf.kernels._common import FP_FUSION, LOWEST_PACKED, on_device, packed_index, places
+from lookahead_hf.kernels._common import LOWEST_PACKED, packed_index, places
+from lookahead_hf.kernels._launch import launch
 from lookahead_hf.kernels.results import TreeWalk
 from lookahead_hf.kernels.tiles import tile_best
 
@@ -86,19 +87,20 @@ def verify_tree(
     scan = tile_best(scores, num_nodes, noise, depth, parts=keep_scan)
     best = torch.empty(rows, width, dtype=torch.int64, device=scores.device)
     packed = torch.empty(rows, 2 + width, dtype=torch.int64, device=scores.device)
-    with on_device(scores):
-        _walk_kernel[(rows,)](
-            packed_ptr=packed,
-            best_ptr=best,
-            tiles_ptr=scan.best,
-            tokens_ptr=tokens.contiguous(),
-            parents_ptr=parents.contiguous(),
-            num_nodes_ptr=num_nodes.contiguous(),
-            width=width,
-            tiles=scan.best.shape[2],
-            NODES=places(width),
-            TILES=triton.next_power_of_2(scan.best.shape[2]),
-            num_warps=8,
-            enable_fp_fusion=FP_FUSION,
-        )
+    launch(
+        _walk_kernel,
+        (rows,),
+        scores,
+        packed_ptr=packed,
+        best_ptr=best,
+        tiles_ptr=scan.best,
+        tokens_ptr=tokens.contiguous(),
+        parents_ptr=parents.contiguous(),
+        num_nodes_ptr=num_nodes.contiguous(),
+        width=width,
+        tiles=scan.best.shape[2],
+        NODES=places(width),
+        TILES=triton.next_power_of_2(scan.best.shape[2]),
+        num_warps=8,
+    )
     return TreeWalk(packed, best, scan if keep_scan else None)

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.cache.adopt import AdoptedCache
-from lookahead_hf.cache.slots import SlotGroup
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.draft import DraftTree, place_in_row
 from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches import implicit_positions, tree_attention
@@ -22,15 +21,17 @@ from lookahead_hf.runner.flat import FlatBlock, Run, RunMask, runs_of
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """A shape that all blocks of a call have, whatever is drafted.
+    """The shape of all blocks of a call, whatever is drafted.
 
     Attributes:
-        width: Tokens per row; padding that no token sees fills what a draft leaves free.
+        width: Tokens per row; drafts are padded to it.
         room: Slots behind the longest prompt.
+        by_kernel: Whether our kernel does all attention, even where torch is faster.
     """
 
     width: int
     room: int
+    by_kernel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class BlockInputs:
     Attributes:
         model_inputs: Arguments of the model's forward.
         num_tokens: Tokens of the block, padding included.
-        trees: The masks in the terms of the attention kernel.
-        columns: Columns of tokens and slots, for a model that counts tokens itself.
-        flat: How the tokens belong to the rows, None where each row has equally many.
+        trees: The masks in the attention kernel's format.
+        columns: Columns of tokens and slots, for a model that derives positions from its cache.
+        flat: How the tokens belong to the rows, if the block is flat.
     """
 
     model_inputs: dict[str, Any]
@@ -53,18 +54,18 @@ class BlockInputs:
 
 
 class BlockLayout:
-    """Lays blocks out over a cache that was taken over."""
+    """Lays blocks out over a cache."""
 
     def __init__(
         self,
         model: Any,
-        cache: AdoptedCache,
+        cache: ColumnCache,
         kinds: list[masks.MaskKind],
         passed: dict[str, Any],
         next_position: torch.Tensor,  # [..., rows, 1], of the token after the prompt
         prompt_positions: np.ndarray | None = None,  # [rows, columns]; to lay out its tokens, too
     ) -> None:
-        """Prepare for one call, in which every forward is passed the arguments in `passed`, too."""
+        """Prepare for one call, in which every forward also gets the arguments in `passed`."""
         self._model, self._cache, self._kinds, self._passed = model, cache, kinds, passed
         self._next_position, self._device = next_position, next_position.device
         self._prompt_positions = prompt_positions
@@ -75,17 +76,14 @@ class BlockLayout:
         pads = torch.from_numpy(cache.pads[:, None]).to(self._device)
         self._uncounted = pads if self._names.skips_pads else 0
 
-    def block(
-        self, tokens: np.ndarray, depths: np.ndarray, draft: DraftTree, ahead: np.ndarray
-    ) -> BlockInputs:
+    def block(self, fields: np.ndarray, ahead: np.ndarray) -> BlockInputs:
         """Place a block behind what each row has in the cache.
 
         Args:
-            tokens: The last token of each row and the draft's nodes, [rows, width].
-            depths: Depth of each of them, 0 for the last token and padding, [rows, width].
-            draft: The draft.
+            fields: Tokens, parents and depths as of `DraftTree.padded`, [3, rows, width].
             ahead: Tokens of each row that were fed since the prompt, [rows].
         """
+        tokens, parents, depths = fields
         width = tokens.shape[1]
         self._cache.slots.place(width)
         offsets = torch.from_numpy(ahead[:, None] + depths).to(self._device)
@@ -105,30 +103,29 @@ class BlockLayout:
         uniform = bool((slots.lengths == slots.lengths[0]).all())
         if width == 1 and uniform and not self._is_limited and slots.extent.shown is None:
             return BlockInputs(inputs, tokens.size, columns=columns)  # each token sees every slot
-        seen = np.stack([masks.ancestors(draft, row, width) for row in range(len(tokens))])
-        built = {kind.name: self._mask(kind, seen, depths, ahead) for kind in self._kinds}
+        seen, query = masks.ancestors(parents), self._query(depths, ahead)
+        built = {
+            kind.name: self._mask(kind, seen, query if kind.is_limited else None)
+            for kind in self._kinds
+        }
         named = compat.with_states(built) if self._has_states else built
         inputs[self._names.mask] = named if self._mask_dict else next(iter(built.values()))
         return BlockInputs(inputs, tokens.size, self._trees(built, seen), columns)
 
     def flat(self, fed: Sequence[np.ndarray], draft: DraftTree) -> BlockInputs:
-        """Place the tokens of a flat block, [1, tokens], behind what each row has in the cache.
+        """Place the tokens of a flat block, [1, tokens], behind those that rows have in the cache.
 
-        One call serves rows that read their prompts and rows that decode, side by side: "row r gets
-        these n tokens of its prompt now" is `fed[r]` with n tokens and no draft, "row q gets its
-        last token and a tree" is `fed[q]` with one token and its nodes in the draft. A row without
-        tokens is not in the block, and costs nothing.
+        Rows may read prompts and decode side by side: a row that reads has n tokens of its prompt
+        in `fed` and no draft; a row that decodes has its last token in `fed` and a tree in the
+        draft. A row without tokens is not in the block, and costs nothing.
 
-        The logits of the block, [rows, 1 + most nodes, vocab], have in a row at index 0 those after
-        the last token of `fed`, and at index 1 + i those after node i. They are not computed after
-        the other tokens of `fed`.
-
-        Columns and positions follow from how many tokens a row has in the cache. Tokens of the
-        prompt have those of the prompt, any other tokens continue them.
+        The block's logits, [rows, 1 + most nodes, vocab], have at index 0 of a row those after its
+        last token in `fed`, and at index 1 + i those after node i. None are computed after its
+        other tokens.
 
         Args:
-            fed: Tokens of each row that its text holds and its cache lacks, in order, [tokens]
-                int64 each.
+            fed: Tokens of each row that its text has and its cache lacks, in order, [tokens] int64
+                each.
             draft: The draft behind them; the nodes of a row without tokens are left out.
         """
         slots, drafted = self._cache.slots, np.diff(draft.row_offsets)
@@ -141,7 +138,7 @@ class BlockLayout:
         tokens[~is_node], tokens[is_node] = np.concatenate(fed), draft.token_ids[is_used]
         index[is_node] = (slots.lengths + num_fed - 1)[row[is_node]] + draft.depth[is_used]
         columns = self._cache.columns_of(row, index)
-        # Padding at the end of prompts that all begin in this block is hidden by causality alone.
+        # Causality alone hides the padding of prompts that all begin in this block.
         runs = runs_of(counts, slots.lengths, (num_fed <= 1) | (not slots.lengths.any()))
         slots.place(counts, is_flat=True)
         stand_ins, built = self._run_masks(runs, num_fed, draft, columns)
@@ -166,7 +163,7 @@ class BlockLayout:
     def _run_masks(
         self, runs: list[Run], num_fed: np.ndarray, draft: DraftTree, columns: np.ndarray
     ) -> tuple[dict[str, torch.Tensor], dict[int, list[RunMask]]]:
-        """Stand-ins for the masks by kind, and by their ids the masks of all runs."""
+        """Return stand-ins for the masks by kind, and the masks of all runs by their ids."""
         seen = [_seen_in(run, num_fed, draft) for run in runs]
         stand_ins = {kind.name: torch.zeros(1, 1, 1, 1) for kind in self._kinds}
         return stand_ins, {
@@ -178,7 +175,7 @@ class BlockLayout:
         }
 
     def _positions(self, row: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Positions of tokens by their rows and columns, [tokens] int64 each."""
+        """Return the positions of tokens, given their rows and columns, [tokens] int64 each."""
         beyond = columns - self._cache.num_columns
         positions: np.ndarray = self._next_position.numpy()[row, 0] + beyond
         early = beyond < 0
@@ -190,7 +187,7 @@ class BlockLayout:
     def _run_mask(
         self, kind: masks.MaskKind, run: Run, seen: np.ndarray | None, columns: np.ndarray
     ) -> RunMask:
-        """The mask of a run in the layers of one kind; `columns` of its tokens, [tokens]."""
+        """Return the mask of a run in layers of one kind; `columns` are its tokens', [tokens]."""
         group, width = self._cache.slots.groups[kind.name], run.width
         lengths = group.lengths[run.rows]
         visible = int((lengths + run.counts).max())
@@ -200,30 +197,28 @@ class BlockLayout:
             return RunMask(run, visible, None)
         if seen is None:
             seen = np.tri(width, dtype=bool)[None].repeat(len(lengths), 0)
-        both = None
+        query = None
         if is_limited:
-            padded = columns if run.padded is None else columns[run.padded]
-            query = padded.reshape(-1, width)
-            both = query, self._slot_columns(group, query, visible, run.rows)
-        place = lengths, visible, both, self._cache.pads[run.rows]
-        mask = masks.additive(kind, seen, *place, self._model.dtype, self._device)
+            query = (columns if run.padded is None else columns[run.padded]).reshape(-1, width)
+        mask = self._mask(kind, seen, query, visible, run.rows)
         return RunMask(run, visible, mask)
 
     def _counted(self, depths: np.ndarray, ahead: np.ndarray) -> implicit_positions.Columns | None:
-        """Columns for a model that counts tokens itself; None for one that is given positions."""
+        """Return the columns for a model that derives positions from its cache, else None."""
         if not self._needs_columns:
             return None
         kind = self._kinds[0]  # of several only where the slots' columns are not asked for
         group = self._cache.slots.groups[kind.name]
-        columns = self._columns(group, depths, ahead)
-        order = np.tile(np.arange(columns[1].shape[1]), (len(depths), 1))
+        query, key = self._query(depths, ahead), self._cache.token_columns(group)
+        order = np.tile(np.arange(key.shape[1]), (len(depths), 1))
         for row, length in enumerate(group.lengths.tolist()):
-            order[row, length : length + depths.shape[1]] = length + depths[row]
-        told = (torch.from_numpy(each).to(self._device) for each in (*columns, order))
+            block = slice(length, length + depths.shape[1])
+            key[row, block], order[row, block] = query[row], length + depths[row]
+        told = (torch.from_numpy(each).to(self._device) for each in (query, key, order))
         return implicit_positions.Columns(*told)
 
     def _trees(self, built: dict[str, torch.Tensor], seen: np.ndarray) -> list[BlockTree]:
-        """The masks in the terms of the kernel, which supports windows but not chunks."""
+        """Return the masks in the kernel's format, which has windows but no chunks."""
         device = self._device
         if not tree_attention.serves(device, seen.shape[1]):
             return []
@@ -246,35 +241,34 @@ class BlockLayout:
         return trees
 
     def _mask(
-        self, kind: masks.MaskKind, seen: np.ndarray, depths: np.ndarray, ahead: np.ndarray
+        self,
+        kind: masks.MaskKind,
+        seen: np.ndarray,  # [rows, width, width]
+        query: np.ndarray | None,  # columns of the tokens where they matter, [rows, width]
+        visible: int | None = None,
+        rows: slice = slice(None),
     ) -> torch.Tensor:
-        """The mask of the layers of one kind, [rows, 1, width, visible]."""
+        """The mask of the layers of one kind for some rows, [rows, 1, width, visible]."""
         group = self._cache.slots.groups[kind.name]
-        columns = self._columns(group, depths, ahead) if kind.is_limited else None
-        place = group.lengths, group.visible, columns, self._cache.pads
-        return masks.additive(kind, seen, *place, self._model.dtype, self._device)
+        visible = group.visible if visible is None else visible
+        given = [seen, group.lengths[rows], self._cache.pads[rows]]
+        if query is not None:
+            given += [query, self._cache.token_columns(group, visible)[rows]]
+        tree, lengths, pads, *columns = map(torch.from_numpy, given)
+        both = (columns[0], columns[1]) if columns else None
+        mask = masks.additive(kind, tree, lengths, visible, both, pads, self._model.dtype)
+        return mask.to(self._device)
 
-    def _columns(
-        self, group: SlotGroup, depths: np.ndarray, ahead: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of the block, [rows, width], and of a group's slots, [rows, visible]."""
-        query = self._cache.num_columns + ahead[:, None] + depths
-        return query, self._slot_columns(group, query, group.visible)
-
-    def _slot_columns(
-        self, group: SlotGroup, query: np.ndarray, visible: int, rows: slice = slice(None)
-    ) -> np.ndarray:
-        """Columns of a group's slots, [rows, visible], where the block has the columns `query`."""
-        key = self._cache.token_columns(group, visible)[rows]
-        for row, length in enumerate(group.lengths[rows].tolist()):
-            key[row, length : length + query.shape[1]] = query[row, : visible - length]
-        return key
+    def _query(self, depths: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """Columns of the tokens of a block, [rows, width]."""
+        query: np.ndarray = self._cache.num_columns + ahead[:, None] + depths
+        return query
 
 
 def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | None:
-    """Which tokens of its row's block each query of a run sees, [rows, width, width] bool.
+    """Return which tokens of its row's block each query of a run sees, [rows, width, width] bool.
 
-    None where each of them sees all tokens before it.
+    None if each sees all tokens before it.
     """
     nodes = np.diff(draft.row_offsets)
     if not nodes[run.rows].any():
@@ -283,16 +277,16 @@ def _seen_in(run: Run, num_fed: np.ndarray, draft: DraftTree) -> np.ndarray | No
     for index, count in enumerate(run.counts.tolist()):
         row = run.rows.start + index
         of_row, first = seen[index], num_fed[row]
-        of_row[first:count, first:count] = masks.ancestors(draft, row, 1 + nodes[row])[1:, 1:]
+        of_row[first:count, first:count] = masks.ancestors(draft.parents[None, draft.row(row)])[0]
         of_row[count:] = of_row[count - 1]
     return seen
 
 
 def _places_in_read(num_fed: np.ndarray, nodes: np.ndarray, width: int) -> np.ndarray:
-    """Where the tokens that logits are read of have those of each row, [rows, width].
+    """Return the places of each row's tokens among those with logits, [rows, width].
 
-    They are the last token that a row was fed and its nodes, row after row. A row with fewer has
-    copies of its last one, and a row without tokens has those of others.
+    These are each row's last fed token and its nodes. A row with fewer repeats its last one, and a
+    row without tokens has those of others.
     """
     counts = np.where(num_fed > 0, 1 + nodes, 0)
     places = _offsets(counts)[:-1, None] + np.minimum(np.arange(width), nodes[:, None])
@@ -300,5 +294,5 @@ def _places_in_read(num_fed: np.ndarray, nodes: np.ndarray, width: int) -> np.nd
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """Where the entries of every row begin and end: [rows] -> [rows + 1]."""
+    """Return where the entries of every row begin and end: [rows] -> [rows + 1]."""
     return np.concatenate([[0], counts.cumsum()])

@@ -1,4 +1,4 @@
-"""Attention masks of a block: which slots each token sees, by windows and chunks of columns."""
+"""Attention masks of a block, with windows and chunks of columns."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from lookahead_hf import compat
-from lookahead_hf.draft import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
 class MaskKind:
-    """One kind of mask that the model takes, by transformers' name for its layer type."""
+    """A kind of mask that the model takes, by transformers' name of the layer type."""
 
     name: str
     window: int | None = None  # columns, the token's own included
@@ -26,17 +25,14 @@ class MaskKind:
         return self.window is not None or self.chunk is not None
 
     def may_hide(self, last: int) -> bool:
-        """Whether a token does not see all columns before its own, if none is beyond `last`."""
+        """Return whether a token up to the column `last` may not see all columns before it."""
         return self.chunk is not None or (self.window is not None and last >= self.window)
 
     def is_near(self, query: Any, key: Any, pads: Any) -> Any:
-        """Return which columns a column sees, causality aside, of arrays or tensors that broadcast.
+        """Return which columns `query` sees of the columns `key`, causality aside.
 
-        Args:
-            query: Columns of tokens.
-            key: Columns that they may see.
-            pads: Columns of the prompt that a row does not attend. Nothing is in those before the
-                first attended one, so that a negative difference does not matter.
+        All are arrays or tensors that broadcast. `pads` counts the columns of the prompt that a row
+        does not attend; those before the first attended one hold nothing.
         """
         near = True if self.window is None else query - key < self.window
         if self.chunk is not None:
@@ -44,7 +40,7 @@ class MaskKind:
         return near
 
     def within(self, kept: int | None) -> MaskKind:
-        """Return this kind where plain's cache keeps `kept` earlier columns, None for all."""
+        """Return this kind for a plain cache that keeps `kept` earlier columns, None for all."""
         if kept is None or self.window is not None:
             return self
         return replace(self, window=kept + 1)
@@ -63,55 +59,55 @@ def of_model(model: Any) -> list[MaskKind]:
     return [MaskKind(name, **limits[name]) for name in names]
 
 
-def ancestors(draft: DraftTree, row: int, width: int) -> np.ndarray:
-    """Return which tokens of a row's block each token sees: its ancestors and itself.
+def ancestors(parents: np.ndarray) -> np.ndarray:
+    """Return which tokens of its block each token sees: its ancestors and itself.
 
     Args:
-        draft: The draft.
-        row: The row.
-        width: Tokens of the block, 1 + most nodes; those behind the row's nodes are padding.
+        parents: Index of each token's parent in its block, -1 for none, [rows, width].
 
     Returns:
-        [width, width] bool; index 0 is the last token, index 1 + i node i.
+        [rows, width, width] bool.
     """
-    seen = np.eye(width, dtype=bool)
-    parents = draft.parents[draft.row(row)] + 1
-    for node, parent in enumerate(parents.tolist(), 1):
-        seen[node] |= seen[parent]
+    width = parents.shape[1]
+    row, own = np.arange(len(parents))[:, None], np.arange(width)
+    above = np.where(parents < 0, own, parents)
+    seen = np.tile(np.eye(width, dtype=bool), (len(parents), 1, 1))
+    for _ in range((width - 1).bit_length()):  # each round doubles the distance
+        seen = seen | seen[row, above]
+        above = above[row, above]
     return seen
 
 
 def additive(
     kind: MaskKind,
-    seen: np.ndarray,  # [rows, width, width] bool
-    lengths: np.ndarray,  # [rows]
+    seen: torch.Tensor,  # [rows, width, width] bool
+    lengths: torch.Tensor,  # [rows]
     visible: int,
-    columns: tuple[np.ndarray, np.ndarray] | None,
-    pads: np.ndarray,  # [rows]
+    columns: tuple[torch.Tensor, torch.Tensor] | None,
+    pads: torch.Tensor,  # [rows]
     dtype: torch.dtype,
-    device: torch.device,
 ) -> torch.Tensor:
     """Return `[rows, 1, width, visible]`: 0 for seen slots and the lowest number elsewhere.
 
     Every backend takes this form; a bool mask would be converted again in every layer.
 
     Args:
-        kind: What the layers of this kind add to causality.
+        kind: The kind of mask.
         seen: Which tokens of the block each token sees.
         lengths: Kept tokens of every row; its block is in the slots behind them.
-        visible: Slots that the attention reads, as many as the longest row has tokens at least.
-        columns: Column of every block token [rows, width] and of every slot [rows, visible]; needed
-            where the kind has a window or chunks.
+        visible: Slots that the attention reads, at least as many as the longest row has tokens.
+        columns: Column of every block token, [rows, width], and of every slot before the block,
+            [rows, visible or more]; needed where the kind has a window or chunks.
         pads: Columns of the prompt that the row does not attend.
+        dtype: That of the mask.
     """
-    rows, width = seen.shape[:2]
-    mask = np.zeros((rows, width, visible), bool)
-    for row, length in enumerate(lengths.tolist()):
-        mask[row, :, :length] = True
-        mask[row, :, length : length + width] = seen[row, :, : visible - length]
+    width = seen.shape[1]
+    slots = torch.arange(visible + width, device=seen.device)  # a row may end behind the visible
+    block = lengths[:, None] + slots[:width]
+    shown = (slots < lengths[:, None])[:, None].repeat(1, width, 1)
+    shown = shown.scatter_(2, block[:, None].expand_as(seen), seen)[..., :visible]
     if columns is not None:
-        query, key = columns[0][:, :, None], columns[1][:, None, :]
-        mask &= kind.is_near(query, key, pads[:, None, None])
-    hidden = torch.from_numpy(~mask)[:, None].to(device)
-    out = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return out.masked_fill_(hidden, torch.finfo(dtype).min)
+        query, key = columns
+        key = torch.cat([key[:, :visible], query], 1).scatter_(1, block, query)[:, :visible]
+        shown = shown & kind.is_near(query[:, :, None], key[:, None], pads[:, None, None])
+    return compat.additive_mask(shown, dtype)

@@ -1,4 +1,4 @@
-"""What a step of the loop returns, and what its tokens are chosen from on a device."""
+"""The outputs of a step, and the scores that a device chooses its tokens from."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from lookahead_hf.draft import DraftTree
 from lookahead_hf.rows import Rows
+from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.cuda.transfer import HostCopy, Ticket
 
 
@@ -28,6 +30,11 @@ class StepOutputs:
     of_model: Any = None
     hidden_states: torch.Tensor | None = None
 
+    def count_nan(self) -> np.ndarray:
+        """Count NaN in a sample of the logits of each row, [rows]."""
+        found: np.ndarray = non_finite.has_nan(self.logits).cpu().numpy()
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOutputs(StepOutputs):
@@ -36,19 +43,22 @@ class DeviceOutputs(StepOutputs):
     Attributes:
         copy: Brings further tensors of the step to the host.
         walk: `TreeWalk.packed`, [rows, 2 + width].
-        has_nan: Whether NaN is among the logits of a row, [rows].
+        num_nan: What `count_nan` returns, [rows].
         is_finite: As in `Scores`.
     """
 
     copy: HostCopy
     walk: Ticket
-    has_nan: Ticket
+    num_nan: Ticket
     is_finite: Ticket | None
+
+    def count_nan(self) -> np.ndarray:
+        return self.num_nan.take()
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the tokens of a step are chosen from on a device.
+    """The scores that a device chooses the tokens of a step from.
 
     Attributes:
         values: Processed logits, or probabilities, [rows, width, vocab].
@@ -62,4 +72,4 @@ class Scores:
 
 
 Scoring = Callable[[Rows, DraftTree, torch.Tensor], Scores]
-"""Turns `(rows, draft, logits [rows, width, vocab])` into what the tokens are chosen from."""
+"""Turns `(rows, draft, logits [rows, width, vocab])` into scores."""

@@ -12,6 +12,7 @@ import pytest
 
 import lookahead_hf
 from lookahead_hf.batching import runner as runners
+from lookahead_hf.batching import scheduler
 from lookahead_hf.batching.queues import Router
 from lookahead_hf.batching.request import Job
 from lookahead_hf.compat.batching import GenerationOutput, RequestState
@@ -40,7 +41,7 @@ class Steps:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    found, launch = Steps(), runners.RefilledRunner.launch
+    found, launch = Steps(), runners.QueueRunner.launch
 
     def counted(self: Any, rows: Any, draft: Any) -> Any:
         found.live.append(int(rows.live.sum()))
@@ -48,7 +49,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
             found.sixth()
         return launch(self, rows, draft)
 
-    monkeypatch.setattr(runners.RefilledRunner, "launch", counted)
+    monkeypatch.setattr(runners.QueueRunner, "launch", counted)
     return found
 
 
@@ -61,18 +62,18 @@ def whole_result(manager: Any) -> Any:
 
 def test_a_request_leaves_in_the_middle_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lookahead_hf.enable(models.tiny("llama"), default=DRAFTED)
-    monkeypatch.setattr(runners, "PIECE", 1)
+    monkeypatch.setattr(scheduler, "CHUNK", 1)
     config = settings(model, max_new_tokens=30)
     first, long, last = prompts(1, longest=4)[0], (prompts(1, 3)[0] * 30)[:90], prompts(2)[1]
     manager = model.init_continuous_batching(config, seeded(), max_slots=2)
-    read = runners.RefilledRunner.read
+    read = runners.QueueRunner.read
 
     def cancelled(self: Any, row: int, prompt_ids: np.ndarray) -> None:
         read(self, row, prompt_ids)
         if len(prompt_ids) == len(long):
             manager.cancel_request("long")
 
-    monkeypatch.setattr(runners.RefilledRunner, "read", cancelled)
+    monkeypatch.setattr(runners.QueueRunner, "read", cancelled)
     for name, text in {"first": first, "long": long, "last": last}.items():
         manager.add_request(text, request_id=name)
     manager.start()

@@ -68,6 +68,17 @@ def test_steps_without_nodes_know_what_layers_read(monkeypatch: pytest.MonkeyPat
     assert tried
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_run_as_their_line_says(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    step: Any = importlib.import_module("step")
+    model = step.load("tiny", None, torch.float32, torch.device("cpu"))
+    bench = step.Bench(model, 1, 40, rounds=1)
+    with torch.no_grad(), bench.stepping(3, compiled=compiled) as run:
+        run()
+        assert run.__self__.target.mode == ("compiled" if compiled else "")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_structured(tmp_path: Path, dtype: str) -> None:
     folder = save_tiny_chat(tmp_path / "model")

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from lookahead_hf.kernels import attention, compact, reject, topk, verify
 from lookahead_hf.kernels._attention_sizes import stages
+from lookahead_hf.kernels.ahead import compile_steps
 from lookahead_hf.kernels.path_table import PathTable
 from lookahead_hf.kernels.results import Wanted
 from lookahead_hf.runner.cuda import graphs
@@ -69,19 +70,15 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def _step(rows: int, width: int, sampled: bool) -> None:
-    """All launches of a step of a model of eight billion parameters."""
-    _verify(width - 1, 128256, torch.float32 if sampled else torch.bfloat16, sampled, rows)
-    if width > 1:
-        _compact(width, 128, rows)
-    for slots in (512, 4096) if not sampled else ():
-        _attend(width, (32, 8), 128, rows=rows, slots=slots)
+    """All launches of a step of a model of eight billion parameters, on short and long texts."""
+    model = 128256, torch.bfloat16, sampled, (32, 8), 128, (False,)
+    compile_steps(rows, (width,), *model)
+    _attend(width, (32, 8), 128, rows=rows, slots=4096)
 
 
-def _verify(
-    nodes: int, vocab: int, dtype: torch.dtype, sampled: bool = False, rows: int = 2
-) -> None:
+def _verify(nodes: int, vocab: int, dtype: torch.dtype, sampled: bool = False) -> None:
     """A step's verification; where it is not sampled, the best entries of its logits as well."""
-    width = 1 + nodes
+    rows, width = 2, 1 + nodes
     scores = _empty(rows, width, vocab, dtype=dtype)
     tree = _empty(rows, width), _empty(rows, width), _empty(rows)
     if sampled:
@@ -104,7 +101,8 @@ def _reject(nodes: int, vocab: int) -> None:
     reject.reject_tree(probs, probs[:, 1:], *tree, uniforms, probs[:, 0])
 
 
-def _compact(width: int, dim: int, rows: int = 2) -> None:
+def _compact(width: int, dim: int) -> None:
+    rows = 2
     layers = [_empty(rows, 4096, 8, dim, dtype=torch.bfloat16) for _ in range(2)]
     path = _empty(rows, 2 + width)[:, 2:]  # as `TreeWalk.path` is
     compact.compact_path(PathTable(layers), _empty(rows), path, _empty(rows))
@@ -116,6 +114,7 @@ def _attend(
     dim: int,
     dtype: torch.dtype = torch.bfloat16,
     extras: bool = False,
+    *,
     rows: int = 2,
     slots: int = 4096,
     v_dim: int | None = None,
@@ -202,7 +201,7 @@ def _launches_on(gpu: Gpu) -> Iterator[None]:
     target = gpu.target
     major = target.arch // 10 if target.backend == "cuda" else 0
     is_rdna = target.backend == "hip" and target.warp_size == 32
-    triton.runtime.driver.set_active(_Driver(target))
+    triton.runtime.driver.set_active(Driver(target))
     with (
         patch.object(attention, "num_stages", lambda _, dim: stages(dim, major)),
         patch.object(attention, "is_rdna", lambda _: is_rdna),
@@ -248,7 +247,7 @@ def resources(made: CompiledKernel) -> Resources:
     return Resources(*(int(re.findall(rf"{name}:(\d+)", said)[0]) for name in ("REG", "STACK")))
 
 
-class _Driver:
+class Driver:
     """Stands in for the driver of a GPU, which Triton asks what to compile for."""
 
     def __init__(self, target: GPUTarget) -> None:

@@ -17,6 +17,7 @@ from lookahead_hf.model.facts import facts_of
 from lookahead_hf.patches.patched import patched
 from lookahead_hf.runner import recurrent
 from lookahead_hf.support import checks, self_test
+from lookahead_hf.support.checks import Purpose
 from tests.helpers.architectures import build
 from tests.helpers.caches import assert_same_cache
 from tests.helpers.compared import compared, speculated
@@ -200,12 +201,12 @@ def test_what_cannot_be_rolled_back_is_refused() -> None:
     model = build("lfm2")
     static = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(Unserved, match="static cache"):
-        checks.check_cache(model, static)
+        checks.admit(model, Purpose.CALL, static)
     model.forward = torch.compile(model.forward, backend="eager")
     with pytest.raises(Unserved, match="compiled"):
-        checks.check_setup(model)
+        checks.admit(model, Purpose.CALL)
     with pytest.raises(Unserved, match="several modules"):
-        checks.check_setup(build("inkling_text"))
+        checks.admit(build("inkling_text"), Purpose.CALL)
 
 
 def test_what_has_to_be_a_tree_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Captures a step as a CUDA graph so that it can be repeated."""
+"""Captures steps as CUDA graphs, which repeat them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Captured = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Recording:
-    """A captured step that can be repeated from the present content of what it reads."""
+    """A captured step, which can be repeated on the present content of its inputs."""
 
     graph: Any
     outputs: Captured
@@ -41,14 +41,15 @@ class CudaRecorder:
     def _stream(self) -> Any:
         """A stream that no other living recorder has.
 
-        cuBLAS keeps a workspace per stream, whose address is in the graphs, and frees it when a
-        graph of the stream is reset. torch hands out the same 32 streams in turn.
+        cuBLAS keeps a workspace per stream, whose address the graphs freeze, and frees it when a
+        graph of the stream is reset. torch itself hands out the same 32 streams in turn.
         """
         with _lock:
             free = _free_streams.setdefault(self._device, [])
             if not free:
                 return torch.cuda.Stream(self._device)
-            _forget_workspaces()  # the stream's own is in the pool of graphs that are gone
+            # The stream's workspace is in the pool of graphs that are gone.
+            compat.forget_cublas_workspaces()
             return free.pop()
 
     @cached_property
@@ -60,41 +61,33 @@ class CudaRecorder:
             _free_streams.setdefault(self._device, []).append(self._stream)
 
     def begin(self) -> None:
-        """Wait for earlier calls on the same tensors, perhaps on other streams."""
+        """Wait for an earlier call's work on the same tensors, perhaps on another stream."""
         if self._used is not None:
             torch.cuda.current_stream(self._device).wait_event(self._used)
 
     def end(self) -> None:
-        """Note that a call has launched all its work on the tensors."""
+        """Note that the call has launched all its work on the tensors."""
         self._used = torch.cuda.current_stream(self._device).record_event()
 
     def try_out(self, run: Callable[[], Captured]) -> str | None:
         """Run twice as `record` will; return the first operation that waits for the device.
 
-        Work that is done once (compiling kernels, first copies) may wait. "warn" rather than
-        "error": the setting holds for the whole process, in which other threads may wait.
-
-        On CUDA the runs stay on the caller's stream. So cuBLAS takes its workspace for the stream
-        of the graphs, whose address they freeze, when they are captured, out of their own memory.
-        Anybody may free the workspaces of the other streams, as torch's inductor does. ROCm's
-        libraries set themselves up once per stream, which no capture allows.
+        The first run may wait, as it compiles kernels. On CUDA both stay on the caller's stream, so
+        that cuBLAS takes the workspace for the stream of the graphs while they are captured, out of
+        their own memory: anybody may free the workspaces of other streams, as torch's inductor
+        does. ROCm's libraries set themselves up once per stream, which no capture allows.
         """
         if not torch.version.hip:
-            run()
-            with _noting_waits() as waits:
-                run()
-            return waits[0] if waits else None
+            return _waits_of(run)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                run()
-                with _noting_waits() as waits:
-                    run()
+                reason = _waits_of(run)
         finally:
             current.wait_stream(self._stream)
-        _forget_workspaces()
-        return waits[0] if waits else None
+        compat.forget_cublas_workspaces()
+        return reason
 
     def record(self, run: Callable[[], Captured]) -> Recording:
         """Run once and keep the operations."""
@@ -107,9 +100,8 @@ class CudaRecorder:
     def _end_failed_capture(self) -> None:
         """Bring torch back to where draws and allocations work.
 
-        Up to 2.12, torch's random generator and allocator stay as they are within a capture if it
-        fails. Then every later draw in the process raises, also those of the caller. A capture that
-        succeeds brings the generator back.
+        Up to 2.12 a failed capture leaves torch's random generator and allocator as within it:
+        every later draw in the process raises. A capture that succeeds brings the generator back.
         """
         global _is_broken
         index = self._device.index or 0
@@ -145,8 +137,8 @@ class CudaRecorder:
 
     def release(self, recordings: list[Recording]) -> None:
         """Free all recordings, after the last replay of any."""
-        # All at once: a reset frees workspaces that other graphs of the stream still use. What
-        # cuBLAS keeps for the stream stays, as freeing it would free that of all graphs there are.
+        # All at once: a reset frees workspaces that other graphs of the stream still use. cuBLAS's
+        # own workspace stays, since it can only be freed together with those of all streams.
         torch.cuda.synchronize(self._device)
         for recording in recordings:
             recording.graph.reset()
@@ -156,23 +148,25 @@ _lock = threading.Lock()
 _free_streams: dict[torch.device, list[Any]] = {}
 _is_broken = False  # draws raise since a capture failed, so that nothing more is captured
 
-
-def _forget_workspaces() -> None:
-    """Let cuBLAS take new workspaces: those of our graphs stay in the memory of the graphs."""
-    compat.forget_cublas_workspaces()
-
-
 _WAIT = "called a synchronizing"
 _OF_MODE = (_WAIT, "Synchronization debug mode")
 """Warnings of torch while the mode is on; the second one, about the mode, comes once."""
+
+
+def _waits_of(run: Callable[[], Captured]) -> str | None:
+    """Run twice; return the first operation of the second run that waits for the device."""
+    run()
+    with _noting_waits() as waits:
+        run()
+    return waits[0] if waits else None
 
 
 @contextmanager
 def _noting_waits() -> Iterator[list[str]]:
     """Yield the first lines of torch's warnings that this thread waits for the device.
 
-    Both torch's mode and Python's way of showing warnings belong to the process, so other threads
-    go through the same function. Their waits are not shown; all other warnings are.
+    torch's mode and Python's display of warnings belong to the process. So the mode is "warn", not
+    "error", and the waits of other threads are swallowed, while their other warnings are shown.
     """
     waits: list[str] = []
     own, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
@@ -196,5 +190,5 @@ def _noting_waits() -> Iterator[list[str]]:
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """Return what captures steps on this device, None where nothing can."""
+    """Return what captures steps on a device, None where nothing can."""
     return CudaRecorder(device) if device.type == "cuda" and not _is_broken else None

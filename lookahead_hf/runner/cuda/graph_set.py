@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.cache.slots import SlotGroup
 from lookahead_hf.call import execution
 from lookahead_hf.kernels import PathTable
 from lookahead_hf.model import compiled
 from lookahead_hf.runner.cuda.capture import Captured, CudaRecorder, Recording
-from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepState
+from lookahead_hf.runner.cuda.state import MAX_WIDTH, StepState
 
 LEAST_VISIBLE = 512
-"""Slots that the attention of the first graphs sees; doubled as the texts grow."""
+"""Slots that the attention of the first graphs sees, doubled as the texts grow."""
 
 Run = Callable[[int, int], Captured]
 """A step, given its width and the visible slots."""
 
 _capturing = threading.Lock()
-"""Held while steps are captured: torch allows one capture at a time in a process, and nobody may
-wait for the whole device meanwhile."""
+"""Held while steps are captured. torch allows one capture at a time in a process, during which
+nobody may wait for the whole device."""
 
 
 class Uncapturable(Exception):
@@ -35,16 +35,16 @@ class Uncapturable(Exception):
 
     @classmethod
     def after(cls, error: Exception) -> Uncapturable:
-        """Return the reason that an error is."""
+        """Return an error of a capture as the reason."""
         message = (str(error).splitlines() or [""])[0]
         return cls(f"{execution.FAILED}: {type(error).__name__}: {message}")
 
 
 def room_of(group: SlotGroup, capacity: int) -> int:
-    """Return the slots of a group of layers in a set for texts of so many tokens.
+    """Return the slots of a group of layers in a set for texts of `capacity` tokens.
 
-    Layers with a window have room for the window and for some blocks behind it. When that is used
-    up, what no later token sees is dropped, and the rest moves to the front.
+    Layers with a window have room for it and for some blocks. When that is used up, what no later
+    token sees is dropped, and the rest moves to the front.
     """
     if group.window is None:
         return capacity
@@ -52,12 +52,12 @@ def room_of(group: SlotGroup, capacity: int) -> int:
 
 
 def bucket(slots: int) -> int:
-    """Round a number of slots up to a power of two, so that few graphs serve all lengths."""
+    """Round a number of slots up to a power of two, so that a few graphs serve all lengths."""
     return compiled.doubled(LEAST_VISIBLE, slots)
 
 
 def capacity_for(slots: int) -> int:
-    """Round the slots that a call may need up by a sixteenth at most, from 8,192 on."""
+    """Round up the slots that a call may need: by a sixteenth at most, from 8,192 on."""
     step = max(LEAST_VISIBLE, bucket(slots) // 32)
     return -(-slots // step) * step
 
@@ -67,16 +67,16 @@ class GraphSet:
     """The graphs of one model and one kind of call.
 
     Attributes:
-        key: What a call must have in common with the one that made the set.
-        capacity: Tokens of a text that there is room for.
+        key: What calls on the set have in common.
+        capacity: Most tokens of a text.
         state: Lengths, positions and drafts.
         stores: K and V of every layer, by groups of layers.
-        tables: The same as compaction takes them.
+        tables: The same, for compaction.
         recorder: Captures the steps.
-        recordings: The captured steps by width and visible slots.
-        refused: Why steps of some widths cannot be captured.
+        recordings: The captured steps, by width and visible slots.
+        refused: Reasons why steps of some widths cannot be captured.
         is_used: Whether a call replays; two replays must not overlap.
-        reads_masks: Whether a layer reads its mask; None as long as nobody knows.
+        reads_masks: Whether a layer reads its mask; None if unknown.
     """
 
     key: tuple[Any, ...]
@@ -96,18 +96,15 @@ class GraphSet:
         return sum(store.nbytes for group in self.stores for pair in group for store in pair)
 
     def visible_for(self, slots: int) -> int:
-        """Return the slots that a graph shows where so many are in use.
+        """Return the slots that a graph shows while `slots` are in use.
 
-        Our kernel reads what a row holds, whatever it is shown. So where it does all attention, and
-        no layer reads a mask, one graph serves all lengths.
+        The attention kernel reads what a row holds, whatever it is shown. So one graph serves all
+        lengths if no layer reads a mask.
         """
         return self.capacity if self.reads_masks is False else min(bucket(slots), self.capacity)
 
     def try_masks(self, run: Callable[[int, int], bool]) -> None:
-        """Find out by a step of one token per row whether a layer reads its mask.
-
-        Args:
-            run: Runs a step of a width over visible slots; returns whether a layer read a mask.
+        """Find out by a step of one token per row whether a layer reads its mask, as `run` says.
 
         Raises:
             Uncapturable: The step fails.
@@ -119,7 +116,7 @@ class GraphSet:
         except Exception as error:
             raise Uncapturable.after(error) from error
 
-    def move_in(self, cache: AdoptedCache, state: StepState) -> None:
+    def move_in(self, cache: ColumnCache, state: StepState) -> None:
         """Let a call go on in the set's tensors."""
         self.recorder.begin()
         for index, group in enumerate(cache.slots.each_group()):
@@ -133,15 +130,7 @@ class GraphSet:
         group.move_to(self.stores[index], room, self.tables[index])
 
     def capture(self, width: int, visible: int, run: Run) -> Recording:
-        """Record a step.
-
-        Each width is recorded when a draft first asks for it, so that the first call does not wait
-        for the kernels of all. The graphs share one pool, whose memory grows with the wider ones.
-
-        Args:
-            width: Tokens per row.
-            visible: Slots that the attention sees.
-            run: The step.
+        """Record a step of so many tokens per row, in the memory pool of all graphs.
 
         Raises:
             Uncapturable: The step cannot be captured.
@@ -156,7 +145,7 @@ class GraphSet:
         return self.recordings[width, visible]
 
     def _capture(self, width: int, visible: int, run: Run) -> None:
-        """Try a step and record it; both write K and V behind the lengths only."""
+        """Try a step and record it; both write K and V only behind the lengths."""
         lengths = self.state.lengths.clone()
         self.state.rehearse(width)
 
@@ -165,7 +154,7 @@ class GraphSet:
             return run(width, visible)
 
         try:
-            # What is made in inference mode, torch's random state too, is of no use outside of it.
+            # Tensors of inference mode, torch's random state too, cannot be used outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 reason = self.recorder.try_out(step)
                 if reason is not None:
@@ -185,8 +174,8 @@ class GraphSet:
                 self.recorder.release(recordings)
 
 
-def num_bytes(cache: AdoptedCache, capacity: int) -> int:
-    """Return the bytes of K and V of a set with room for so many tokens."""
+def num_bytes(cache: ColumnCache, capacity: int) -> int:
+    """Return the bytes of K and V of a set with room for `capacity` tokens."""
     return sum(
         room_of(group, capacity) * store[:, 0].nbytes
         for group in cache.slots.each_group()
@@ -196,12 +185,12 @@ def num_bytes(cache: AdoptedCache, capacity: int) -> int:
 
 def new_set(
     key: tuple[Any, ...],
-    cache: AdoptedCache,
+    cache: ColumnCache,
     state: StepState,
     capacity: int,
     recorder: CudaRecorder,
 ) -> GraphSet:
-    """Return a set without graphs for calls like this one, with room for so many slots.
+    """Return a set without graphs for calls like this one.
 
     Raises:
         Uncapturable: There is not enough memory.

@@ -1,9 +1,8 @@
 """The graphs of a model: which ones it keeps, and which call uses which.
 
-A graph never looks again at what it froze when it was captured: adapters, training mode, the
-attention implementation, every number in Python. So a set of graphs belongs to the model as it was
-then, and to calls of one kind. Its K and V, lengths and drafts keep their addresses; a later call
-of that kind moves in.
+A capture freezes adapters, training mode, the attention implementation and every number in Python.
+So a set of graphs belongs to one state of the model and to calls of one kind. Its K and V, lengths
+and drafts keep their addresses, and a later call of that kind moves in.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lookahead_hf.cache.adopt import AdoptedCache
+from lookahead_hf.cache.columns import ColumnCache
 from lookahead_hf.call import execution
 from lookahead_hf.model_state import kept
 from lookahead_hf.runner.cuda.capture import recorder_for
@@ -26,12 +25,12 @@ from lookahead_hf.runner.cuda.graph_set import (
     new_set,
     num_bytes,
 )
-from lookahead_hf.runner.cuda.step import StepState
+from lookahead_hf.runner.cuda.state import StepState
 
 _logger = logging.getLogger(__name__)
 
 WIDTHS = (64, 32, 16, 8, 1)
-"""Tokens per row of the captured steps; a draft takes the narrowest that holds it."""
+"""Tokens per row of the captured steps; a draft takes the narrowest width that holds it."""
 
 NARROW_WIDTHS = (4, 2)
 """Further widths for many rows, where few nodes per row are worth their time."""
@@ -40,38 +39,34 @@ MANY_ROWS = 8
 """Rows from which on there are narrow widths."""
 
 MOST_TOKENS = 512
-"""Most tokens of a captured step, in all rows. So many are bound by arithmetic: no draft pays."""
+"""Most tokens of a captured step. Larger ones are bound by arithmetic, so that no draft pays."""
 
 WORTHWHILE = 64
-"""New tokens from which on "auto" captures, which takes about a second."""
+"""New tokens from which on "auto" captures graphs."""
 
 MOST_SETS = 2
-"""Kinds of calls whose graphs a model keeps: greedy and sampled, for instance."""
+"""Kinds of calls whose graphs a model keeps, such as greedy and sampled."""
 
 RETRY_AFTER = 16
-"""Calls of a kind that run without graphs before a failed capture is tried again."""
+"""Calls of a kind that run without graphs after a failed capture."""
 
 MOST_NOTED = 16
-"""Kinds that could not be captured, of which a model remembers why."""
+"""Kinds of calls of which a model remembers why they could not be captured."""
 
 MEMORY_SHARE = 0.5
-"""Part of the free memory that K and V of a model's graphs may take."""
+"""Share of the free memory that K and V of a model's graphs may take."""
 
 
 class ModelGraphs:
-    """All graphs of one model, in one set for each kind of call.
-
-    Attributes:
-        sets: The least recently used first.
-    """
+    """All graphs of one model, in one set for each kind of call."""
 
     def __init__(self) -> None:
-        self.sets: list[GraphSet] = []
+        self.sets: list[GraphSet] = []  # the least recently used first
         self._lock = threading.Lock()
         self._failed: dict[tuple[Any, ...], tuple[str, int]] = {}  # why, and calls to let pass
 
     def enter(
-        self, kind: tuple[Any, ...], cache: AdoptedCache, state: StepState, slots: int, create: bool
+        self, kind: tuple[Any, ...], cache: ColumnCache, state: StepState, slots: int, create: bool
     ) -> GraphSet:
         """Move a call into the set of its kind, a new one where none fits.
 
@@ -81,8 +76,8 @@ class ModelGraphs:
             kind: What graphs of the call depend on, beside the shapes of its tensors.
             cache: The call's cache; its layers move to the set's K and V.
             state: The call's state, which the set's state copies.
-            slots: Slots that the call may need.
-            create: Whether a missing set is made.
+            slots: Most slots that the call may need.
+            create: Whether to make a missing set.
 
         Raises:
             Uncapturable: There is no set for this call.
@@ -116,9 +111,9 @@ class ModelGraphs:
             return found
 
     def _make_way(
-        self, outgrown: GraphSet | None, cache: AdoptedCache, state: StepState, slots: int
+        self, outgrown: GraphSet | None, cache: ColumnCache, state: StepState, slots: int
     ) -> None:
-        """Retire what a new set replaces, and the least recently used sets until there is room."""
+        """Retire the set that is outgrown, and the least recently used ones until there is room."""
         size = num_bytes(cache, capacity_for(slots))
         limit = _limit(state.lengths.device, self.sets)
         if size > limit:
@@ -134,13 +129,13 @@ class ModelGraphs:
             each.retire()
 
     def _note(self, key: tuple[Any, ...], error: Uncapturable) -> None:
-        """Remember why a kind could not be captured, and forget the oldest of many."""
+        """Remember why a kind could not be captured, and forget the oldest one of many."""
         self._failed[key] = str(error), RETRY_AFTER
         if len(self._failed) > MOST_NOTED:
             del self._failed[next(iter(self._failed))]
 
     def leave(self, used: GraphSet, error: Uncapturable | None = None) -> None:
-        """End a call's use of a set; where capturing failed, remember why and drop the set."""
+        """End a call's use of a set; with an error, remember it and drop the set."""
         used.recorder.end()
         with self._lock:
             used.is_used = False
@@ -154,7 +149,7 @@ class ModelGraphs:
             used.retire()
 
     def release(self) -> None:
-        """Free all sets, and those that a call is using when the call ends."""
+        """Free all sets, those in use when their calls end."""
         with self._lock:
             idle = [each for each in self.sets if not each.is_used]
             self.sets = []
@@ -163,11 +158,9 @@ class ModelGraphs:
 
 
 def widths_for(num_rows: int, widths: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Return the tokens per row of the captured steps of a batch, the most first.
+    """Return the tokens per row of a batch's captured steps, the most first.
 
-    Args:
-        num_rows: Rows of the batch.
-        widths: What to choose from if compiled code knows only these.
+    Compiled code knows only some `widths`.
     """
     narrow = NARROW_WIDTHS if widths is None and num_rows >= MANY_ROWS else ()
     chosen = sorted({*(widths or WIDTHS), *narrow}, reverse=True)
@@ -175,12 +168,12 @@ def widths_for(num_rows: int, widths: tuple[int, ...] | None = None) -> tuple[in
 
 
 def of_model(model: Any) -> ModelGraphs:
-    """Return what is kept of a model's graphs."""
+    """Return the graphs of a model."""
     return kept(model, ModelGraphs, ModelGraphs)
 
 
 def _limit(device: torch.device, sets: list[GraphSet]) -> float:
-    """Return the bytes that K and V of graphs may take; what torch holds unused is free, too."""
+    """Return the bytes that K and V of graphs may take; memory that torch holds unused is free."""
     if device.type != "cuda":
         return math.inf
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -191,8 +184,8 @@ def _nbytes(sets: list[GraphSet]) -> int:
     return sum(each.nbytes for each in sets)
 
 
-def _sizes(cache: AdoptedCache, state: StepState) -> tuple[Any, ...]:
-    """Shapes and types of all that is copied in, but for the number of slots."""
+def _sizes(cache: ColumnCache, state: StepState) -> tuple[Any, ...]:
+    """Return shapes and types of all tensors that move in, but for the number of slots."""
     groups = cache.slots.each_group()
     windows = [(group.window, group.num_kept, len(group.stores)) for group in groups]
     stores = [store for group in groups for store in group.stores]

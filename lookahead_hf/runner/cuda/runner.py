@@ -1,41 +1,34 @@
-"""Runs a model on a CUDA device and verifies there: one launch and one copy per step."""
+"""Runs a model on a CUDA device: one launch and one copy per step."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from lookahead_hf.cache.adopt import AdoptedCache
 from lookahead_hf.call import execution
-from lookahead_hf.draft import DraftTree, Verdict, place_in_row
-from lookahead_hf.kernels import RowScan
+from lookahead_hf.draft import DraftTree, Verdict
 from lookahead_hf.model import compiled
 from lookahead_hf.patches.trust import ModelSnapshot
 from lookahead_hf.rows import Rows
-from lookahead_hf.runner import non_finite
 from lookahead_hf.runner.cuda import graphs
+from lookahead_hf.runner.cuda.ahead import compile_kernels
 from lookahead_hf.runner.cuda.capture import Captured, Recording
+from lookahead_hf.runner.cuda.decision import Decision, OnDevice
 from lookahead_hf.runner.cuda.graph_set import GraphSet, Uncapturable, bucket
-from lookahead_hf.runner.cuda.step import MAX_WIDTH, StepFunction, StepState, pack
-from lookahead_hf.runner.cuda.transfer import HostCopy, pinned
+from lookahead_hf.runner.cuda.state import MAX_WIDTH, StepState, pack
+from lookahead_hf.runner.cuda.step import StepFunction
+from lookahead_hf.runner.cuda.transfer import pinned
 from lookahead_hf.runner.host import Runner, node_counts
 from lookahead_hf.runner.layout import BlockShape
-from lookahead_hf.runner.outputs import DeviceOutputs, Scoring, StepOutputs
+from lookahead_hf.runner.outputs import StepOutputs
 
 ALIGNED = 16
-"""The visible slots are a multiple of it: torch copies any other mask once per layer."""
+"""Divides the visible slots: torch copies any other mask once per layer."""
 
 
 class CudaRunner(Runner):
-    """Lays out, forwards, walks and commits steps without a word from the host.
-
-    Attributes:
-        execution: How the latest steps were run, a value of `runner.execution`.
-    """
+    """Runs steps that stay on the device, from CUDA graphs where they can be captured."""
 
     most_nodes = MAX_WIDTH - 1
-    cache: AdoptedCache  # after the prefill
 
     def __init__(
         self,
@@ -43,7 +36,7 @@ class CudaRunner(Runner):
         num_rows: int,
         shape: BlockShape | None = None,
         *,
-        scoring: Scoring | None = None,
+        decision: Decision | None = None,
         room: int = 0,
         cuda_graphs: str | bool = "auto",
     ) -> None:
@@ -51,39 +44,46 @@ class CudaRunner(Runner):
 
         Args:
             model: As in `Runner`, and so are `num_rows` and `shape`.
-            scoring: Alters the logits; None where the likeliest token is chosen.
-            room: Slots that the call may need behind the longest prompt.
+            decision: Who chooses the tokens; by default the device chooses the likeliest ones.
+            room: Most slots that the call may need behind the longest prompt.
             cuda_graphs: As in `SpeculativeConfig`.
         """
         super().__init__(model, num_rows, shape)
-        self._scoring, self._room, self._wanted = scoring, room, cuda_graphs
+        self._decision = OnDevice() if decision is None else decision
+        self._room, self._wanted = room, cuda_graphs
         self._set: GraphSet | None = None
         self._replays = True  # the latest step was replayed
         self.execution: str | None = execution.NOT_ASKED_FOR
+        if self._creates:
+            widths = self._widths if shape is None else (shape.width,)
+            compile_kernels(model, self._kinds, num_rows, widths, self._decision.draws)
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
         super()._take_over(*args, **kwargs)
         self._state = StepState(self.cache, self._next_position)
         if self._wanted is not False:
             self._enter_graphs()
-        given = self._extras, self._kinds, self._mask_dict
+        given = self._extras, self._kinds, self._mask_dict, self.by_kernel
         self._function = StepFunction(self.model, self.cache, self._state, *given)
-        # Where the call ends with its first token, no step follows, nor has one a position.
+        # A call that ends with its first token has no step, and no position for one.
         tries = self._shape is None and self._room > 1
         if tries and self._set is not None and self._set.reads_masks is None:
             self._try_masks(self._set)
 
     @property
-    def _decides(self) -> bool:
-        """Whether the step itself chooses the tokens and keeps them."""
-        return self._scoring is None
+    def mode(self) -> str:
+        how = "device" if self._set is None or not self._replays else "graphs"
+        return how + self._decision.mode
 
     @property
-    def mode(self) -> str:
-        return "device" if self._set is None or not self._replays else "graphs"
+    def _creates(self) -> bool:
+        """Whether the call is worth graphs of its own."""
+        if self._wanted == "auto":
+            return self._room >= graphs.WORTHWHILE
+        return bool(self._wanted)
 
     def _enter_graphs(self) -> None:
-        """Move into the model's graphs, where there are any or may be."""
+        """Move into a set of the model's graphs, if it has one for the call or may make one."""
         self._snapshot = ModelSnapshot(self.model)
         reasons = self._snapshot.blockers(self._extras)
         if reasons:
@@ -91,60 +91,35 @@ class CudaRunner(Runner):
             return
         self._graphs = graphs.of_model(self.model)
         extras = repr(sorted(self._extras.items()))
-        kind = self._snapshot.key, self._decides, extras, self._shape is None
+        kind = self._snapshot.key, self._decision.is_captured, extras, self._shape is None
         slots = self.cache.slots.longest + self._room + MAX_WIDTH
-        create = self._wanted is True or self._room >= graphs.WORTHWHILE
         try:
-            self._set = self._graphs.enter(kind, self.cache, self._state, slots, create)
+            self._set = self._graphs.enter(kind, self.cache, self._state, slots, self._creates)
         except Uncapturable as error:
             self.execution = str(error)
             return
         self._state = self._set.state
 
     def _try_masks(self, used: GraphSet) -> None:
-        """Find out whether one graph of a width serves all lengths."""
+        """Find out whether a layer reads its mask; else one graph of a width serves all lengths."""
         try:
             used.try_masks(self._function.try_masks)
-            # A forward may note something on its modules.
+            # A forward may set attributes of its modules.
             self._snapshot = ModelSnapshot(self.model)
         except Uncapturable as error:
             self._leave_graphs(error)
 
-    def launch(self, rows: Rows, draft: DraftTree) -> DeviceOutputs:
+    def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:
         """Launch a step, as `Runner.launch` does; nothing waits for the device."""
-        width, (logits, states, *decided) = self._step(rows, draft)
-        finite, num_nodes = None, self._state.draft(width).num_nodes
-        if self._scoring is None:
-            packed, *scan = decided
-            copy = HostCopy(RowScan(*scan) if scan else None, packed, num_nodes)
-        else:
-            scores = self._scoring(rows, draft, logits)
-            packed = self._function.decide(width, scores.values, scores.noise).packed
-            copy = HostCopy(None, packed, num_nodes)
-            finite = None if scores.is_finite is None else copy.add(scores.is_finite)
-        walk, has_nan = copy.add(packed), copy.add(non_finite.has_nan(logits))
-        copy.send()
-        return DeviceOutputs(
-            logits=logits,
-            hidden_states=states,
-            copy=copy,
-            walk=walk,
-            has_nan=has_nan,
-            is_finite=finite,
-        )
-
-    def _step(self, rows: Rows, draft: DraftTree) -> tuple[int, Captured]:
-        """Launch what is captured of a step; return its width and what it returns."""
+        if not self._decision.keeps:
+            self.roll_back()  # to what the host has kept
         self._is_new = False
         width, visible = self._sizes(draft)
         self.num_fed += self.num_rows * width
         recording = self._recording(width, visible)  # first: a capture writes to the draft
         self._state.load(pack(rows, draft, self.cache.slots.lengths, width), width)
-        return width, self._replay_or_run(recording, width, visible)
-
-    def _has_nan(self, step: StepOutputs) -> np.ndarray:
-        assert isinstance(step, DeviceOutputs)
-        return step.has_nan.take()
+        captured = self._replay_or_run(recording, width, visible)
+        return self._decision.outputs(self._function, rows, draft, width, captured)
 
     def _sizes(self, draft: DraftTree) -> tuple[int, int]:
         """Return the width of a draft's block and the visible slots, and make room for them."""
@@ -157,7 +132,7 @@ class CudaRunner(Runner):
         return width, self._visible(self.cache.slots.longest + width)
 
     def _drop_unseen(self, width: int) -> None:
-        """Make room for a block in layers with a window: drop what no later token sees."""
+        """Make room for a block in layers with a window by dropping what no later token sees."""
         for index, group in enumerate(self.cache.slots.each_group()):
             if group.window is None:
                 continue
@@ -165,7 +140,7 @@ class CudaRunner(Runner):
             group.drop_unseen(group.longest + width)
             needed = group.longest + width
             if self._set is not None and needed > group.capacity:
-                # Rows that are ahead keep what the others still see, if all are handed back.
+                # A cache that is handed back keeps for all rows what the slowest still sees.
                 self._leave_graphs(Uncapturable(execution.TOO_FAR_APART))
             if self._set is None:
                 group.reserve(needed, width)
@@ -175,7 +150,7 @@ class CudaRunner(Runner):
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Tokens per row of blocks whose every width has to be prepared."""
+        """Tokens per row of the blocks that are captured or compiled."""
         return graphs.widths_for(self.num_rows, compiled.WIDTHS if self._is_compiled else None)
 
     @property
@@ -193,7 +168,7 @@ class CudaRunner(Runner):
             visible = compiled.make_room(slots, used)
         else:
             visible = -(-used // ALIGNED) * ALIGNED
-            if slots.extent.shown is not None:  # with and without graphs the same
+            if slots.extent.shown is not None:  # the same with and without graphs
                 visible = bucket(slots.extent.shown)
             slots.reserve(visible)
         self._state.fit(self.cache)
@@ -205,7 +180,7 @@ class CudaRunner(Runner):
         if recording is None:
             return self._run(width, visible)
         recording.replay()
-        if self._snapshot.is_current():  # looked at while the device works
+        if self._snapshot.is_current():  # checked while the device works
             self.execution = execution.REPLAYED
             return recording.outputs
         self._replays, self.execution = False, execution.CHANGED
@@ -214,7 +189,7 @@ class CudaRunner(Runner):
         return self._run(width, visible)
 
     def _recording(self, width: int, visible: int) -> Recording | None:
-        """Return the captured step, captured now if it has to be; None where the step is run."""
+        """Return the captured step, captured now if it is new; None if no graph serves it."""
         if self._set is None:
             return None
         if self._shape is None and width not in self._widths:
@@ -224,23 +199,17 @@ class CudaRunner(Runner):
             self.execution = self._set.refused[width]
             return None
         found = self._set.recordings.get((width, visible))
-        # While steps are replayed, the model is looked at behind each launch.
+        # While steps are replayed, the model is checked behind each launch.
         if (found is None or not self._replays) and not self._snapshot.is_current():
             self.execution = execution.CHANGED
             return None
         return found or self._capture(width, visible)
 
     def _run(self, width: int, visible: int) -> Captured:
-        if self._decides:
-            return self._function.run(width, visible)
-        return self._function.forward(width, visible)
+        return self._decision.run(self._function, width, visible)
 
     def _capture(self, width: int, visible: int) -> Recording | None:
-        """Capture a step.
-
-        Returns:
-            The step, None where capturing fails: the call then uses no more graphs.
-        """
+        """Capture a step; if that fails, return None and use no more graphs in this call."""
         assert self._set is not None
         self._is_new = True  # a capture takes longer than many steps
         try:
@@ -251,11 +220,11 @@ class CudaRunner(Runner):
             else:
                 self._leave_graphs(error)
             return None
-        self._snapshot = ModelSnapshot(self.model)  # a forward may note something on its modules
+        self._snapshot = ModelSnapshot(self.model)  # as in `_try_masks`
         return recording
 
     def capture(self) -> None:
-        """Capture the steps of all widths and lengths that fit the call before they come up."""
+        """Capture the steps of all widths and lengths that fit the call."""
         widest = max(self._widths)
         self._drop_unseen(widest)
         slots = self.cache.slots.longest + widest
@@ -274,7 +243,7 @@ class CudaRunner(Runner):
         self._state.lengths.copy_(lengths, non_blocking=True)
 
     def _leave_graphs(self, error: Uncapturable | None = None) -> None:
-        """Leave the graphs to other calls, or for good where an error says why."""
+        """Leave the graphs to other calls, or for good because of an error."""
         if error is not None:
             self.execution = str(error)
         used, self._set = self._set, None
@@ -285,32 +254,6 @@ class CudaRunner(Runner):
         """Let the next call use the graphs; the cache was handed back."""
         self._leave_graphs()
 
-    def commit(self, verdict: Verdict) -> int:
-        """Note what the device has kept; see `Runner.commit`."""
-        accepted = verdict.num_accepted
-        self.cache.slots.lengths += np.where(verdict.num_emitted > 0, accepted + 1, 0)
-        return int((verdict.path != place_in_row(verdict.path_offsets)).sum())
-
-
-class ForwardRunner(CudaRunner):
-    """Runs forwards on the device, for engines that choose and keep the tokens on the host."""
-
-    @property
-    def _decides(self) -> bool:
-        return False
-
-    @property
-    def mode(self) -> str:
-        return f"{super().mode}, decided on the host"
-
-    def launch(self, rows: Rows, draft: DraftTree) -> StepOutputs:  # type: ignore[override]
-        """Launch a step up to its logits, as `Runner.launch` does."""
-        self.roll_back()
-        _, (logits, states) = self._step(rows, draft)
-        return StepOutputs(logits=logits, hidden_states=states)
-
-    def commit(self, verdict: Verdict) -> int:
-        return Runner.commit(self, verdict)
-
-    def _has_nan(self, step: StepOutputs) -> np.ndarray:
-        return Runner._has_nan(self, step)
+    def _close_gaps(self, verdict: Verdict) -> None:
+        if not self._decision.keeps:
+            super()._close_gaps(verdict)

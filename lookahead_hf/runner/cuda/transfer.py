@@ -1,4 +1,4 @@
-"""Brings what a step decides to the host in two small copies, and drafts to the device."""
+"""Copies of a step's results to the host, and of its draft to the device."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Ticket:
 
 
 class HostCopy:
-    """Brings tensors of one device to the host, all that are sent together in one copy.
+    """Brings tensors of one device to the host, those that are sent together in one copy.
 
-    The decision of a step is sent when the step is launched. What drafting looks for in the logits
-    is launched behind it, so that the host reads the first while the device computes the second.
+    The decision of a step is sent at once, and the search for the best tokens is launched behind
+    it: the host reads the first while the device computes the second.
 
     Attributes:
-        scan: What the step's own pass over its logits found, for `topk_rows`.
-        walk: `TreeWalk.packed` of the step, None where the device does not walk.
-        num_nodes: Drafted nodes of each row on the device, [rows], until the next step.
+        scan: The step's own pass over its logits, for `topk_rows`.
+        walk: `TreeWalk.packed` of the step, None if the device does not walk.
+        num_nodes: Drafted nodes of each row on the device, [rows]; valid until the next step.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HostCopy:
         self._waiting: list[Ticket] = []
 
     def add(self, tensor: torch.Tensor) -> Ticket:
-        """Let a tensor come along with the next copy, with its content at that time."""
+        """Add a tensor to the next copy, with its content at that time."""
         ticket = Ticket(tensor, self)
         self._waiting.append(ticket)
         return ticket
@@ -68,7 +68,7 @@ class HostCopy:
 
 
 def _start_copy(data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Start a copy to the host; return where it goes, and the event to wait for, if any."""
+    """Start a copy to the host; return its target and the event to wait for, if any."""
     host = data.to("cpu", non_blocking=True)  # into pinned memory, which torch allocates itself
     if not data.is_cuda:
         return host, None
@@ -78,10 +78,10 @@ def _start_copy(data: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return a host tensor of these numbers from which a copy to the device waits for nothing.
+    """Return a host tensor of an array from which a copy to the device waits for nothing.
 
-    torch keeps the pinned memory until the device has read it, if the copy is `non_blocking`. From
-    other memory a copy waits for everything that was launched before it.
+    torch keeps the pinned memory until a `non_blocking` copy has read it. A copy from other memory
+    waits for all earlier launches.
     """
     source = torch.from_numpy(array)
     return source.pin_memory() if device.type == "cuda" else source

@@ -10,9 +10,29 @@ from lookahead_hf.draft import DraftTree
 from lookahead_hf.patches.tree_attention import ancestor_words
 from lookahead_hf.rows import Rows
 from lookahead_hf.runner import masks
-from lookahead_hf.runner.cuda.step import pack
+from lookahead_hf.runner.cuda.state import DraftViews, _views, pack
 from lookahead_hf.runner.cuda.transfer import HostCopy
 from tests.helpers.device import TapeRecorder, on_device
+
+
+def ancestors(parents: list[int]) -> list[set[int]]:
+    """Which tokens of a block each token sees."""
+    found: list[set[int]] = []
+    for token, parent in enumerate(parents):
+        found.append({token} | (found[parent] if parent >= 0 else set()))
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 64, 70])
+def test_a_token_sees_itself_and_its_ancestors(width: int) -> None:
+    rng = np.random.default_rng(width)
+    rows = [[-1, *(int(rng.integers(-1, i)) for i in range(1, width))], [*range(-1, width - 1)]]
+    seen = masks.ancestors(np.array(rows))
+    expected = [ancestors(row) for row in rows]
+    assert [[{*np.flatnonzero(each).tolist()} for each in row] for row in seen] == expected
+    if width <= 64:
+        words = ancestor_words(seen)
+        assert ((words[:, :, None] >> np.arange(width) & 1) == seen).all()
 
 
 def test_a_packed_draft_holds_every_node_and_its_ancestors() -> None:
@@ -21,14 +41,23 @@ def test_a_packed_draft_holds_every_node_and_its_ancestors() -> None:
     rows = Rows(np.full((2, 2), 3))
     for row in range(2):
         rows.emit(row, row)
-    packed = pack(rows, draft, np.array([5, 6]), 64)
-    tokens, above, depth, bits = packed[: 4 * 2 * 64].reshape(4, 2, 64)
-    assert np.array_equal((tokens, above, depth), draft.padded(64, rows.last_tokens))
-    assert packed[4 * 2 * 64 :].tolist() == [63, 2, 1, 1, 5, 6]
-    seen = np.stack([masks.ancestors(draft, row, 64) for row in range(2)])
-    assert np.array_equal(bits, ancestor_words(seen))
-    assert bits[0, 63] < 0  # the 64th token's own bit is the sign
-    assert ((bits[:, :, None] >> np.arange(64) & 1) == seen).all()
+    fields = DraftViews(*_views(pack(rows, draft, np.array([5, 6]), 64), 2, 64))
+    assert np.array_equal(fields[:3], draft.padded(64, rows.last_tokens))
+    assert [each.tolist() for each in fields[4:]] == [[63, 2], [1, 1], [5, 6]]
+    assert np.array_equal(fields.bits, ancestor_words(masks.ancestors(np.array(fields.parents))))
+    assert fields.bits[0, 63] < 0  # the 64th token's own bit is the sign
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 1), (2, 8)])
+def test_fields_of_a_draft_begin_where_kernels_expect_them(rows: int, width: int) -> None:
+    """At multiples of 16 bytes; Triton compiles others for other addresses."""
+    drafted = DraftTree.from_chains([[[1] * (width - 1)]] * rows)
+    texts = Rows(np.full((rows, 2), 3))
+    for row in range(rows):
+        texts.emit(row, 3)
+    packed = torch.from_numpy(pack(texts, drafted, np.full(rows, 2), width))
+    begins = [each.data_ptr() - packed.data_ptr() for each in _views(packed, rows, width)[:5]]
+    assert not any(begin % 16 for begin in begins)
 
 
 def test_the_stand_in_for_a_device_is_as_late_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
